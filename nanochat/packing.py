@@ -1,0 +1,237 @@
+"""
+Packers: from document lengths to rows, without a token in sight.
+
+A packer is given documents as (key, length) and returns rows as lists of placements. It never sees a token, so the
+same engine streams text, reads shards, rehearses a run from lengths alone, keeps the ledger and answers which
+documents step N held.
+
+    T = 7, so a row has 8 tokens; three documents wait, # is BOS:      a: #aaaaa    b: #b    c: #cccccccc
+
+    bestfit    # a a a a a # b        oldest first, then the document (or pair) that ends exactly at the row's end
+    crop       # c c c c c c c        a document that fills a row leaves at once; what does not fit is dropped
+    split      # c c c c c c c        the rest comes back: BOS, the last tokens again (targets off), the rest
+               # c c c ...
+    concat     # a a a a a # b        one stream of tokens; the next row starts with the last token of this one
+               b # c c c c c c
+
+A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document `key`, whose
+token 0 is its BOS. `start` is the document's token they begin at. In `bestfit`, a placement with `start > 0` has a
+BOS of its own in front (counted in `length`), and the `off` tokens after that BOS are repeated context whose targets
+are off.
+
+Fitting. The waiting lengths are a set of bits in one Python integer (bit n is on when a document of n tokens waits),
+beside its mirror image (bit T + 1 - n). The largest document that fits r tokens is one mask and one `bit_length`;
+whether two documents fill r exactly is `bits & (mirror >> (T + 1 - r))`: some n with both n and r - n on. These are a
+few operations on integers of T bits, about 2 microseconds a row.
+
+Fairness. Documents that fill a row leave at once, but once the oldest of the others has waited `max_wait` rows, rows
+start with it. So nothing waits longer than `max_wait` rows plus the number of documents waiting when it came.
+
+Rejected: nanochat's buffer, a list searched from end to end for each placement, where over-long documents may wait. It
+fills up with them until the buffer is a fraction of its size.
+"""
+
+from collections import deque
+from typing import Any, Protocol
+
+VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
+
+Key = Any  # whatever the caller names documents by; hashable
+Placement = tuple[Key, int, int, int]
+
+
+class Packer(Protocol):
+    """What a feed needs of a packer. Token counts are of the whole life of the packer, restarts included."""
+
+    own_bos: bool  # placements with start > 0 have a BOS of their own in front
+    row: int  # rows packed so far
+    inserted: int  # BOS put in front of continuations, tokens
+    repeated: int  # tokens emitted a second time as context, tokens
+    cropped: int  # tokens dropped
+
+    def __len__(self) -> int: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None: ...
+
+    def next_row(self) -> list[Placement]: ...
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]: ...
+
+
+class BestFit:
+    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it is dropped.
+
+    `docs[key] = (length of the piece, start, row it arrived at)`, in order of arrival; `start` counts the document's
+    tokens that are used up (0: the whole document waits). The piece of a continuation is 1 BOS + context + the rest.
+    """
+
+    own_bos = True
+
+    def __init__(self, T: int, *, split: bool = False, overlap: int = 64, max_wait: int = 256):
+        self.capacity = T + 1
+        self.split, self.overlap, self.max_wait = split, overlap, max_wait
+        self.docs: dict[Key, tuple[int, int, int]] = {}
+        self.long: deque[Key] = deque()  # pieces of at least `capacity` tokens, oldest first
+        self.by_length: list[deque[Key]] = [deque() for _ in range(self.capacity)]
+        self.bits = self.mirror = 0
+        self.tokens = 0  # in all waiting pieces, their BOS and context included
+        self.row = self.inserted = self.repeated = self.cropped = 0
+
+    def __len__(self) -> int:
+        return len(self.docs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the waiting pieces can fill a row."""
+        return self.tokens >= self.capacity
+
+    @property
+    def pending(self) -> int:
+        """Tokens of waiting documents that no row has had yet (BOS and context of continuations not counted)."""
+        return self.tokens - sum(1 + self._context(start) for _, start, _ in self.docs.values() if start)
+
+    def _context(self, start: int) -> int:
+        return min(self.overlap, start - 1)
+
+    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
+        """Add a piece of `length` tokens. `start` and `arrived` are given when a saved packer is filled again."""
+        self.docs[key] = (length, start, self.row if arrived is None else arrived)
+        self.tokens += length
+        if length >= self.capacity:
+            self.long.append(key)
+            return
+        same = self.by_length[length]
+        if not same:
+            self.bits |= 1 << length
+            self.mirror |= 1 << (self.capacity - length)
+        same.append(key)
+
+    def _take(self, length: int, placements: list[Placement], room: int) -> None:
+        """Place the oldest piece of that length; what is beyond `room` is dropped or comes back."""
+        if length >= self.capacity:
+            key = self.long.popleft()
+        else:
+            same = self.by_length[length]
+            key = same.popleft()
+            if not same:
+                self.bits ^= 1 << length
+                self.mirror ^= 1 << (self.capacity - length)
+        start = self.docs.pop(key)[1]
+        self.tokens -= length
+        placed = length if length < room else room
+        if start == 0:
+            total, used = length, placed
+            placements.append((key, 0, placed, 0))
+        else:
+            context = self._context(start)
+            off = min(context, placed - 1)
+            total, used = start + length - 1 - context, start + placed - 1 - off
+            placements.append((key, start - context, placed, off))
+            self.inserted += 1
+            self.repeated += off
+        if placed < length:
+            if self.split:
+                self.push(key, 1 + self._context(used) + total - used, used)
+            else:
+                self.cropped += length - placed
+
+    def next_row(self) -> list[Placement]:
+        """The next row. The caller sees to it that `ready` holds."""
+        placements: list[Placement] = []
+        self.row += 1
+        length, _, arrived = self.docs[next(iter(self.docs))]
+        if self.long and (length >= self.capacity or self.row - arrived <= self.max_wait):
+            self._take(self.docs[self.long[0]][0], placements, self.capacity)
+            return placements
+        self._take(length, placements, self.capacity)
+        room = self.capacity - length
+        while room:
+            if self.bits >> room & 1:
+                self._take(room, placements, room)
+                return placements
+            pairs = self.bits & (self.mirror >> (self.capacity - room))
+            if pairs:
+                larger = pairs.bit_length() - 1
+                if 2 * larger != room or len(self.by_length[larger]) > 1:
+                    self._take(larger, placements, larger)
+                    room -= larger
+                    continue  # the other half is an exact fit now
+            fitting = self.bits & ((1 << room) - 1)
+            if not fitting:
+                self._take(self._to_cut(), placements, room)
+                return placements
+            largest = fitting.bit_length() - 1
+            self._take(largest, placements, largest)
+            room -= largest
+        return placements
+
+    def _to_cut(self) -> int:
+        """Length of the piece to cut when none fits: the longest where its rest comes back (short ones are worth more
+        as fillers), the shortest where the rest is dropped."""
+        if self.long and (self.split or not self.bits):
+            return self.docs[self.long[0]][0]
+        return self.bits.bit_length() - 1 if self.split else (self.bits & -self.bits).bit_length() - 1
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]:
+        """(key, length, start, arrived) of each waiting piece, oldest first; pushed again so, they make this packer."""
+        return [(key, *piece) for key, piece in self.docs.items()]
+
+
+class Concat:
+    """One stream of tokens cut every T: nothing is dropped, rows are not aligned with documents."""
+
+    own_bos = False
+
+    def __init__(self, T: int):
+        self.T = T
+        self.docs: dict[Key, tuple[int, int, int]] = {}  # key -> (length, start of what is left, arrived), in order
+        self.tokens = 0  # left, the token shared with the last row included
+        self.row = self.inserted = self.repeated = self.cropped = 0
+
+    def __len__(self) -> int:
+        return len(self.docs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the waiting documents can fill a row."""
+        return self.tokens > self.T
+
+    @property
+    def pending(self) -> int:
+        """Tokens that no row has had yet."""
+        return self.tokens - (1 if self.row else 0)
+
+    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
+        """Add a document of `length` tokens, of which the first `start` are used up."""
+        self.docs[key] = (length, start, self.row if arrived is None else arrived)
+        self.tokens += length - start
+
+    def next_row(self) -> list[Placement]:
+        """The next row; its last token is where the next one starts."""
+        placements: list[Placement] = []
+        room = self.T + 1
+        while room:
+            key = next(iter(self.docs))
+            length, start, arrived = self.docs[key]
+            placed = min(length - start, room)
+            placements.append((key, start, placed, 0))
+            room -= placed
+            last = start + placed - (0 if room else 1)  # the row's last token stays, to be shared
+            if last == length:
+                del self.docs[key]
+            else:
+                self.docs[key] = (length, last, arrived)
+        self.repeated += 1 if self.row else 0
+        self.row += 1
+        self.tokens -= self.T
+        return placements
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]:
+        """(key, length, start, arrived) of each waiting document, in order."""
+        return [(key, *doc) for key, doc in self.docs.items()]

@@ -1,0 +1,336 @@
+"""
+Sources: the files of a bucket behind one small interface, and the manifest that pins them.
+
+    Source.groups              documents in each group (a parquet row group), in the order of files
+    Source.fetch(group, unit)  raw documents of a unit (consecutive documents of a group): cheap to hold
+    Source.encode(raw)         their token ids, without BOS
+
+A parquet row group can only be read from its beginning, and one page may hold all of it, but a lane wants 64
+documents now and the next 64 much later. Holding each lane's group decoded would cost megabytes a lane, decoding it
+for each unit would cost sixteen times the work. So a group is decoded once, cut into units, and the units that
+somebody here will still want are kept compressed until they are fetched (`keep`).
+
+A run must see the same files for ever. `scan` makes the manifest: for each file its relative name, size, a hash of
+its footer and the rows of its groups. `check` compares it with the disk and names the file that changed or went.
+Files that came later are not in the manifest and so not in the stream. Hashing whole files at each start would take
+hours on large data sets; the footer holds offsets, sizes and statistics of every column chunk, so a rewritten file
+does not keep it.
+
+jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
+"""
+
+import gzip
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
+
+log = logging.getLogger(__name__)
+
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
+GROUP_DOCUMENTS = 1024  # documents in a row group of what we write
+Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
+
+
+class Tokenizer(Protocol):
+    """What the stream needs of a tokenizer; `nanochat.tokenizer.RustBPETokenizer` is one."""
+
+    fingerprint: str
+
+    def get_bos_token_id(self) -> int: ...
+
+    def encode_flat(self, texts: list[str], *, num_threads: int = ...) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class Source(Protocol):
+    """One bucket's documents. `fetch` and `encode` are called from several threads at once."""
+
+    fingerprint: str
+    groups: np.ndarray  # (G,) int64, documents in each group
+
+    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = ...) -> list[Any]: ...
+
+    def encode(self, raw: list[Any]) -> list[np.ndarray]: ...
+
+    def locate(self, group: int) -> tuple[str, int]: ...
+
+
+# ---- files and manifests --------------------------------------------------------------------------------------------
+
+def find_files(path: Path | str) -> list[Path]:
+    """All text files below a folder in the order of their relative paths; a single file is itself."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
+                                f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
+    files = [f for f in path.rglob("*") if f.name.endswith(ENDINGS) and not f.name.startswith(".")]
+    if not files:
+        raise FileNotFoundError(f"{path}: no {', '.join(ENDINGS)} file below it; is --data-path right?")
+    return sorted(files, key=lambda f: f.relative_to(path).as_posix())
+
+
+def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
+    """A parquet file's metadata and its raw footer. ValueError names the file when it is not readable parquet with a
+    `text` column and at least one document, FileNotFoundError when it is not there."""
+    try:
+        with open(path, "rb") as f:
+            size = f.seek(0, 2)
+            f.seek(max(0, size - 8))
+            tail = f.read(8)
+            f.seek(max(0, size - 8 - int.from_bytes(tail[:4], "little")))
+            footer = f.read()
+        metadata = pq.read_metadata(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run (--model-tag)") from None
+    except (pa.ArrowInvalid, OSError) as e:
+        raise ValueError(f"{path}: not a whole parquet file ({size:,} bytes; {e}); delete it and fetch or make it again"
+                         ) from e
+    schema = metadata.schema.to_arrow_schema()
+    if "text" not in schema.names:
+        raise ValueError(f"{path}: no `text` column, it has {schema.names}; rename the column that holds the documents")
+    if not (pa.types.is_string(schema.field("text").type) or pa.types.is_large_string(schema.field("text").type)):
+        raise ValueError(f"{path}: column `text` has type {schema.field('text').type}, expected string")
+    if metadata.num_rows == 0:
+        raise ValueError(f"{path}: an empty parquet file (0 rows); delete it")
+    return metadata, footer
+
+
+def _scan_file(path: Path, name: str) -> dict[str, Any]:
+    metadata, footer = read_footer(path)
+    column = metadata.schema.to_arrow_schema().names.index("text")
+    counts = []
+    for g in range(metadata.num_row_groups):
+        group = metadata.row_group(g)
+        statistics = group.column(column).statistics
+        if statistics is not None and statistics.has_null_count and statistics.null_count:
+            raise ValueError(_null_error(path, g, statistics.null_count))
+        counts.append(group.num_rows)
+    return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts}
+
+
+def _null_error(path: Path | str, group: int, count: int) -> str:
+    return (f"{path}: {count} null(s) in column `text` of row group {group}; drop those rows (python -m "
+            f"dev.repackage_data_reference does) or fill them")
+
+
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
+    """The manifest of some files (default: all) below `root`; jsonl is converted first. The first bad file raises."""
+    root = Path(root)
+    files = find_files(root) if files is None else list(files)
+    folder = root if root.is_dir() else root.parent
+    names = [f.relative_to(folder).as_posix() for f in files]
+    with ThreadPoolExecutor(8) as pool:
+        entries = list(pool.map(_scan_file, [as_parquet(f, strict=strict) for f in files], names))
+    return {"root": str(folder.resolve()), "files": entries}
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """Hash of what the files hold, wherever they lie."""
+    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]])
+
+
+def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
+    """Compare a manifest with the disk (under another root, if given). Returns it with the root in use.
+
+    Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
+    """
+    root = Path(root or manifest["root"])
+    folder = root if not root.is_file() else root.parent
+    names = [e["name"] for e in manifest["files"]]
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a new run with "
+                                    f"other data (--model-tag)")
+    with ThreadPoolExecutor(8) as pool:
+        now = list(pool.map(_scan_file, [as_parquet(p, strict=strict) for p in paths], names))
+    for old, new, path in zip(manifest["files"], now, paths, strict=True):
+        if old != new:
+            what = next(k for k in ("size", "footer", "groups") if old[k] != new[k])
+            raise ValueError(f"{path}: changed since this run began ({what}: {old[what]} then, {new[what]} now); bring "
+                             f"the old file back, or start a new run (--model-tag)")
+    return {**manifest, "root": str(folder.resolve())}
+
+
+def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, strict: bool = False
+                    ) -> tuple[Manifest, Manifest]:
+    """Manifests of the training and the validation files: the last file is validation unless `val_path` is given."""
+    if val_path is not None:
+        return scan(data_path, strict=strict), scan(val_path, strict=strict)
+    files = find_files(data_path)
+    if len(files) < 2:
+        raise ValueError(f"{data_path}: one data file only ({files[0].name}), expected at least two (the last one is "
+                         f"validation); add one, or name validation data with --val-path")
+    return scan(data_path, files[:-1], strict=strict), scan(data_path, files[-1:], strict=strict)
+
+
+# ---- jsonl ----------------------------------------------------------------------------------------------------------
+
+def as_parquet(path: Path, *, strict: bool = False) -> Path:
+    """`path` itself, or the cached parquet made of a .jsonl or .jsonl.gz file (converted once for its size and time of
+    change). Broken lines are counted and reported with their numbers; with `strict` the first is a ValueError."""
+    if path.name.endswith(".parquet") or not path.exists():
+        return path
+    stat = path.stat()
+    key = hash_json([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    folder = get_base_dir() / "converted" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    target, report = folder / f"{stem}.parquet", folder / "report.json"
+    if not (target.exists() and report.exists()):
+        bad = _convert(path, target, strict=strict)
+        write_json(report, {"source": str(path), "skipped": bad})
+    bad = read_json(report)["skipped"]
+    if bad and strict:
+        raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; mend it, or leave out --strict to skip such lines")
+    if bad:
+        log.warning("%s: %d broken line(s) skipped; the first is line %d: %s", path, len(bad), bad[0][0], bad[0][1])
+    return target
+
+
+def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]:
+    bad: list[tuple[int, str]] = []
+    schema = pa.schema([("text", pa.string())])
+    with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
+        texts: list[str] = []
+        for text in _jsonl_texts(path, bad, strict=strict):
+            texts.append(text)
+            if len(texts) == GROUP_DOCUMENTS:
+                writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
+                texts = []
+        if texts:
+            writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
+    return bad
+
+
+def _jsonl_texts(path: Path, bad: list[tuple[int, str]], *, strict: bool) -> Iterator[str]:
+    opened = gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # noqa: SIM115
+    try:
+        with opened as f:
+            for number, line in enumerate(tqdm(f, desc=f"converting {path.name}", unit=" lines", disable=None), 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                    text.encode()  # a lone surrogate has no UTF-8
+                except (ValueError, KeyError, TypeError, AttributeError) as e:
+                    bad.append((number, f"expected {{\"text\": ...}} in UTF-8, got {type(e).__name__}: {e}"[:200]))
+                    if strict:
+                        raise ValueError(f"{path}: line {number}: {bad[-1][1]}; mend it, or leave out --strict to skip "
+                                         f"such lines") from e
+                else:
+                    yield text
+    except (EOFError, gzip.BadGzipFile) as e:
+        raise ValueError(f"{path}: not a whole gzip file ({e}); fetch it again") from e
+
+
+# ---- parquet --------------------------------------------------------------------------------------------------------
+
+class ParquetSource:
+    """Text in parquet files. `decoded` counts row groups decoded so far (a figure to watch: it should stay near one for
+    each group and epoch)."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
+        self.manifest, self.tokenizer = manifest, tokenizer
+        self.fingerprint = fingerprint(manifest)
+        per_file = [len(e["groups"]) for e in manifest["files"]]
+        self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
+        self._first_group = np.concatenate([[0], np.cumsum(per_file)])
+        self._kept: dict[tuple[int, int], tuple[int, pa.Buffer, np.ndarray]] = {}  # (group, start) -> unit, compressed
+        self._codec = pa.Codec("zstd", compression_level=1)
+        self._locks: dict[int, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self.decoded = 0
+
+    def locate(self, group: int) -> tuple[str, int]:
+        """(relative file name, row group in that file) of a group."""
+        file = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        return self.manifest["files"][file]["name"], group - int(self._first_group[file])
+
+    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[bytes]:
+        """UTF-8 texts of a group's documents [unit * unit_size, (unit + 1) * unit_size). If the group must be decoded
+        for it, the units that `keep()` names are put aside, compressed, for later calls. Raises ValueError naming the
+        file for nulls and broken data."""
+        held = self._pop(group, unit)
+        if held is None:
+            with self._lock:
+                lock = self._locks.setdefault(group, threading.Lock())
+            with lock:
+                held = self._pop(group, unit)  # a neighbour may have decoded the group meanwhile
+                if held is None:
+                    held = self._decode(group, unit, unit_size, keep())
+        data, offsets = held
+        view = memoryview(data)
+        return [bytes(view[a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+
+    def encode(self, raw: list[bytes]) -> list[np.ndarray]:
+        """Token ids of each text, without BOS: (n,) arrays of the tokenizer's dtype, each with memory of its own."""
+        try:
+            texts = [text.decode() for text in raw]
+        except UnicodeDecodeError as e:
+            raise ValueError(f"a document is not UTF-8 ({e}); drop it, or write the data again with python -m "
+                             f"dev.repackage_data_reference") from e
+        ids, offsets = self.tokenizer.encode_flat(texts, num_threads=1)
+        return [ids[a + 1:b].copy() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+
+    def _pop(self, group: int, unit: int) -> tuple[Any, np.ndarray] | None:
+        with self._lock:
+            kept = self._kept.pop((group, unit), None)
+        if kept is None:
+            return None
+        size, compressed, offsets = kept
+        return self._codec.decompress(compressed, decompressed_size=size), offsets
+
+    def _decode(self, group: int, unit: int, unit_size: int, keep: set[int]) -> tuple[Any, np.ndarray]:
+        """Read a group from its beginning, as far as needed, unit by unit."""
+        name, local = self.locate(group)
+        path = Path(self.manifest["root"]) / name
+        found = None
+        try:
+            with pq.ParquetFile(as_parquet(path), pre_buffer=False) as f:
+                batches = f.iter_batches(batch_size=unit_size, row_groups=[local], columns=["text"], use_threads=False)
+                for index, batch in zip(range(max(unit, *keep, 0) + 1), batches):
+                    if index == unit:
+                        data, offsets = _texts_of(batch.column(0), path, local)
+                        found = (data.to_pybytes(), offsets)
+                    elif index in keep:
+                        data, offsets = _texts_of(batch.column(0), path, local)
+                        kept = (data.size, self._codec.compress(data), offsets)
+                        with self._lock:
+                            self._kept[(group, index)] = kept
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, start again") from None
+        except (pa.ArrowException, OSError) as e:
+            raise ValueError(f"{path}: row group {local} cannot be read ({e}); fetch the file again (python -m "
+                             f"nanochat.dataset --verify checks all)") from e
+        if found is None:
+            raise ValueError(f"{path}: row group {local} has no documents from {unit * unit_size:,} on; the file changed "
+                             f"since the run began")
+        with self._lock:
+            self.decoded += 1
+            self._locks.pop(group, None)
+        return found
+
+
+def _texts_of(column: pa.Array, path: Path, group: int) -> tuple[pa.Buffer, np.ndarray]:
+    """The bytes of a string column and (n + 1) offsets into them."""
+    if column.null_count:
+        raise ValueError(_null_error(path, group, column.null_count))
+    wide = pa.types.is_large_string(column.type)
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
+    offsets = offsets[column.offset:column.offset + len(column) + 1]
+    first, last = int(offsets[0]), int(offsets[-1])
+    data = column.buffers()[2] or pa.py_buffer(b"")
+    return data.slice(first, last - first), offsets - first

@@ -1,0 +1,398 @@
+"""
+Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken.
+
+    text                pieces (by the pattern)              tokens (by the ranks)
+    "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
+
+The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours whose join has the
+lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; then come the trained ranks, then
+the special tokens. Text never turns into a special token: "<|bos|>" in a document is seven ordinary characters.
+
+Invariants
+- `decode(encode(text)) == text` for every text that UTF-8 can hold (a lone surrogate becomes U+FFFD).
+- `encode`, `encode_one` and `encode_flat` give the ids of tiktoken's `encode_ordinary`, for any number of threads.
+- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS) and of nothing else, so
+  equal fingerprints mean equal ids. A tokenizer on disk is checked against its fingerprint whenever it is loaded.
+- The same texts in the same order train the same ranks, whatever the number of threads.
+
+On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`, written last. A
+pickle of the tiktoken object would be one file less, but to load it is to run code, and tiktoken's classes change.
+"""
+
+import base64
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import rustbpe
+import tiktoken
+import torch
+
+from nanochat.common import get_base_dir, hash_bytes, hash_file, hash_json, read_json, write_bytes, write_json
+
+log = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = (
+    "<|bos|>",  # stands in front of every document
+    # the rest delimit the turns of a conversation and of tool use, for models tuned on chats
+    "<|user_start|>", "<|user_end|>",
+    "<|assistant_start|>", "<|assistant_end|>",
+    "<|python_start|>", "<|python_end|>",
+    "<|output_start|>", "<|output_end|>",
+)
+
+# GPT-4's pattern, but numbers are cut after 2 digits instead of 3: a small vocabulary has better uses for 1,000 ids.
+SPLIT_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+
+FORMAT, VERSION = "nanochat-tokenizer", 1
+RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
+CHUNKS_PER_THREAD = 8  # more even out documents of unequal length, fewer cost less Python
+
+# `\s+(?!\S)` backtracks, and from about 500,000 spaces in a row on the regex engines of tiktoken and rustbpe fail.
+_LONG_SPACE = re.compile(r"(\s{65536})")
+
+
+# ---- the seam: texts in, flat ids out -------------------------------------------------------------------------------
+
+class Encoder(Protocol):
+    """What a (faster) encoder has to do to serve a `RustBPETokenizer`; one object is called from many threads."""
+
+    def __call__(self, texts: Sequence[str], first: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Encode every text as ordinary text, with id `first` (None: nothing) in front of each.
+
+        Returns (ids (sum of lengths,) uint32, lengths (len(texts),) int64); lengths count `first`.
+        """
+
+
+class TiktokenEncoder:
+    """The default encoder. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases the GIL."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding = encoding
+
+    def __call__(self, texts: Sequence[str], first: int | None) -> tuple[np.ndarray, np.ndarray]:
+        head = b"" if first is None else np.uint32(first).tobytes()
+        parts: list[Any] = []
+        num_bytes = np.empty(len(texts), np.int64)
+        for i, text in enumerate(texts):
+            ids = self._encode(text)
+            parts += (head, ids)
+            num_bytes[i] = len(head) + ids.nbytes
+        return np.frombuffer(b"".join(parts), np.uint32), num_bytes // 4
+
+    def _encode(self, text: str) -> memoryview:
+        try:
+            return memoryview(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, frozenset()))
+        except UnicodeEncodeError:
+            return self._encode(replace_surrogates(text))
+        except ValueError:  # a very long run of spaces
+            pieces = cut_long_spaces(text)
+            if len(pieces) < 2:
+                raise
+            return memoryview(b"".join(map(self._encode, pieces)))
+
+
+def replace_surrogates(text: str) -> str:
+    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken does."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def cut_long_spaces(text: str) -> list[str]:
+    """Cut a text inside runs of white space that no regex engine here survives; ["text"] where there are none."""
+    return [piece for piece in _LONG_SPACE.split(text) if piece]
+
+
+def _bounds(texts: Sequence[str], num_chunks: int) -> list[int]:
+    """Edges of at most `num_chunks` runs of consecutive texts with about equal numbers of characters."""
+    if num_chunks <= 1 or len(texts) <= 1:
+        return [0, len(texts)]
+    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)) + 1)
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks)
+    return np.unique(np.concatenate(([0], cuts, [len(texts)]))).tolist()
+
+
+# ---- the tokenizer --------------------------------------------------------------------------------------------------
+
+class RustBPETokenizer:
+    """A tiktoken encoding, the special token that separates documents, and what it was trained on.
+
+    `training` is a JSON dict for people (files, counts); it is saved and has no part in the fingerprint.
+    """
+
+    def __init__(self, enc: tiktoken.Encoding, bos_token: str, *, training: dict[str, Any] | None = None):
+        self.enc = enc
+        self.bos_token = bos_token
+        self.bos_token_id = self.encode_special(bos_token)
+        self.training = dict(training or {})
+        self.encoder: Encoder = TiktokenEncoder(enc)
+
+    @classmethod
+    def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
+        """Train `vocab_size` tokens, the special ones included, on texts.
+
+        Raises ValueError where `vocab_size` leaves no room, or where the texts hold too few pairs to fill it.
+        """
+        num_ranks = vocab_size - len(SPECIAL_TOKENS)
+        if num_ranks < 256:
+            raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least {256 + len(SPECIAL_TOKENS)} "
+                             f"(256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
+        training = {"documents": 0, "characters": 0}
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(_trainable(text_iterator, training), num_ranks, pattern=SPLIT_PATTERN)
+        ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+        if len(ranks) < num_ranks:
+            raise ValueError(
+                f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} documents with "
+                f"{training['characters']:,} characters give {len(ranks) + len(SPECIAL_TOKENS):,} tokens; "
+                f"train on more text or ask for a smaller vocabulary")
+        special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
+        return cls(_encoding(ranks, SPLIT_PATTERN, special_tokens), SPECIAL_TOKENS[0], training=training)
+
+    @classmethod
+    def from_directory(cls, tokenizer_dir: Path | str) -> "RustBPETokenizer":
+        """Load what `save` wrote, checked against its fingerprint.
+
+        Raises FileNotFoundError where there is no tokenizer, ValueError (naming the file) where it has changed.
+        """
+        json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
+        if not json_path.is_file():
+            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
+                                    f"--output-dir {tokenizer_dir}")
+        saved = _read_saved(json_path)
+        if not rank_path.is_file():
+            raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {_RESTORE}")
+        rank_bytes = rank_path.read_bytes()
+        if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
+            raise ValueError(f"{rank_path}: changed since it was saved: hash {hash_bytes(rank_bytes)}, {JSON_FILE} "
+                             f"says {saved['rank_file_hash']}; {_RESTORE}")
+        encoding = _encoding(_parse_ranks(rank_bytes), saved["pattern"], saved["special_tokens"])
+        tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
+        if tokenizer.fingerprint != saved["fingerprint"]:
+            raise ValueError(f"{json_path}: changed since it was saved: its contents have fingerprint "
+                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {_RESTORE}")
+        return tokenizer
+
+    @classmethod
+    def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS; tiktoken downloads its
+        ranks on first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
+        if tiktoken_name not in tiktoken.list_encoding_names():
+            raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {', '.join(tiktoken.list_encoding_names())}")
+        try:
+            encoding = tiktoken.get_encoding(tiktoken_name)
+        except OSError as e:
+            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR) and its download "
+                          f"failed with {type(e).__name__}; fetch it once on a machine with a network") from e
+        return cls(encoding, "<|endoftext|>")
+
+    # -- vocabulary
+
+    def get_vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        return self.enc.n_vocab
+
+    def get_special_tokens(self) -> list[str]:
+        """The special tokens in the order of their ids."""
+        return sorted(self.enc._special_tokens, key=self.enc._special_tokens.__getitem__)
+
+    def id_to_token(self, id: int) -> str:
+        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a token."""
+        return self.enc.decode([id])
+
+    def encode_special(self, text: str) -> int:
+        """The id of a special token; ValueError for any other text."""
+        try:
+            return self.enc._special_tokens[text]
+        except KeyError:
+            known = ", ".join(self.get_special_tokens())
+            raise ValueError(f"special token {text!r}: unknown; this tokenizer has {known}") from None
+
+    def get_bos_token_id(self) -> int:
+        """The id that stands in front of every document."""
+        return self.bos_token_id
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
+
+    def token_bytes(self) -> torch.Tensor:
+        """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special tokens.
+
+        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each token's decoded text
+        would not be: a token that is part of a character decodes to U+FFFD, three bytes.
+        """
+        num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
+        ranks = self.enc._mergeable_ranks
+        num_bytes[list(ranks.values())] = torch.tensor([len(token) for token in ranks], dtype=torch.int32)
+        return num_bytes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """128 bits, as hex, of everything that decides ids."""
+        return hash_json({"ranks": hash_bytes(_format_ranks(self.enc._mergeable_ranks)), "pattern": self.enc._pat_str,
+                          "special_tokens": self.enc._special_tokens, "bos_token": self.bos_token})
+
+    # -- text to ids and back
+
+    def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
+               num_threads: int = 8) -> list[Any]:
+        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]). `prepend`, `append`: ids
+        or the texts of special tokens. For much text use `encode_flat`: a list costs 8 bytes a token or more."""
+        first = self.encode_special(prepend) if isinstance(prepend, str) else prepend
+        last = self.encode_special(append) if isinstance(append, str) else append
+        texts = [text] if isinstance(text, str) else text
+        ids, offsets = self._encode_flat(texts, first, num_threads)
+        tail = [] if last is None else [last]
+        rows = [ids[start:end].tolist() + tail for start, end in itertools.pairwise(offsets.tolist())]
+        return rows[0] if isinstance(text, str) else rows
+
+    __call__ = encode
+
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
+        """Encode documents, BOS in front of each, back to back.
+
+        Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
+        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker threads themselves.
+        """
+        return self._encode_flat(texts, self.bos_token_id, num_threads)
+
+    def encode_one(self, text: str) -> np.ndarray:
+        """One document: (num_tokens,) `token_dtype`, BOS first."""
+        return self.encoder([text], self.bos_token_id)[0].astype(self.token_dtype)
+
+    def _encode_flat(self, texts: Sequence[str], first: int | None, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(texts, str):
+            raise TypeError("texts: got one str, expected a list of them")
+
+        def encode_run(run: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+            ids, lengths = self.encoder(texts[run[0]:run[1]], first)
+            return ids.astype(self.token_dtype), lengths
+
+        runs = list(itertools.pairwise(_bounds(texts, num_threads * CHUNKS_PER_THREAD if num_threads > 1 else 1)))
+        if len(runs) == 1:
+            results = [encode_run(runs[0])]
+        else:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
+                results = list(pool.map(encode_run, runs))
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(np.concatenate([lengths for _, lengths in results]), out=offsets[1:])
+        return np.concatenate([ids for ids, _ in results]) if len(results) > 1 else results[0][0], offsets
+
+    def decode(self, ids: Any) -> str:
+        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become U+FFFD."""
+        return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
+
+    # -- disk
+
+    def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
+        """Write the two files; writing what is there already changes nothing.
+
+        Raises ValueError where a different tokenizer is there that runs were trained with, unless `force`.
+        """
+        directory = Path(tokenizer_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        rank_bytes = _format_ranks(self.enc._mergeable_ranks)
+        value = self._json(hash_bytes(rank_bytes))
+        if _holds(directory, value):
+            return
+        if not force:
+            _refuse_if_in_use(directory, self.fingerprint)
+        (directory / JSON_FILE).unlink(missing_ok=True)  # without it there is no tokenizer: never two halves of two
+        write_bytes(directory / RANK_FILE, rank_bytes)
+        write_json(directory / JSON_FILE, value)
+
+    def _json(self, rank_file_hash: str) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, "vocab_size": self.get_vocab_size(),
+            "bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
+            "rank_file": RANK_FILE, "rank_file_hash": rank_file_hash, "training": self.training,
+        }
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------------
+
+_RESTORE = "put the original back or train again with python -m scripts.tok_train"
+
+
+def _encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
+    return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+
+
+def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
+    """Texts as rustbpe survives them, counted into `counts`."""
+    for text in texts:
+        counts["documents"] += 1
+        counts["characters"] += len(text)
+        if not text.isascii():
+            text = replace_surrogates(text)
+        yield from cut_long_spaces(text) if len(text) > 65536 else (text,)
+
+
+def _format_ranks(ranks: dict[bytes, int]) -> bytes:
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
+                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def _parse_ranks(data: bytes) -> dict[bytes, int]:
+    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
+
+
+def _read_saved(path: Path) -> dict[str, Any]:
+    saved = read_json(path)
+    missing = {"format", "version", "fingerprint", "bos_token", "special_tokens", "pattern", "rank_file_hash",
+               "training"} - set(saved if isinstance(saved, dict) else ())
+    if missing or (saved["format"], saved["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"{path}: not a tokenizer that this version reads (expected format {FORMAT} {VERSION}"
+                         f"{', missing ' + ', '.join(sorted(missing)) if missing else ''}); {_RESTORE}")
+    return saved
+
+
+def _holds(directory: Path, value: dict[str, Any]) -> bool:
+    """Whether a directory holds exactly this tokenizer, intact."""
+    json_path, rank_path = directory / JSON_FILE, directory / RANK_FILE
+    return (json_path.is_file() and rank_path.is_file()
+            and hash_file(rank_path) == value["rank_file_hash"]
+            and json_path.read_bytes().strip() == json.dumps(value, indent=2).encode())
+
+
+def _refuse_if_in_use(directory: Path, fingerprint: str) -> None:
+    if not (directory / JSON_FILE).is_file():
+        return
+    old = _read_saved(directory / JSON_FILE)["fingerprint"]
+    runs = [] if old == fingerprint else runs_with_tokenizer(old)
+    if runs:
+        raise ValueError(f"{directory}: holds tokenizer {old[:12]}, with which these runs were trained: "
+                         f"{', '.join(map(str, runs))}; save tokenizer {fingerprint[:12]} to another directory "
+                         f"(--output-dir), or overwrite it with --force")
+
+
+def runs_with_tokenizer(fingerprint: str) -> list[Path]:
+    """The run directories in get_base_dir()/"runs" whose tokenizer has this fingerprint."""
+    runs = []
+    for path in sorted(get_base_dir().glob(f"runs/*/tokenizer/{JSON_FILE}")):
+        try:
+            if _read_saved(path)["fingerprint"] == fingerprint:
+                runs.append(path.parent.parent)
+        except ValueError as e:
+            log.warning("skipped while looking for runs: %s", e)
+    return runs
+
+
+def get_tokenizer(tokenizer_dir: Path | str | None = None) -> RustBPETokenizer:
+    """The tokenizer in a directory; by default the one that scripts.tok_train writes, get_base_dir()/"tokenizer"."""
+    return RustBPETokenizer.from_directory(get_base_dir() / "tokenizer" if tokenizer_dir is None else tokenizer_dir)
+
+
+def get_token_bytes(device: torch.device | str = "cpu", tokenizer: RustBPETokenizer | None = None) -> torch.Tensor:
+    """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,) int32."""
+    return (tokenizer or get_tokenizer()).token_bytes().to(device)

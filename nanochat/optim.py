@@ -1,0 +1,481 @@
+"""
+MuonAdamW: Muon for matrices, AdamW for everything else, one class for one process and for many.
+
+**Muon.** The momentum of a matrix is replaced by the nearest semi-orthogonal matrix (its singular values become 1), so
+every direction is learned at the same speed. Here: Nesterov momentum -> row equilibration -> Polar Express ->
+renormalization -> per-neuron variance reduction -> step with cautious weight decay. Row equilibration (every row gets
+the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) are a
+line each and kept because nanochat's learning rates were tuned with them.
+
+**Who owns what** (ZeRO, arXiv 1910.02054). Flattened tensors are laid out in messages of W equal chunks; rank r owns
+chunk r of every message: it alone keeps optimizer state for it, and computes its update. W = 2, matrices A B C
+(B as large as A), an embedding E, small tensors s and t:
+
+                 rank 0         rank 1
+    message 1  | A A A A A A | B B B B B B |   a matrix is never cut; the largest are dealt first,
+    message 2  | C C         | .           |   each to the rank that has least; `.` is padding
+    message 3  | E E E E E E | E E E E E E |   large AdamW tensors: a message each, cut anywhere
+    message 4  | s s s t     | t t t .     |   small ones share a message
+
+    step:  backward's grads -> reduce (sum) of each message -> norm -> update own chunk -> all-gather of the message
+           all reductions are in flight while the next is packed;  gathers run while the next chunk is updated
+
+The update waits for all reductions because it is guarded by the global norm: with a NaN or inf anywhere, no weight and
+no state changes, so the last good weights survive for the caller to find. The guard is a 0-dim tensor `live` (1 or 0)
+that multiplies every rate (and the gradient is zeroed), so neither the guard nor the norm makes the host wait for the
+device. Nothing is saved by updating before the norm is known but a few milliseconds of link time.
+
+Invariants: a matrix is orthogonalized alone, from a fresh aligned copy, so its result does not know how many matrices
+a rank owns. Elementwise updates use only operations with one correctly rounded result (no fused multiply-add), so on a
+CPU they do not know where a chunk was cut. What depends on W is the order in which gradients are added: that is one
+function, `reduce`, handed to the class.
+
+Types: parameters float32 or bfloat16; all arithmetic and all state in float32, bfloat16 parameters are written back by
+rounding. float32 state costs a bfloat16 embedding 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
+alive: its relative change per step, 1 - beta2, is often below bfloat16's resolution of 2**-8. Gradients are added over
+ranks in float32 for the same reason.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.common import get_compute_dtype
+
+# ---- the arithmetic -------------------------------------------------------------------------------------------------
+
+# Quintics a X + b (X X^T) X + c (X X^T)^2 X, each optimal for the interval that the one before it leaves: Polar Express
+# (Amsel, Persson, Musco, Gower; arXiv 2505.16932) for 5 iterations, safety factor 2e-2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+TINY = 1e-7  # keeps a zero matrix zero instead of NaN
+
+
+def polar_express(G: Tensor, steps: int = 5) -> Tensor:
+    """The orthogonal polar factor of G, approximately: U V^T for G = U S V^T, with singular values near 1.
+
+    G: (rows, cols) float32 or bfloat16, any scale; returns the same shape and dtype, computed in that dtype. Steps
+    beyond the table repeat its last row. Source: arXiv 2505.16932.
+    """
+    tall = G.size(0) > G.size(1)
+    X = G.mT if tall else G  # the Gram matrix below is then the small one
+    X = X / (X.norm(dtype=torch.float32) * 1.01 + TINY).to(X.dtype)
+    for a, b, c in POLAR_EXPRESS[:steps] + POLAR_EXPRESS[-1:] * (steps - len(POLAR_EXPRESS)):
+        gram = X @ X.mT
+        X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
+
+
+def equilibrate_rows(G: Tensor) -> Tensor:
+    """Scale each row of G (rows, cols) to the root mean square of the row norms. Source: MuonEq, arXiv 2603.28254."""
+    norms = G.norm(dim=1, keepdim=True)
+    return G * (norms.square().mean().sqrt() / (norms + TINY))
+
+
+def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor) -> Tensor:
+    """Divide each neuron of `update` by the running root mean square of its updates; the Frobenius norm stays.
+
+    update: (rows, cols) float32. A neuron is a row where rows >= cols, else a column; second_momentum_buffer,
+    (rows, 1) or (1, cols) float32, is its running mean square, moved in place by `weight` (1 - beta2) towards now.
+    Source: NorMuon, arXiv 2510.05491.
+    """
+    mean_square = update.square().mean(dim=1 if second_momentum_buffer.size(1) == 1 else 0, keepdim=True)
+    second_momentum_buffer.add_((mean_square - second_momentum_buffer) * weight)
+    scaled = update * second_momentum_buffer.clamp_min(1e-10).rsqrt()
+    return scaled * (update.norm() / (scaled.norm() + TINY))
+
+
+def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
+    """What weight decay pulls on: `param` where subtracting `update` shrinks it as well, else 0. arXiv 2510.12402."""
+    return param * (param * update >= 0)
+
+
+def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_momentum_buffer: Tensor, *,
+                lr: float | Tensor, momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
+                ns_steps: int = 5, live: float | Tensor = 1.0, polar_dtype: torch.dtype = torch.float32) -> None:
+    """One Muon step for one matrix, in place on `param` and both buffers; depends on nothing but its arguments.
+
+    param (rows, cols) float32 or bfloat16; grad and momentum_buffer (rows, cols) float32; second_momentum_buffer as in
+    `reduce_variance`. `lr` is multiplied by sqrt(max(1, rows / cols)). `live` 0 changes nothing.
+    Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
+    """
+    rows, cols = param.shape
+    momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
+    direction = grad + (momentum_buffer - grad) * momentum  # Nesterov: where the buffer will be after one more step
+    update = polar_express(equilibrate_rows(direction).to(polar_dtype), ns_steps).float()
+    update = update * (math.sqrt(min(rows, cols)) / (update.norm() + TINY))
+    update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
+    p = param.float()
+    p = p - (update + cautious_decay(p, update) * weight_decay) * (lr * (max(1.0, rows / cols) ** 0.5) * live)
+    param.copy_(p)
+
+
+def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: float | Tensor,
+                 betas: tuple[float, float], eps: float, weight_decay: float, step: Tensor,
+                 live: float | Tensor = 1.0) -> None:
+    """One AdamW step, in place on `param` and both averages; depends on nothing but its arguments.
+
+    param: any shape, float32 or bfloat16; the other three the same shape, float32. `step`: 0-dim float32, 1 for the
+    first. `live` 0 changes nothing. Source: arXiv 1711.05101, the same formula as torch.optim.AdamW.
+    """
+    bias1, bias2 = (-torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step) for beta in betas)
+    exp_avg.add_((grad - exp_avg) * ((1 - betas[0]) * live))
+    exp_avg_sq.add_((grad.square() - exp_avg_sq) * ((1 - betas[1]) * live))
+    denominator = (exp_avg_sq / bias2).sqrt() + eps
+    rate = lr * live
+    param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
+
+
+# ---- the reduction --------------------------------------------------------------------------------------------------
+
+# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise, in any float
+# dtype; what it returns waits for the sum and gives this rank's chunk of it, (chunk,) float32.
+Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
+
+
+def reduce_scatter_sum(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
+    """The plain `Reduce`: a float32 reduce-scatter, in the backend's own order of addition."""
+    message = message.float()
+    if world_size == 1:
+        return lambda: message
+    chunk = torch.empty(message.numel() // world_size, dtype=torch.float32, device=message.device)
+    work = dist.reduce_scatter_single(chunk, message, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return chunk
+
+    return finish
+
+
+# ---- who owns what --------------------------------------------------------------------------------------------------
+
+SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this share a message
+MESSAGE_ELEMENTS = 1 << 25  # a message of matrices is closed when it has grown beyond this
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter: its name and the index of its group."""
+    name: str
+    param: Tensor
+    group: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start..stop of a flattened parameter, at `offset` of their owner's chunk."""
+    member: Member
+    start: int
+    stop: int
+    offset: int
+
+    def of(self, chunk: Tensor) -> Tensor:
+        """This piece's part of a chunk-long tensor; in its parameter's shape where the piece is whole."""
+        part = chunk[self.offset:self.offset + self.stop - self.start]
+        return part.view(self.member.param.shape) if part.numel() == self.member.param.numel() else part
+
+
+@dataclass
+class Message:
+    """Flattened parameters at fixed offsets of W chunks of `chunk` elements; the same on every rank."""
+    layout: list[tuple[Member, int]]
+    chunk: int
+    world_size: int
+    owned: list[list[Piece]] = field(init=False)  # by rank
+
+    def __post_init__(self) -> None:
+        self.owned = [list(self._cut(r * self.chunk, (r + 1) * self.chunk)) for r in range(self.world_size)]
+        only = self.layout[0][0].param
+        self.direct = len(self.layout) == 1 and only.numel() == self.chunk * self.world_size and only.is_contiguous()
+
+    def _cut(self, low: int, high: int) -> Iterator[Piece]:
+        for member, offset in self.layout:
+            start, stop = max(low, offset), min(high, offset + member.param.numel())
+            if start < stop:
+                yield Piece(member, start - offset, stop - offset, start - low)
+
+    def _empty(self) -> Tensor:
+        return self.layout[0][0].param.new_empty(self.chunk * self.world_size)
+
+    def gradients(self) -> Tensor:
+        """(W * chunk,) in the parameters' dtype, to be read only; a missing gradient is zeros. Direct: no copy."""
+        grads = [(member.param.grad, member.param.numel(), offset) for member, offset in self.layout]
+        if self.direct and grads[0][0] is not None:
+            return grads[0][0].reshape(-1)
+        message = self._empty().zero_()
+        for grad, numel, offset in grads:
+            if grad is not None:
+                message[offset:offset + numel].copy_(grad.reshape(-1))
+        return message
+
+    def parameters(self, rank: int) -> tuple[Tensor, Tensor]:
+        """(message, this rank's chunk of it), the chunk filled with the current parameters. Direct: no copy."""
+        message = self.layout[0][0].param.detach().view(-1) if self.direct else self._empty()
+        chunk = message[rank * self.chunk:(rank + 1) * self.chunk]
+        if not self.direct:
+            chunk.zero_()
+            for piece in self.owned[rank]:
+                piece.of(chunk).view(-1).copy_(piece.member.param.detach().reshape(-1)[piece.start:piece.stop])
+        return message, chunk
+
+    def gather(self, message: Tensor, chunk: Tensor) -> Callable[[], None]:
+        """Start the all-gather of `message`; what is returned waits for it and fills the parameters."""
+        work = dist.all_gather_single(message, chunk, async_op=True) if self.world_size > 1 else None
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            if not self.direct:
+                for member, offset in self.layout:
+                    param = member.param.detach()
+                    param.copy_(message[offset:offset + param.numel()].view(param.shape))
+
+        return finish
+
+
+def deal_matrices(members: Sequence[Member], world_size: int) -> list[Message]:
+    """Deal whole matrices to ranks: the W largest, one to each rank, then the next W, ...; in each round the larger
+    goes to the rank that has fewer elements. Rounds are put together until a message is large enough."""
+    queue = sorted(members, key=lambda member: -member.param.numel())
+    load = [0] * world_size
+    messages: list[Message] = []
+    places: list[tuple[Member, int, int]] = []  # (member, owner, offset in the owner's chunk)
+    chunk = 0
+    for first in range(0, len(queue), world_size):
+        round_ = queue[first:first + world_size]
+        for member, owner in zip(round_, sorted(range(world_size), key=lambda r: load[r])):
+            load[owner] += member.param.numel()
+            places.append((member, owner, chunk))
+        chunk += round_[0].param.numel()
+        if world_size == 1 or chunk * world_size >= MESSAGE_ELEMENTS or first + world_size >= len(queue):
+            messages.append(Message([(m, owner * chunk + at) for m, owner, at in places], chunk, world_size))
+            places, chunk = [], 0
+    return messages
+
+
+def cut_tensors(members: Sequence[Member], world_size: int) -> list[Message]:
+    """Large tensors: a message each. Small ones: one message for all (on one process no message is sent, so each is
+    its own and no copy is made)."""
+    small = [m for m in members if m.param.numel() < SMALL_ELEMENTS and world_size > 1]
+    runs = [[m] for m in members if m.param.numel() >= SMALL_ELEMENTS or world_size == 1] + ([small] if small else [])
+    messages = []
+    for run in runs:
+        layout, end = [], 0
+        for member in run:
+            layout.append((member, end))
+            end += member.param.numel()
+        messages.append(Message(layout, -(-end // world_size), world_size))
+    return messages
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+NEEDED = {"adamw": ("lr", "betas", "eps", "weight_decay"),
+          "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay")}
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon and AdamW over parameter groups, with state and work sharded over the default process group (if any).
+
+    param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum, ns_steps, beta2,
+    weight_decay; 2-D parameters only), `params` and, so that the state can be saved, their unique `names` (default
+    param_0, param_1, ...). `lr`, `weight_decay` and Muon's `momentum` may be changed at any time; `initial_lr` is the
+    lr at construction unless given. Every rank passes the same groups, after the process group exists.
+
+    reduce: how gradients are added over ranks. polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs
+    that have it, else float32). compiled: fuse each update with torch.compile (default: on CUDA).
+    Raises ValueError for a group that lacks something.
+    """
+
+    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce = reduce_scatter_sum,
+                 polar_dtype: torch.dtype | None = None, compiled: bool | None = None) -> None:
+        super().__init__(param_groups, defaults={})
+        self._members = self._name_members()
+        self._device = self._members[0].param.device
+        distributed = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self._reduce = reduce
+        self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
+        compiled = self._device.type == "cuda" if compiled is None else compiled
+        self._muon_update = torch.compile(muon_update, dynamic=False) if compiled else muon_update
+        self._adamw_update = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
+        self._messages = self._plan()
+        self._steps = torch.zeros((), device=self._device)  # on the device: a step that is not live does not count
+        for piece in self._pieces():
+            self.state[piece.member.param] = {key: torch.zeros(shape, device=self._device)
+                                              for key, shape in self._state_shapes(piece).items()}
+
+    def _name_members(self) -> list[Member]:
+        """All non-empty parameters in order; checks and completes the groups."""
+        members: list[Member] = []
+        count = 0
+        for index, group in enumerate(self.param_groups):
+            kind, params = group.get("kind"), group["params"]
+            if kind not in NEEDED:
+                raise ValueError(f"parameter group {index}: kind is {kind!r}, expected one of {sorted(NEEDED)}")
+            if missing := [key for key in NEEDED[kind] if key not in group]:
+                raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
+            group.setdefault("names", [f"param_{count + i}" for i in range(len(params))])
+            group.setdefault("initial_lr", group["lr"])
+            count += len(params)
+            if len(group["names"]) != len(params):
+                raise ValueError(f"parameter group {index}: {len(group['names'])} names, {len(params)} params")
+            for name, param in zip(group["names"], params):
+                if kind == "muon" and param.ndim != 2:
+                    raise ValueError(f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; put it in adamw")
+                members.append(Member(name, param, index))
+        if len({member.name for member in members}) != len(members):
+            raise ValueError("parameter names are not unique")
+        return [member for member in members if member.param.numel()]
+
+    def _plan(self) -> list[Message]:
+        """Matrices first: their updates take longest, and run while nothing is left to be gathered but small things."""
+        messages: list[Message] = []
+        for kind, lay_out in (("muon", deal_matrices), ("adamw", cut_tensors)):
+            of_kind = [m for m in self._members if self.param_groups[m.group]["kind"] == kind]
+            for dtype in dict.fromkeys(m.param.dtype for m in of_kind):
+                messages += lay_out([m for m in of_kind if m.param.dtype == dtype], self._world_size)
+        return messages
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for message in self._messages for piece in message.owned[self._rank]]
+
+    def _state_shapes(self, piece: Piece) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state of a piece: a matrix' own shapes for Muon, flat for AdamW."""
+        if self.param_groups[piece.member.group]["kind"] == "adamw":
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), (piece.stop - piece.start,))
+        rows, cols = piece.member.param.shape
+        return {"momentum_buffer": (rows, cols), "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
+
+    # -- a step --
+
+    @torch.no_grad()
+    def step(self, grad_scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        """Add the ranks' gradients, multiply them by `grad_scale`, update all parameters on all ranks.
+
+        Collective. Returns the L2 norm of that gradient over all parameters: 0-dim float32, the same on every rank.
+        If it is NaN or inf, no parameter, state or step count has changed. A gradient of None counts as zeros.
+        """
+        reductions = [self._reduce(m.gradients(), self._rank, self._world_size) for m in self._messages]
+        chunks = [finish() for finish in reductions]
+        norm = self._norm(chunks) * abs(grad_scale)
+        finite = norm.isfinite()
+        live = finite.to(torch.float32)
+        gathers = []
+        for message, chunk in zip(self._messages, chunks):
+            grad = (chunk * grad_scale).masked_fill_(~finite, 0.0)
+            whole, params = message.parameters(self._rank)
+            for piece in message.owned[self._rank]:
+                self._update(piece, piece.of(params), piece.of(grad), live)
+            gathers.append(message.gather(whole, params))
+        for finish in gathers:
+            finish()
+        self._steps += live
+        return norm
+
+    def _norm(self, chunks: list[Tensor]) -> Tensor:
+        """The L2 norm over the chunks of all ranks; sums in float64 where the device has it."""
+        wide = torch.float32 if self._device.type == "mps" else torch.float64
+        total = torch.stack([torch.linalg.vector_norm(chunk, dtype=wide) for chunk in chunks]).square().sum()
+        if self._world_size > 1:
+            dist.all_reduce(total)
+        return total.sqrt().float()
+
+    def _update(self, piece: Piece, param: Tensor, grad: Tensor, live: Tensor) -> None:
+        """Update one piece. What a schedule changes goes in as 0-dim tensors, so that nothing is compiled again."""
+        group = self.param_groups[piece.member.group]
+        state = self.state[piece.member.param]
+        scalar = lambda value: torch.full((), value, dtype=torch.float32, device=self._device)
+        if group["kind"] == "muon":
+            self._muon_update(param, grad, state["momentum_buffer"], state["second_momentum_buffer"],
+                              lr=scalar(group["lr"]), momentum=scalar(group["momentum"]), beta2=group["beta2"],
+                              weight_decay=scalar(group["weight_decay"]), ns_steps=group["ns_steps"], live=live,
+                              polar_dtype=self._polar_dtype)
+        else:
+            self._adamw_update(param.view(-1), grad.view(-1), state["exp_avg"], state["exp_avg_sq"],
+                               lr=scalar(group["lr"]), betas=group["betas"], eps=group["eps"],
+                               weight_decay=group["weight_decay"], step=self._steps + 1, live=live)
+
+    # -- its state --
+
+    @torch.no_grad()
+    def gather_state(self) -> dict[str, Any]:
+        """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on other ranks {}.
+
+        {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
+        and names]}. AdamW tensors have their parameter's shape. Holds tensors and plain values only.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for message in self._messages:
+            for key in self._state_shapes(Piece(message.layout[0][0], 0, 0, 0)):
+                self._gather_tensors(message, key, found)
+        if self._rank != 0:
+            return {}
+        return {"format": 1, "step": int(self._steps), "state": {m.name: found[m.name] for m in self._members},
+                "groups": [{key: value for key, value in group.items() if key != "params"}
+                           for group in self.param_groups]}
+
+    def _gather_tensors(self, message: Message, key: str, found: dict[str, dict[str, Tensor]]) -> None:
+        """Bring the tensors `key` of one message to rank 0, into found[name][key]."""
+        sizes = [[math.prod(self._state_shapes(piece)[key]) for piece in owned] for owned in message.owned]
+        mine = [self.state[piece.member.param][key].view(-1) for piece in message.owned[self._rank]]
+        longest = max(sum(of_rank) for of_rank in sizes)
+        sent = torch.cat([*mine, torch.zeros(longest - sum(sizes[self._rank]), device=self._device)])
+        parts = [sent]
+        if self._world_size > 1:
+            parts = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
+            dist.gather(sent, parts or None)
+        for part, owned, of_rank in zip(parts, message.owned, sizes):
+            for piece, values in zip(owned, part.cpu().split(of_rank + [part.numel() - sum(of_rank)])):
+                shape = self._whole_shapes(piece.member)[key]
+                whole = found.setdefault(piece.member.name, {}).setdefault(key, torch.empty(shape))
+                whole.view(-1)[piece.start:piece.start + values.numel()] = values
+
+    def _whole_shapes(self, member: Member) -> dict[str, tuple[int, ...]]:
+        """Shapes of a parameter's state in a saved state."""
+        if self.param_groups[member.group]["kind"] == "adamw":
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(member.param.shape))
+        return self._state_shapes(Piece(member, 0, member.param.numel(), 0))
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take what `gather_state` gave, on any W; every rank passes the whole of it. Sets tensors and the step count;
+        hyper-parameters stay this run's own. Raises ValueError, before any change, if names or shapes differ."""
+        self._check(state)
+        for piece in self._pieces():
+            for key, mine in self.state[piece.member.param].items():
+                whole = state["state"][piece.member.name][key].reshape(-1)
+                mine.view(-1).copy_(whole[piece.start:piece.start + mine.numel()])
+        self._steps.fill_(state["step"])
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """ValueError that lists how `state` differs from what this optimizer would save."""
+        if state.get("format") != 1:
+            raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
+        want = {f"{m.name}.{key}": shape for m in self._members for key, shape in self._whole_shapes(m).items()}
+        got = {f"{name}.{key}": tuple(tensor.shape) for name, tensors in state["state"].items()
+               for key, tensor in tensors.items()}
+        differences = [f"{key}: got {got.get(key, 'nothing')}, expected {want.get(key, 'nothing')}"
+                       for key in dict.fromkeys([*want, *got]) if got.get(key) != want.get(key)]
+        if differences:
+            more = f"; and {len(differences) - 20} more" if len(differences) > 20 else ""
+            raise ValueError("optimizer state is not this model's: " + "; ".join(differences[:20]) + more)
+
+    def state_dict(self) -> NoReturn:
+        """Refused: it would hold this rank's shard only."""
+        raise RuntimeError("MuonAdamW shards its state: use gather_state()")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refused: see `state_dict`."""
+        raise RuntimeError("MuonAdamW shards its state: use load_state()")

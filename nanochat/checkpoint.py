@@ -28,24 +28,29 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 
-from nanochat.common import fsync_dir, hash_bytes, hash_file, hash_json, read_json
+from nanochat.common import fsync_dir, get_compute_dtype, hash_bytes, hash_file, hash_json, read_json
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
     clean_stale,
     diff_lines,
+    find_run,
     keep_cursors,
     pack_cursors,
     put_in_place,
     read_cursors,
     temporary_path,
 )
+
+if TYPE_CHECKING:
+    from nanochat.gpt import GPT
+    from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +82,8 @@ def _to_host(value: Any, where: str) -> Any:
         return value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, dict):
         return {k: _to_host(v, f"{where}[{k!r}]") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_to_host(v, f"{where}[{i}]") for i, v in enumerate(value)])
+    if type(value) in (list, tuple):
+        return type(value)(_to_host(v, f"{where}[{i}]") for i, v in enumerate(value))
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
@@ -336,3 +341,51 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         raise ValueError(f"{path / CURSORS_NAME}: of step {step}, {STATE_NAME} is of step {state['step']}")
     return Checkpoint(path=path, step=step, trainer_state=kept, model_config=read_json(path / MODEL_CONFIG_NAME),
                       cursors=cursors)
+
+
+# ---- a model from a checkpoint alone --------------------------------------------------------------------------------
+
+def find_checkpoint(tag_or_path: str | os.PathLike[str]) -> Path:
+    """The checkpoint meant by a checkpoint's path, or the newest good one of the run meant by a tag or a run directory.
+    FileNotFoundError if there is none."""
+    path = Path(tag_or_path).expanduser()
+    if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
+        return path
+    run_dir = find_run(tag_or_path)
+    found = newest_good(run_dir)
+    if found is None:
+        raise FileNotFoundError(f"{run_dir}: no good checkpoint yet; train it first")
+    return found
+
+
+def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
+               compute_dtype: torch.dtype | None = None) -> tuple["GPT", "RustBPETokenizer", dict[str, Any]]:
+    """Rebuild model (in eval mode) and tokenizer from what `find_checkpoint` finds, and nothing else.
+
+    `compute_dtype` None is the device's own. Returns (model, tokenizer, meta); meta has path, step, model_config,
+    trainer_state. Raises ValueError for a damaged checkpoint, an architecture that is not the one saved or that this
+    code does not know, and a tokenizer that is not the checkpoint's; FileNotFoundError for what is missing.
+    """
+    from nanochat.gpt import GPT, GPTConfig  # here, so that looking at runs needs no model
+    from nanochat.tokenizer import RustBPETokenizer
+
+    device = torch.device(device)
+    checkpoint = load_checkpoint(find_checkpoint(path))
+    checkpoint.check_architecture(checkpoint.model_config)
+    unknown = checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}
+    if unknown:
+        raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks {', '.join(sorted(unknown))}"
+                         "; use the code that trained it")
+    tokenizer = RustBPETokenizer.from_directory(checkpoint.path.absolute().parent.parent / "tokenizer")
+    checkpoint.check_tokenizer(tokenizer.fingerprint)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**checkpoint.model_config))
+    model.to_empty(device=device)
+    model.set_compute_dtype(compute_dtype or get_compute_dtype(device))
+    try:
+        model.load_state_dict(checkpoint.model_state(), strict=True)
+    except RuntimeError as e:  # names or shapes
+        raise ValueError(f"{checkpoint.path / MODEL_NAME}: not the weights of this code's GPT: {e}") from e
+    meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
+            "trainer_state": checkpoint.trainer_state}
+    return model.eval(), tokenizer, meta

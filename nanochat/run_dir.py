@@ -27,8 +27,8 @@ portable exchange of two folders, and overwriting file by file would pass throug
     {"event": "resumed", "step": 100}
     {"step": 101, "loss": 3.3, "digest": "a7.."}         <- from now on the line of step 101 that counts
 
-Readers take the last line of each step and pass over torn lines. Cutting the log at resume would look tidier and destroy
-the evidence; and the digests of the repeated steps, already there, are what a resumed run is checked against.
+Readers take the last line of each step and pass over torn lines. Cutting the log at resume would look tidier and
+destroy the evidence: the digests of the repeated steps, already there, are what a resumed run is checked against.
 """
 
 import gzip

@@ -1,0 +1,181 @@
+"""
+Which settings may change when a run goes on.
+
+The command that started a run also restarts it, so a restart may carry other flags, by intent or by accident. Each
+setting stands once in the table below: it may change, or it may not.
+
+    the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
+    the command's        {"depth": 16, "save_every": 500, "lanes": -1}
+                            refused      allowed            automatic: keeps the run's 64
+
+The line is drawn at the promise: what decides which rows come in which order, or what a step computes from them, stays
+as it was. What only decides where, how fast and how long the run computes may change, with a notice where something
+that people rely on does change (digests, bits, the shape of the schedule). A setting that is not in the table is
+refused, so forgetting one is safe; a test of the training script's flags against the table notices it.
+
+Warning instead of refusing was rejected: nobody reads the log of a job that restarts at night.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_UNSET = object()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Whether a setting may change at resume. `note` says what changing it does, or why it may not; `notify` prints the
+    note when it happens. A command that gives `auto` leaves the choice to the program: it keeps the run's value."""
+    may_change: bool
+    note: str
+    notify: bool = False
+    auto: Any = _UNSET
+
+
+_ARCHITECTURE = Rule(False, "the shape of the model")
+_STREAM = Rule(False, "decides which tokens come in which order")
+_RATE = Rule(False, "what a step computes")
+_INTERVAL = Rule(True, "how often the run looks at itself, not what it learns")
+_HORIZON = Rule(True, "moves the end of the run: schedules stretch or shrink from here on", notify=True)
+_FILES = Rule(True, "a folder may move: the files are pinned by relative name and hash")
+_SPEED = Rule(True, "speed only")
+
+SETTINGS: dict[str, Rule] = {
+    # where and how the run computes
+    "run": Rule(True, "the name shown by wandb"),
+    "model_tag": Rule(True, "names the run directory; the run found is the one that goes on"),
+    "resume": Rule(True, "asks for this very resume"),
+    "force": Rule(True, "asks for this very start"),
+    "world_size": Rule(True, "same batches; same bits where both numbers of processes divide the number of leaves",
+                       notify=True),
+    "device_type": Rule(True, "same batches; other devices round differently", notify=True, auto=""),
+    "device_batch_size": Rule(True, "same batches; sums are grouped differently, so bits may differ", notify=True),
+    "threads": _SPEED,
+    "tokenizer_threads": _SPEED,
+    "prefetch": _SPEED,
+    "compile": Rule(True, "same batches; compiled kernels round differently", notify=True),
+    # how long, and how large a step
+    "num_iterations": _HORIZON,
+    "target_flops": _HORIZON,
+    "target_param_data_ratio": _HORIZON,
+    "total_batch_size": Rule(True, "digests of steps differ from here on; learning rates follow the square root of the "
+                             "batch size", notify=True, auto=-1),
+    # looking and saving
+    "eval_every": _INTERVAL,
+    "eval_tokens": Rule(True, "bits per byte before and after are taken over different amounts of text", notify=True),
+    "sample_every": _INTERVAL,
+    "save_every": _INTERVAL,
+    "log_every": _INTERVAL,
+    # the model
+    "depth": _ARCHITECTURE,
+    "aspect_ratio": _ARCHITECTURE,
+    "head_dim": _ARCHITECTURE,
+    "window_pattern": _ARCHITECTURE,
+    "vocab_size": _ARCHITECTURE,
+    "dtype": Rule(False, "the type of activations and embeddings", auto="auto"),
+    # the stream
+    "data_path": _FILES,
+    "val_path": _FILES,
+    "data_format": _STREAM,
+    "dataset": _STREAM,
+    "strict": Rule(True, "whether a broken line of text ends the run"),
+    "tokenizer_dir": Rule(True, "a run has its own copy of its tokenizer; the fingerprint is compared"),
+    "tokenizer_fingerprint": Rule(False, "decides the tokens of every text"),
+    "max_seq_len": Rule(False, "the length of a row"),
+    "lanes": Rule(False, "every lane has its own share of the data", auto=-1),
+    "seed": _STREAM,
+    "packing": _STREAM,
+    "long_docs": _STREAM,
+    "overlap": _STREAM,
+    "buffer_size": _STREAM,
+    "leaves": Rule(False, "the order in which gradients are added", auto=-1),
+    # what a step computes
+    "embedding_lr": _RATE,
+    "unembedding_lr": _RATE,
+    "matrix_lr": _RATE,
+    "scalar_lr": _RATE,
+    "weight_decay": _RATE,
+    "warmup_steps": _RATE,
+    "warmdown_ratio": _RATE,
+    "final_lr_frac": _RATE,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs: its name, the run's value, the command's value, and what the table says of it."""
+    name: str
+    old: Any
+    new: Any
+    note: str
+    notify: bool = False
+
+    def __str__(self) -> str:
+        flag = "--" + self.name.replace("_", "-")
+        return f"{flag}: the run has {self.old!r}, the command says {self.new!r} ({self.note})"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between a run and a command, split by the table."""
+    allowed: tuple[Change, ...]
+    refused: tuple[Change, ...]
+
+    def notices(self) -> list[str]:
+        """A line for each allowed change that people should hear of."""
+        return [str(c) for c in self.allowed if c.notify]
+
+
+def inherit_settings(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The command's settings with every automatic one replaced by what the run has resolved it to."""
+    return {k: old[k] if k in old and k in SETTINGS and new[k] == SETTINGS[k].auto else new[k] for k in new}
+
+
+def compare_settings(old: dict[str, Any], new: dict[str, Any], *, defaults: dict[str, Any] | None = None) -> Changes:
+    """Compare a run's resolved settings with a command's.
+
+    `defaults` fills in what one side does not know (a setting that is newer than the run); without a default it counts
+    as None. A batch size that the run's lanes do not divide is refused.
+    """
+    old, new = {**(defaults or {}), **old}, {**(defaults or {}), **new}
+    settled = inherit_settings(old, new)
+    allowed: list[Change] = []
+    refused: list[Change] = []
+    for name in [*old, *(n for n in settled if n not in old)]:
+        before, after = old.get(name), settled.get(name)
+        if before == after:
+            continue
+        rule = SETTINGS.get(name) or Rule(False, "not in the table of settings")
+        reason = _batch_problem(old, after) if name == "total_batch_size" else None
+        change = Change(name, before, after, reason or rule.note, rule.notify)
+        (allowed if rule.may_change and reason is None else refused).append(change)
+    return Changes(tuple(allowed), tuple(refused))
+
+
+def _batch_problem(old: dict[str, Any], total_batch_size: Any) -> str | None:
+    """Why the run's lanes cannot give steps of so many tokens, or None if they can."""
+    row_tokens, lanes = old.get("max_seq_len"), old.get("lanes")
+    if row_tokens and lanes and lanes > 0 and total_batch_size % (row_tokens * lanes):
+        return f"{lanes} lanes with rows of {row_tokens:,} tokens need a multiple of {row_tokens * lanes:,}"
+    return None
+
+
+def refuse_changes(changes: Changes, *, run_name: str) -> None:
+    """If a change is refused: ValueError with a line for each and the way out. `run_name` is the run's tag."""
+    if changes.refused:
+        lines = "\n".join(f"  {c}" for c in changes.refused)
+        raise ValueError(f"the run {run_name!r} was started with other settings:\n{lines}\n"
+                         "use the run's settings, or start a new run with --model-tag NAME")
+
+
+def unknown_settings(names: Iterable[str]) -> list[str]:
+    """The names that the table forgets, sorted."""
+    return sorted(set(names) - SETTINGS.keys())
+
+
+def settings_table() -> str:
+    """The table as markdown, in the order of the code."""
+    rows = [f"| `--{name.replace('_', '-')}` | {'yes' if rule.may_change else 'no'} | {rule.note} |"
+            for name, rule in SETTINGS.items()]
+    return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |", *rows]) + "\n"

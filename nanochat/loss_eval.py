@@ -1,0 +1,86 @@
+"""
+Bits per byte: how many bits the model needs for a byte of text, whatever its tokenizer.
+
+    bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
+
+A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have none. Unlike loss per
+token, this compares vocabularies; being a ratio of two sums over the whole set, not a mean of batch means, it
+does not depend on how rows are dealt to batches and ranks.
+
+The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows are added by
+`math.fsum`, whose result is the rounded true sum, so that order, batch size and number of ranks cannot change a bit of
+it. All ranks' row sums travel for that: one number for thousands of tokens.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NO_BYTES = "nothing to evaluate: no target stands for bytes of text; check the validation data and `steps`"
+
+
+@torch.no_grad()
+def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
+    """Bits per byte of `model` over `steps` batches (None: until there are no more), over all ranks' batches together.
+
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat.
+    batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T) int64, targets of -100 off.
+    token_bytes: (vocab_size,) integers, bytes of each token's text, 0 for special tokens.
+    Collective when torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
+    ValueError on all ranks if no rank has a byte. The model's train or eval mode is left alone.
+    """
+    token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
+    row_nats: list[float] = []
+    num_bytes = 0
+    iterator = iter(batches)
+    while (steps is None or steps > 0) and (batch := next(iterator, None)) is not None:
+        x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
+        losses = model(x, y, loss_reduction="none")
+        nats, counted = _row_sums(losses, y, token_bytes)
+        row_nats += nats
+        num_bytes += counted
+        steps = None if steps is None else steps - 1
+    if dist.is_available() and dist.is_initialized():
+        row_nats, num_bytes = _gather(row_nats, num_bytes)
+    if num_bytes == 0:
+        raise ValueError(NO_BYTES)
+    return math.fsum(row_nats) / (math.log(2) * num_bytes)
+
+
+def _row_sums(losses: Tensor, targets: Tensor, token_bytes: Tensor) -> tuple[list[float], int]:
+    """(nats of each row of (B, T) targets, bytes of all of them)."""
+    targets = targets.cpu()
+    sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
+    nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
+    return nats.sum(dim=1).tolist(), int(sizes.sum())
+
+
+def _gather(row_nats: list[float], num_bytes: int) -> tuple[list[float], int]:
+    """All ranks' rows and the sum of their bytes, on every rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (row_nats, num_bytes))
+    return [nats for rows, _ in everyone for nats in rows], sum(counted for _, counted in everyone)
+
+
+def unigram_bpb(counts: np.ndarray, targets: np.ndarray, token_bytes: np.ndarray) -> float:
+    """Bits per byte of a model that knows only how often each token occurs, the floor that a trained one must beat.
+
+    counts: (vocab_size,) integers, occurrences of each token in the training text; every token gets one more, so that
+    none is impossible. targets: token ids, any shape; negative ones are off. token_bytes: (vocab_size,) as above.
+    Raises ValueError where no target stands for bytes.
+    """
+    weights = np.asarray(counts, dtype=np.int64) + 1
+    nats = np.log(weights.sum()) - np.log(weights)
+    live = np.asarray(targets)[np.asarray(targets) >= 0]
+    occurrences = np.bincount(live.ravel(), minlength=len(weights))
+    sizes = np.asarray(token_bytes, dtype=np.int64)
+    occurrences = np.where(sizes > 0, occurrences, 0)
+    num_bytes = int((occurrences * sizes).sum())
+    if num_bytes == 0:
+        raise ValueError(NO_BYTES)
+    return math.fsum(occurrences * nats) / (math.log(2) * num_bytes)

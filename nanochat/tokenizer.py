@@ -21,7 +21,6 @@ pickle of the tiktoken object would be one file less, but to load it is to run c
 
 import base64
 import itertools
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +34,7 @@ import rustbpe
 import tiktoken
 import torch
 
-from nanochat.common import get_base_dir, hash_bytes, hash_file, hash_json, read_json, write_bytes, write_json
+from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +152,7 @@ class RustBPETokenizer:
             raise ValueError(
                 f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} documents with "
                 f"{training['characters']:,} characters give {len(ranks) + len(SPECIAL_TOKENS):,} tokens; "
-                f"train on more text or ask for a smaller vocabulary")
+                f"train on more text or ask for a smaller vocabulary (--vocab-size)")
         special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
         return cls(_encoding(ranks, SPLIT_PATTERN, special_tokens), SPECIAL_TOKENS[0], training=training)
 
@@ -164,10 +163,10 @@ class RustBPETokenizer:
         Raises FileNotFoundError where there is no tokenizer, ValueError (naming the file) where it has changed.
         """
         json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
-        if not json_path.is_file():
+        saved = read_description(tokenizer_dir)
+        if saved is None:
             raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
                                     f"--output-dir {tokenizer_dir}")
-        saved = _read_saved(json_path)
         if not rank_path.is_file():
             raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {_RESTORE}")
         rank_bytes = rank_path.read_bytes()
@@ -295,33 +294,31 @@ class RustBPETokenizer:
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write the two files; writing what is there already changes nothing.
+        """Write the two files; where they hold this already, nothing is written.
 
         Raises ValueError where a different tokenizer is there that runs were trained with, unless `force`.
         """
-        directory = Path(tokenizer_dir)
-        directory.mkdir(parents=True, exist_ok=True)
+        json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
         rank_bytes = _format_ranks(self.enc._mergeable_ranks)
-        value = self._json(hash_bytes(rank_bytes))
-        if _holds(directory, value):
-            return
-        if not force:
-            _refuse_if_in_use(directory, self.fingerprint)
-        (directory / JSON_FILE).unlink(missing_ok=True)  # without it there is no tokenizer: never two halves of two
-        write_bytes(directory / RANK_FILE, rank_bytes)
-        write_json(directory / JSON_FILE, value)
-
-    def _json(self, rank_file_hash: str) -> dict[str, Any]:
-        return {
+        description = {
             "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, "vocab_size": self.get_vocab_size(),
             "bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
-            "rank_file": RANK_FILE, "rank_file_hash": rank_file_hash, "training": self.training,
+            "rank_file": RANK_FILE, "rank_file_hash": hash_bytes(rank_bytes), "training": self.training,
         }
+        if not force:
+            if (read_description(tokenizer_dir) == description and rank_path.is_file()
+                    and rank_path.read_bytes() == rank_bytes):
+                return
+            refuse_if_in_use(tokenizer_dir, self.fingerprint)
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
+        write_bytes(rank_path, rank_bytes)
+        write_json(json_path, description)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
 
-_RESTORE = "put the original back or train again with python -m scripts.tok_train"
+_RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 
 
 def _encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
@@ -336,6 +333,7 @@ def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
         if not text.isascii():
             text = replace_surrogates(text)
         yield from cut_long_spaces(text) if len(text) > 65536 else (text,)
+    log.info("read %d documents with %d characters, now merging", counts["documents"], counts["characters"])
 
 
 def _format_ranks(ranks: dict[bytes, int]) -> bytes:
@@ -347,33 +345,18 @@ def _parse_ranks(data: bytes) -> dict[bytes, int]:
     return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
 
 
-def _read_saved(path: Path) -> dict[str, Any]:
+def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
+    """What tokenizer.json says, None where there is none; ValueError if it is broken. Does not look at the ranks."""
+    path = Path(tokenizer_dir) / JSON_FILE
+    if not path.is_file():
+        return None
     saved = read_json(path)
-    missing = {"format", "version", "fingerprint", "bos_token", "special_tokens", "pattern", "rank_file_hash",
-               "training"} - set(saved if isinstance(saved, dict) else ())
+    keys = {"format", "version", "fingerprint", "bos_token", "special_tokens", "pattern", "rank_file_hash", "training"}
+    missing = keys - set(saved if isinstance(saved, dict) else ())
     if missing or (saved["format"], saved["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"{path}: not a tokenizer that this version reads (expected format {FORMAT} {VERSION}"
-                         f"{', missing ' + ', '.join(sorted(missing)) if missing else ''}); {_RESTORE}")
+        problem = f"missing {', '.join(sorted(missing))}" if missing else f"got {saved['format']} {saved['version']}"
+        raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, {problem}; {_RESTORE}")
     return saved
-
-
-def _holds(directory: Path, value: dict[str, Any]) -> bool:
-    """Whether a directory holds exactly this tokenizer, intact."""
-    json_path, rank_path = directory / JSON_FILE, directory / RANK_FILE
-    return (json_path.is_file() and rank_path.is_file()
-            and hash_file(rank_path) == value["rank_file_hash"]
-            and json_path.read_bytes().strip() == json.dumps(value, indent=2).encode())
-
-
-def _refuse_if_in_use(directory: Path, fingerprint: str) -> None:
-    if not (directory / JSON_FILE).is_file():
-        return
-    old = _read_saved(directory / JSON_FILE)["fingerprint"]
-    runs = [] if old == fingerprint else runs_with_tokenizer(old)
-    if runs:
-        raise ValueError(f"{directory}: holds tokenizer {old[:12]}, with which these runs were trained: "
-                         f"{', '.join(map(str, runs))}; save tokenizer {fingerprint[:12]} to another directory "
-                         f"(--output-dir), or overwrite it with --force")
 
 
 def runs_with_tokenizer(fingerprint: str) -> list[Path]:
@@ -381,11 +364,21 @@ def runs_with_tokenizer(fingerprint: str) -> list[Path]:
     runs = []
     for path in sorted(get_base_dir().glob(f"runs/*/tokenizer/{JSON_FILE}")):
         try:
-            if _read_saved(path)["fingerprint"] == fingerprint:
+            if (read_description(path.parent) or {}).get("fingerprint") == fingerprint:
                 runs.append(path.parent.parent)
         except ValueError as e:
-            log.warning("skipped while looking for runs: %s", e)
+            log.warning("passed over while looking for runs: %s", e)
     return runs
+
+
+def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
+    """Raise ValueError, naming the runs, if a folder holds a tokenizer other than `new_fingerprint` that runs use."""
+    old = (read_description(tokenizer_dir) or {}).get("fingerprint")
+    runs = runs_with_tokenizer(old) if old and old != new_fingerprint else []
+    if runs:
+        raise ValueError(f"{tokenizer_dir}: holds the tokenizer ({old}) with which these runs were trained: "
+                         f"{', '.join(map(str, runs))}; write the new one to another folder (--output-dir), or "
+                         f"overwrite it with --force")
 
 
 def get_tokenizer(tokenizer_dir: Path | str | None = None) -> RustBPETokenizer:

@@ -1,0 +1,136 @@
+"""
+How well the tokenizer compresses: bytes of text per token, on short samples of several kinds and on the data.
+
+    python -m scripts.tok_eval                        # samples only
+    python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of the train and the val files
+
+More bytes a token means shorter rows for the same text, but it is no measure of quality: a larger vocabulary always
+compresses better and costs parameters and softmax time. Use it for tokenizers of one size, bits per byte for models.
+GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) stand beside ours where tiktoken has or can fetch their ranks.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanochat.common import run_main, setup_logging
+from nanochat.dataset import list_parquet_files, open_parquet, read_texts
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+
+PEERS = ("gpt2", "cl100k_base")
+
+SAMPLES = {
+    "english": (
+        "The ferry left at six, an hour late, with eleven passengers and a piano on board. Nobody knew whose piano it "
+        "was. Halfway across, the wind turned to the north-east and the captain, who had seen worse on calmer days, "
+        "asked for someone to play. A retired schoolteacher stood up, said that she hadn't touched a key since 1987, "
+        "and went on for forty minutes without a mistake. \"You can't forget it,\" she told us; \"it forgets you.\"\n"),
+    "code": (
+        "def moving_average(values, window):\n"
+        "    \"\"\"Mean of the last `window` values at each position; shorter at the start.\"\"\"\n"
+        "    total, result = 0.0, []\n"
+        "    for i, value in enumerate(values):\n"
+        "        total += value\n"
+        "        if i >= window:\n"
+        "            total -= values[i - window]\n"
+        "        result.append(total / min(i + 1, window))\n"
+        "    return result\n\n\n"
+        "assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]\n"),
+    "math": (
+        "\\begin{lemma}\\label{lem:sum} Let $a_1, \\dots, a_n > 0$ with $\\sum_{i=1}^{n} a_i = 1$. Then\n"
+        "\\[ \\prod_{i=1}^{n} \\left(1 + \\frac{1}{a_i}\\right) \\ge (n + 1)^n. \\]\n\\end{lemma}\n"
+        "\\begin{proof} By convexity of $x \\mapsto \\log(1 + e^{-x})$ the minimum is at $a_i = \\frac{1}{n}$. "
+        "For $n = 12$ the right side is $13^{12} = 23298085122481$. \\end{proof}\n"),
+    "numbers": (
+        "date,open,close,volume\n2019-03-14,1182.46,1185.55,1172845\n2019-03-15,1193.38,1184.46,2461775\n"
+        "2019-03-18,1183.30,1184.26,1292817\n2019-03-19,1188.81,1198.85,1520692\n"),
+    "german": (
+        "Am Morgen nach dem Sturm lagen die Dachziegel bis zur Straßenecke verstreut. Frau Möller fegte schon, "
+        "während die Nachbarn noch über die Zuständigkeit der Versicherungsgesellschaft stritten.\n"),
+    "russian": (
+        "Поезд пришёл раньше времени, и на платформе ещё никого не было. Проводница открыла дверь, посмотрела на "
+        "пустой вокзал и сказала, что в этом городе всегда так.\n"),
+    "korean": (
+        "비가 그친 뒤 골목에는 흙냄새가 가득했다. 할머니는 창문을 열고 화분을 하나씩 밖으로 내놓으며 "
+        "올해는 꽃이 일찍 필 것 같다고 말씀하셨다.\n"),
+    "chinese": "傍晚的集市渐渐安静下来,卖豆腐的老人把最后两块包好,递给一个放学回家的孩子,说什么也不肯收钱。\n",
+    "hindi": "नदी के किनारे एक पुराना पेड़ था, जिसके नीचे बैठकर गाँव के बच्चे हर शाम कहानियाँ सुनते थे।\n",
+    "emoji": "moving day 📦🚚 → new flat 🏡✨ no heating yet 🥶 but the view!! 🌇😍 thx everyone 🙏🏽👨‍👩‍👧‍👦 #home\n",
+}
+
+
+def first_texts(paths: list[str], max_chars: int) -> Iterator[str]:
+    """The first documents of some parquet files, until they have `max_chars` characters."""
+    for path in paths:
+        with open_parquet(path) as file:
+            for text in itertools.chain.from_iterable(read_texts(file, i, path) for i in range(file.num_row_groups)):
+                if max_chars <= 0:
+                    return
+                yield text
+                max_chars -= len(text)
+
+
+def load_peers() -> dict[str, RustBPETokenizer]:
+    """tiktoken's tokenizers to compare with; says which ones cannot be had here."""
+    peers = {}
+    for name in PEERS:
+        try:
+            peers[name] = RustBPETokenizer.from_pretrained(name)
+        except OSError as e:
+            print(f"not available: {e}")
+    return peers
+
+
+def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
+    """Bytes of UTF-8 per token, BOS not counted."""
+    ids, _ = tokenizer.encode_flat(texts)
+    return sum(len(text.encode()) for text in texts) / max(1, len(ids) - len(texts))
+
+
+def compare(samples: dict[str, list[str]], tokenizer: RustBPETokenizer,
+            peers: dict[str, RustBPETokenizer]) -> list[list[str]]:
+    """The table: a header, then for each sample its bytes, our bytes per token, and each peer's with our lead."""
+    rows = [["text", "bytes", "ours", *itertools.chain.from_iterable((name, "ours is") for name in peers)]]
+    for name, texts in samples.items():
+        ours = bytes_per_token(tokenizer, texts)
+        row = [name, f"{sum(len(text.encode()) for text in texts):,}", f"{ours:.2f}"]
+        for peer in peers.values():
+            theirs = bytes_per_token(peer, texts)
+            row += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
+        rows.append(row)
+    return rows
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """First column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
+    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one tok_train writes)")
+    parser.add_argument("--data-path", type=Path, help="folder of parquet files to measure on as well")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of train and of val")
+    args = parser.parse_args(argv)
+    setup_logging()
+    tokenizer = get_tokenizer(args.tokenizer_dir)
+    samples = {name: [text] for name, text in SAMPLES.items()}
+    if args.data_path:
+        paths = list_parquet_files(args.data_path)
+        for split, files in (("train", paths[:-1]), ("val", paths[-1:])):
+            if texts := list(first_texts(files, args.max_chars)):
+                samples[split] = texts
+    for name, texts in samples.items():
+        if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
+            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; train again")
+    peers = load_peers()
+    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
+    print_table(compare(samples, tokenizer, peers))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

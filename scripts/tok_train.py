@@ -1,0 +1,147 @@
+"""
+Train the tokenizer on the training split.
+
+    python -m scripts.tok_train                              # nanochat's defaults: 2 B characters, 32,768 tokens
+    python -m scripts.tok_train --data-path DIR --output-dir DIR --vocab-size 8192
+
+    files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars is reached
+
+Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary, and the
+files that were read (names, sizes) are kept in tokenizer.json. That also makes the command cheap to repeat: where the
+output holds the tokenizer of these arguments and files, it is reused. A random sample of all files would represent
+the corpus no better when its shards are shuffled, and then every shard would have to be there before training begins.
+"""
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanochat.common import get_base_dir, run_main, setup_logging
+from nanochat.dataset import DEFAULT_DATASET, list_parquet_files, open_parquet, read_texts
+from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a BPE tokenizer on the training split")
+    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="stop reading after this many characters")
+    parser.add_argument("--doc-cap", type=int, default=10_000, help="use at most this many characters of a document")
+    parser.add_argument("--vocab-size", type=int, default=32_768, help="number of tokens, special tokens included")
+    parser.add_argument("--data-path", type=Path, help=f"folder of parquet files (default: {DEFAULT_DATASET.name})")
+    parser.add_argument("--output-dir", type=Path, help="where to write (default: tokenizer in the base directory)")
+    parser.add_argument("--force", action="store_true",
+                        help="train even if this tokenizer exists, and overwrite one that runs were trained with")
+    args = parser.parse_args(argv)
+    for flag in ("max_chars", "doc_cap"):
+        if getattr(args, flag) < 1:
+            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at least 1")
+    return args
+
+
+def list_train_files(data_path: Path) -> list[dict[str, Any]]:
+    """The files of the training split (all but the last) in reading order: {"name": relative path, "bytes": size}."""
+    paths = list_parquet_files(data_path)
+    if len(paths) < 2:
+        raise ValueError(f"--data-path: {paths[0]} is the only file there, expected at least 2 (the last one is "
+                         f"validation and is not trained on); add one")
+    return [{"name": os.path.relpath(path, data_path), "bytes": os.path.getsize(path)} for path in paths[:-1]]
+
+
+class Corpus:
+    """Iterates over the documents to train on, once, and remembers which files it had to open for that."""
+
+    def __init__(self, data_path: Path, files: list[dict[str, Any]], *, max_chars: int, doc_cap: int):
+        self.data_path, self.files = data_path, files
+        self.max_chars, self.doc_cap = max_chars, doc_cap
+        self.files_read: list[dict[str, Any]] = []
+        self.characters = 0
+
+    def __iter__(self) -> Iterator[str]:
+        with tqdm(total=self.max_chars, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
+            for file in self.files:
+                self.files_read.append(file)
+                for text in self._documents(str(self.data_path / file["name"])):
+                    self.characters += len(text)
+                    bar.update(len(text))
+                    yield text
+                    if self.characters >= self.max_chars:
+                        return
+
+    def _documents(self, path: str) -> Iterator[str]:
+        with open_parquet(path) as file:
+            for group in range(file.num_row_groups):
+                for text in read_texts(file, group, path):
+                    yield text[:self.doc_cap]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the files ended before max_chars was reached."""
+        return self.characters < self.max_chars
+
+
+def is_made_from(training: dict[str, Any], arguments: dict[str, int], files: list[dict[str, Any]]) -> bool:
+    """Whether training again with these arguments, on the files there are now, would read the same text (going by
+    names and sizes): shards that arrived since do not matter unless the text had run out."""
+    if training.get("arguments") != arguments:
+        return False
+    read = training["files"]
+    return files == read if training["exhausted"] else files[:len(read)] == read
+
+
+def find_existing(output_dir: Path, arguments: dict[str, int],
+                  files: list[dict[str, Any]]) -> RustBPETokenizer | None:
+    """The tokenizer in `output_dir` if it is the one that would be trained. None where there is none or a damaged or
+    another one; ValueError where runs were trained with another one, before any time is spent."""
+    description = read_description(output_dir)
+    if description is None:
+        return None
+    if not is_made_from(description["training"], arguments, files):
+        refuse_if_in_use(output_dir)
+        return None
+    try:
+        return RustBPETokenizer.from_directory(output_dir)
+    except (ValueError, OSError) as e:
+        print(f"training again, because of {e}")
+        return None
+
+
+def train(data_path: Path, files: list[dict[str, Any]], arguments: dict[str, int]) -> RustBPETokenizer:
+    """Train on the first files; what was read is kept in `.training`."""
+    corpus = Corpus(data_path, files, max_chars=arguments["max_chars"], doc_cap=arguments["doc_cap"])
+    start = time.monotonic()
+    tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
+    tokenizer.training |= {"arguments": arguments, "files": corpus.files_read, "exhausted": corpus.exhausted}
+    print(f"trained in {time.monotonic() - start:.1f} s on {tokenizer.training['documents']:,} documents with "
+          f"{tokenizer.training['characters']:,} characters from {len(corpus.files_read)} of {len(files)} files:")
+    for file in corpus.files_read:
+        print(f"  {file['name']}  {file['bytes']:,} bytes")
+    return tokenizer
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    setup_logging()
+    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
+    data_path = args.data_path or DEFAULT_DATASET.data_dir
+    output_dir = args.output_dir or get_base_dir() / "tokenizer"
+    arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap, "vocab_size": args.vocab_size}
+    files = list_train_files(data_path)
+    existing = None if args.force else find_existing(output_dir, arguments, files)
+    if existing is not None:
+        print(f"{output_dir}: reused, already trained with these arguments on these files "
+              f"({existing.get_vocab_size():,} tokens, fingerprint {existing.fingerprint})")
+        return 0
+    print(f"training {args.vocab_size:,} tokens on {data_path}")
+    tokenizer = train(data_path, files, arguments)
+    tokenizer.save(output_dir, force=args.force)
+    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

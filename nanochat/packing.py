@@ -44,6 +44,7 @@ class Packer(Protocol):
     """What a feed needs of a packer. Token counts are of the whole life of the packer, restarts included."""
 
     own_bos: bool  # placements with start > 0 have a BOS of their own in front
+    docs: dict[Key, tuple[int, int, int]]  # that wait
     row: int  # rows packed so far
     inserted: int  # BOS put in front of continuations, tokens
     repeated: int  # tokens emitted a second time as context, tokens
@@ -62,6 +63,8 @@ class Packer(Protocol):
     def next_row(self) -> list[Placement]: ...
 
     def waiting(self) -> list[tuple[Key, int, int, int]]: ...
+
+    def document_length(self, length: int, start: int) -> int: ...
 
 
 class BestFit:
@@ -141,6 +144,10 @@ class BestFit:
             else:
                 self.cropped += length - placed
 
+    def document_length(self, length: int, start: int) -> int:
+        """Tokens of the whole document that a piece (length, start) is of."""
+        return start + length - 1 - self._context(start) if start else length
+
     def next_row(self) -> list[Placement]:
         """The next row. The caller sees to it that `ready` holds."""
         placements: list[Placement] = []
@@ -211,6 +218,10 @@ class Concat:
         """Add a document of `length` tokens, of which the first `start` are used up."""
         self.docs[key] = (length, start, self.row if arrived is None else arrived)
         self.tokens += length - start
+
+    def document_length(self, length: int, start: int) -> int:
+        """Tokens of the whole document."""
+        return length
 
     def next_row(self) -> list[Placement]:
         """The next row; its last token is where the next one starts."""

@@ -45,7 +45,8 @@ Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", 
 class Tokenizer(Protocol):
     """What the stream needs of a tokenizer; `nanochat.tokenizer.RustBPETokenizer` is one."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str: ...
 
     def get_bos_token_id(self) -> int: ...
 
@@ -192,11 +193,13 @@ def as_parquet(path: Path, *, strict: bool = False) -> Path:
     if not (target.exists() and report.exists()):
         bad = _convert(path, target, strict=strict)
         write_json(report, {"source": str(path), "skipped": bad})
+        for number, why in bad[:10]:
+            log.warning("%s: line %d skipped: %s", path, number, why)
+        if bad:
+            log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, len(bad), report)
     bad = read_json(report)["skipped"]
     if bad and strict:
         raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; mend it, or leave out --strict to skip such lines")
-    if bad:
-        log.warning("%s: %d broken line(s) skipped; the first is line %d: %s", path, len(bad), bad[0][0], bad[0][1])
     return target
 
 
@@ -247,6 +250,7 @@ class ParquetSource:
         self.fingerprint = fingerprint(manifest)
         per_file = [len(e["groups"]) for e in manifest["files"]]
         self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
+        self._paths = [as_parquet(Path(manifest["root"]) / e["name"]) for e in manifest["files"]]
         self._first_group = np.concatenate([[0], np.cumsum(per_file)])
         self._kept: dict[tuple[int, int], tuple[int, pa.Buffer, np.ndarray]] = {}  # (group, start) -> unit, compressed
         self._codec = pa.Codec("zstd", compression_level=1)
@@ -254,10 +258,14 @@ class ParquetSource:
         self._lock = threading.Lock()
         self.decoded = 0
 
+    def _place(self, group: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        return file, group - int(self._first_group[file])
+
     def locate(self, group: int) -> tuple[str, int]:
         """(relative file name, row group in that file) of a group."""
-        file = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        return self.manifest["files"][file]["name"], group - int(self._first_group[file])
+        file, local = self._place(group)
+        return self.manifest["files"][file]["name"], local
 
     def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[bytes]:
         """UTF-8 texts of a group's documents [unit * unit_size, (unit + 1) * unit_size). If the group must be decoded
@@ -295,11 +303,11 @@ class ParquetSource:
 
     def _decode(self, group: int, unit: int, unit_size: int, keep: set[int]) -> tuple[Any, np.ndarray]:
         """Read a group from its beginning, as far as needed, unit by unit."""
-        name, local = self.locate(group)
-        path = Path(self.manifest["root"]) / name
+        file, local = self._place(group)
+        path = self._paths[file]
         found = None
         try:
-            with pq.ParquetFile(as_parquet(path), pre_buffer=False) as f:
+            with pq.ParquetFile(path, pre_buffer=False) as f:
                 batches = f.iter_batches(batch_size=unit_size, row_groups=[local], columns=["text"], use_threads=False)
                 for index, batch in zip(range(max(unit, *keep, 0) + 1), batches):
                     if index == unit:
@@ -316,8 +324,8 @@ class ParquetSource:
             raise ValueError(f"{path}: row group {local} cannot be read ({e}); fetch the file again (python -m "
                              f"nanochat.dataset --verify checks all)") from e
         if found is None:
-            raise ValueError(f"{path}: row group {local} has no documents from {unit * unit_size:,} on; the file changed "
-                             f"since the run began")
+            raise ValueError(f"{path}: row group {local} has no documents from {unit * unit_size:,} on; the file "
+                             f"changed since the run began")
         with self._lock:
             self.decoded += 1
             self._locks.pop(group, None)

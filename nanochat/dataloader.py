@@ -1,0 +1,389 @@
+"""
+The loader: rows of the stream as batches on the device.
+
+    Stream --rows--> [prefetch thread] --host batches--> queue (bounded) --> next(loader): copy to the device
+
+A rank owns a block of lanes. Its rows of a step are cut into **leaves** (blocks of lanes over which gradients are added
+in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf, and every leaf has as
+many of them as the longest needs; what is short is filled with dead rows, whose targets are all off, so shapes never
+change:
+
+    V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
+
+One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the stream's pool. Host
+buffers are a ring: pinned on CUDA, and a slot is filled again only after the event recorded behind its copy has passed.
+The snapshot of the lanes travels with the last micro-batch of its step, so what was prefetched but not used is never
+part of the state.
+
+Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
+and a shutdown of their own.
+
+At the end, nanochat's loaders under their names.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanochat.common import get_dist_info
+from nanochat.dataset import list_parquet_files
+from nanochat.sources import ParquetSource, Source, scan
+from nanochat.stream import Cursor, Row, Stream, StreamConfig, block, ledger, row_digest
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+
+OFF = -100  # target where the loss is off
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """B rows on the device. `last` marks the last micro-batch of this rank in its step."""
+
+    inputs: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64, -100 = off
+    doc_ids: torch.Tensor | None  # (B, T) int32: which document of its row an input belongs to; None unless asked for
+    step: int
+    index: int  # within this rank's step
+    last: bool
+
+
+class Dry(Exception):
+    """A lane has no more rows."""
+
+
+def default_leaves(world_size: int, V: int) -> int:
+    """K of a new run: the next power of two >= W, but at most V."""
+    return 1 << min((world_size - 1).bit_length(), V.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names the flag to mend."""
+
+    V: int
+    rows_per_step: int
+    device_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_leaves: int | None = None  # None: as `default_leaves` says
+
+    def __post_init__(self) -> None:
+        if self.rows_per_step % self.V:
+            raise ValueError(f"--lanes {self.V} does not divide the {self.rows_per_step} rows of a step "
+                             f"(total_batch_size / T); choose a divisor")
+        if self.world_size > self.V:
+            raise ValueError(f"{self.world_size} processes but only {self.V} lanes, and each process needs one; raise "
+                             f"--lanes or start fewer processes")
+        if self.device_batch_size < 1:
+            raise ValueError(f"--device-batch-size: got {self.device_batch_size}, expected at least 1")
+
+    @property
+    def K(self) -> int:
+        """Leaves of the step: a power of two, at most V."""
+        return default_leaves(self.world_size, self.V) if self.num_leaves is None else self.num_leaves
+
+    @property
+    def num_blocks(self) -> int:
+        """Leaves of all ranks: K where W divides it, else each rank's block is one."""
+        return self.K if self.K % self.world_size == 0 else self.world_size
+
+    @property
+    def lanes(self) -> range:
+        """This rank's lanes."""
+        return block(self.rank, self.world_size, self.V)
+
+    @property
+    def leaves(self) -> list[range]:
+        """This rank's leaves, as lanes."""
+        each = self.num_blocks // self.world_size
+        return [block(j, self.num_blocks, self.V) for j in range(self.rank * each, (self.rank + 1) * each)]
+
+    @property
+    def rows_per_lane(self) -> int:
+        """n: rows that a lane gives to a step."""
+        return self.rows_per_step // self.V
+
+    @property
+    def micro_batches_per_leaf(self) -> int:
+        """Enough for the longest leaf of any rank, so that all ranks do the same number."""
+        return -(-(-(-self.V // self.num_blocks) * self.rows_per_lane) // self.device_batch_size)
+
+    @property
+    def dead_share(self) -> float:
+        """Share of the rows that all ranks compute which are dead."""
+        return 1 - self.rows_per_step / (self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size)
+
+
+class _Slot:
+    """Host memory for one micro-batch."""
+
+    def __init__(self, B: int, T: int, *, pinned: bool, with_doc_ids: bool = False):
+        self.tokens = np.zeros((B, T + 1), dtype=np.uint32)
+        self.live = np.ones((B, T + 1), dtype=np.uint8)
+        self.inputs = torch.zeros((B, T), dtype=torch.int64, pin_memory=pinned)
+        self.targets = torch.zeros((B, T), dtype=torch.int64, pin_memory=pinned)
+        self.doc_ids = torch.zeros((B, T + 1), dtype=torch.int32, pin_memory=pinned) if with_doc_ids else None
+        self.copied: torch.cuda.Event | None = None
+
+    def fill(self, rows: Sequence[Row], bos: int, *, first: int | None = None) -> int:
+        """Write up to B rows, dead ones after them. With `first`, the first row's index in its step, returns the sum
+        of the rows' digests, else 0. Waits for the copy of what the slot held."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        total, num = 0, len(rows)
+        self.live[:num].fill(1)
+        self.live[num:].fill(0)
+        self.tokens[num:].fill(bos)
+        for i, row in enumerate(rows):
+            row.copy(bos, self.tokens[i], self.live[i], None if self.doc_ids is None else self.doc_ids[i].numpy())
+            if first is not None:
+                total += row_digest(first + i, self.tokens[i], self.live[i, 1:])
+        targets, live = self.targets.numpy(), self.live[:, 1:]
+        self.inputs.numpy()[:] = self.tokens[:, :-1]
+        targets[:] = self.tokens[:, 1:]
+        if not live.all():
+            targets[live == 0] = OFF
+        return total
+
+    def batch(self, device: torch.device, step: int, index: int, last: bool) -> MicroBatch:
+        """Start the copy to the device, and record the event that says when this slot may be filled again."""
+        inputs, targets = (t.to(device, non_blocking=True, copy=True) for t in (self.inputs, self.targets))
+        doc_ids = None
+        if self.doc_ids is not None:
+            doc_ids = self.doc_ids.to(device, non_blocking=True, copy=True)[:, :-1]
+        if device.type == "cuda":
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return MicroBatch(inputs, targets, doc_ids, step, index, last)
+
+
+@dataclass(slots=True)
+class _Filled:
+    slot: _Slot
+    step: int
+    index: int
+    end: tuple[int, Any] | None  # of the step's last micro-batch: (digest, snapshot)
+
+
+class DataLoader:
+    """Endless iterator over this rank's micro-batches; with `max_epochs` it ends by raising `Dry`.
+
+    `cursors`: of all V lanes, or of this rank's at least. What goes wrong while prefetching is raised by the `next`
+    that would have had the batch. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
+                 rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
+                 world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
+                 start_step: int = 0, num_threads: int = 4, prefetch: int = 8, with_doc_ids: bool = False,
+                 with_digest: bool = True):
+        self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
+        self.config, self.device = config, torch.device(device)
+        self.bos, self.with_digest = tokenizer.get_bos_token_id(), with_digest
+        self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
+        self.stream = Stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
+                             num_threads=num_threads)
+        self.step = start_step  # the step whose micro-batches come next
+        self.digest = 0
+        self.wait_s = 0.0
+        self._end: Any = self.stream.snapshot()
+        self._closed = threading.Event()
+        self._filled: queue.Queue[_Filled | BaseException] = queue.Queue()
+        self._free: queue.Queue[_Slot] = queue.Queue()
+        for _ in range(prefetch):
+            self._free.put(_Slot(device_batch_size, config.T, pinned=self.device.type == "cuda",
+                                 with_doc_ids=with_doc_ids))
+        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
+        self._thread.start()
+
+    # -- the thread
+
+    def _prefetch(self) -> None:
+        step = self.step
+        try:
+            while self._fill_step(step):
+                step += 1
+        except BaseException as e:  # handed to the consumer, whatever it is
+            self._filled.put(e)
+
+    def _fill_step(self, step: int) -> bool:
+        """Pack a step and hand over its micro-batches; False when closed."""
+        n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
+        rows = self.stream.next_rows(n)
+        if len(rows) < n * len(lanes):
+            dry = min(set(lanes) - {row.lane for row in rows}, default=lanes[0])
+            raise Dry(f"step {step}: lane {dry} has no row left, its share of the data is used up")
+        digest, index = 0, 0
+        for leaf in self.layout.leaves:
+            mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
+            for at in range(0, self.layout.micro_batches_per_leaf * B, B):
+                slot = self._next_slot()
+                if slot is None:
+                    return False
+                digest += slot.fill(mine[at:at + B], self.bos, first=leaf.start * n + at if self.with_digest else None)
+                index += 1
+                last = index == self.micro_batches_per_step
+                end = (digest % 2**64, self.stream.snapshot()) if last else None
+                self._filled.put(_Filled(slot, step, index - 1, end))
+        return True
+
+    def _next_slot(self) -> _Slot | None:
+        while not self._closed.is_set():
+            try:
+                return self._free.get(timeout=0.1)
+            except queue.Empty:
+                continue
+        return None
+
+    # -- the consumer
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        began = time.perf_counter()
+        filled = self._filled.get()
+        self.wait_s += time.perf_counter() - began
+        if isinstance(filled, BaseException):
+            self._filled.put(filled)  # for the next call
+            raise filled
+        batch = filled.slot.batch(self.device, filled.step, filled.index, filled.end is not None)
+        self._free.put(filled.slot)
+        if filled.end is not None:
+            self.digest, self._end = filled.end
+            self.step = filled.step + 1
+        return batch
+
+    def cursors(self) -> list[Cursor]:
+        """This rank's cursors after the last complete step."""
+        return self.stream.cursors(self._end)
+
+    def ledger(self) -> dict[str, dict[str, int]]:
+        """This rank's accounts after the last complete step, see `stream.ledger`."""
+        return ledger(self.cursors(), self.config.T)
+
+    def close(self) -> None:
+        """Stop the thread and the stream's pool, and wait for both."""
+        self._closed.set()
+        self._thread.join()
+        self.stream.close()
+
+    def __enter__(self) -> "DataLoader":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+def validation_config(source: Source, T: int) -> StreamConfig:
+    """Validation's own lanes, layout and seed, from the data alone: nothing of it is dropped, and the rows are the same
+    for every W, B, batch size and run. One pass."""
+    documents = int(source.groups.sum())
+    V = 1 << min(6, max(0, (documents // 32).bit_length() - 1))
+    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
+
+
+def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, device_batch_size: int, num_tokens: int,
+                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_threads: int = 4
+                      ) -> Iterator[MicroBatch]:
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane (at least
+    one; fewer where the data ends). A rank beyond the number of lanes has none."""
+    config = validation_config(source, T)
+    world_size = min(world_size, config.V)
+    lanes = block(rank, world_size, config.V) if rank < world_size else range(0)
+    device, bos = torch.device(device), tokenizer.get_bos_token_id()
+    slot = _Slot(device_batch_size, T, pinned=device.type == "cuda")
+    stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
+    rows: list[Row] = []
+    steps = max(1, num_tokens // (T * config.V))
+    try:
+        for step in range(steps):
+            more = stream.next_rows(1)
+            rows += more
+            done = not more or step == steps - 1
+            while len(rows) >= device_batch_size or (rows and done):
+                slot.fill(rows[:device_batch_size], bos)
+                rows = rows[device_batch_size:]
+                yield slot.batch(device, 0, step, last=done and not rows)
+            if done:
+                return
+    finally:
+        stream.close()
+
+
+# ---- nanochat's loaders ---------------------------------------------------------------------------------------------
+
+def tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        tokenizer: RustBPETokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
+        tokenizer_batch_size: int = 128, device: torch.device | str = "cuda",
+        resume_state_dict: dict[str, Any] | None = None, buffer_size: int = 1000
+        ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device`, BOS-aligned rows, documents cropped.
+
+    It knows no global batch, so one step is B rows on each of the W ranks. `state_dict` shows pq_idx, rg_idx and epoch
+    (from 1) of this rank's first lane, and holds the exact cursors of its lanes: resuming continues with the very next
+    row, on the same rank of as many; otherwise ValueError (`DataLoader` can). `buffer_size` is shared by the lanes.
+    """
+    lanes = _lanes_per_rank(B)
+    config = StreamConfig(T=T, V=lanes * get_dist_info()[3], buffer_size=max(16, buffer_size // lanes),
+                          unit_size=min(64, tokenizer_batch_size))
+    return _nanochat_loader(tokenizer, B, split, config, tokenizer_threads, device, resume_state_dict)
+
+
+def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any
+                                                   ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`tokenizing_distributed_data_loader_with_state_bos_bestfit` without the state."""
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
+        yield inputs, targets
+
+
+def tokenizing_distributed_data_loader_with_state(
+        B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
+        device: torch.device | str = "cuda", resume_state_dict: dict[str, Any] | None = None
+        ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    """The `concat` layout with the default tokenizer; yields and resumes like the loader with `_bos_bestfit`."""
+    config = StreamConfig(T=T, V=_lanes_per_rank(B) * get_dist_info()[3], layout="concat",
+                          unit_size=min(64, tokenizer_batch_size))
+    return _nanochat_loader(get_tokenizer(), B, split, config, tokenizer_threads, device, resume_state_dict)
+
+
+def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`tokenizing_distributed_data_loader_with_state` without the state."""
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
+        yield inputs, targets
+
+
+def _lanes_per_rank(B: int) -> int:
+    most = max(1, 64 // get_dist_info()[3])
+    return max(d for d in range(1, B + 1) if B % d == 0 and d <= most)
+
+
+def _nanochat_loader(tokenizer: RustBPETokenizer, B: int, split: str, config: StreamConfig, num_threads: int,
+                     device: torch.device | str, state: dict[str, Any] | None
+                     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+    if split not in ("train", "val"):
+        raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
+    _, rank, _, world_size = get_dist_info()
+    if state is not None and (state["rank"], state["world_size"]) != (rank, world_size):
+        raise ValueError(f"this state is of rank {state['rank']} of {state['world_size']}, here is rank {rank} of "
+                         f"{world_size}; nanochat.dataloader.DataLoader resumes on any number of ranks")
+    paths = [Path(p) for p in list_parquet_files()]
+    names = [p.name for p in paths]
+    source = ParquetSource(scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer)
+    with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
+                    device=device, rank=rank, world_size=world_size, num_threads=num_threads, with_digest=False,
+                    cursors=None if state is None else state["cursors"]) as loader:
+        for batch in loader:
+            cursors = loader.cursors()
+            name, row_group = source.locate(loader.stream.position(split, cursors[0]))
+            yield batch.inputs, batch.targets, {
+                "pq_idx": names.index(name), "rg_idx": row_group, "epoch": cursors[0]["buckets"][split]["epoch"] + 1,
+                "cursors": cursors, "rank": rank, "world_size": world_size}

@@ -1,0 +1,436 @@
+"""
+The stream: which tokens are in row k of lane l, for ever.
+
+The law. Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World size, ranks, batch
+size, threads, prefetching and restarts come after it and cannot change it, because nothing here knows them.
+
+    epoch e of a bucket: its groups in a seeded permutation, cut into units, dealt in V contiguous shares
+
+        group 7        group 2        group 0
+        u0 u1 u2 u3 |  u4 u5 u6   |   u7 u8 u9 u10          lane 0: u0 u1 u2    lane 1: u3 u4 ...    (V = 4)
+
+    step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
+    rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1
+
+So a group is read by one lane (or two neighbours), once, in order, and the ranks' rows, put one after another, are
+the same for any W. In epoch e lane l takes share (l + e) mod V: where a bucket has fewer units than lanes, some shares
+are empty, and turning the shares gives every lane its turn.
+
+A lane has, for each bucket, a **feed**: its position in the order, a packer with the documents that wait, and the
+accounts. Its JSON is the **cursor**; V cursors are all the state there is. A waiting document is in the cursor with
+its length, so a resumed lane packs at once and reads again only the documents that rows really place.
+
+Permutations sort raw 64-bit words of the Philox counter generator, keyed by a hash of (seed, bucket, epoch, ...):
+NumPy promises the words of a bit generator for all versions, but not what `Generator.permutation` makes of them. """
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from nanochat.packing import VERSION, BestFit, Concat, Packer, Placement
+from nanochat.sources import Source
+
+FORMAT = 1  # of cursors
+Cursor = dict[str, Any]
+Document = tuple[int, int, int]  # (epoch, group, row in the group): what packers and cursors name documents by
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Everything but data and tokenizer that decides what is in a row. Raises ValueError on values that cannot work."""
+
+    T: int  # tokens a row trains on; a row holds T + 1
+    V: int = 64  # lanes
+    seed: int = 0
+    layout: str = "bestfit"  # bestfit | concat
+    long_docs: str = "crop"  # crop | split, for bestfit
+    overlap: int = 64  # tokens of context repeated in front of a continuation, for split
+    buffer_size: int = 128  # documents that wait in a lane, for bestfit
+    unit_size: int = 64  # documents read and tokenized at once, at most
+    max_epochs: int = 0  # passes over a bucket, 0 = no limit
+    packer_version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("T", "V", "buffer_size", "unit_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if self.layout not in ("bestfit", "concat"):
+            raise ValueError(f"--packing: got {self.layout!r}, expected bestfit or concat")
+        if self.long_docs not in ("crop", "split"):
+            raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
+        if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:
+            raise ValueError(f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that a "
+                             f"continuation brings something new")
+        if self.packer_version != VERSION:
+            raise ValueError(f"this run was packed by packer version {self.packer_version}, this code has {VERSION}; "
+                             f"go on with the code that began it, or start a new run (--model-tag)")
+
+    def new_packer(self) -> Packer:
+        """An empty packer of this layout."""
+        if self.layout == "concat":
+            return Concat(self.T)
+        return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap, max_wait=2 * self.buffer_size)
+
+    def fill_target(self, lane: int, row: int) -> int:
+        """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size` over the first
+        rows, from a start that differs by lane: the first step waits for one unit of each lane, and refills spread."""
+        if self.layout == "concat":
+            return 0
+        return min(self.buffer_size, self.buffer_size * (lane * 37 % 64) // 128 + 2 * row)
+
+
+def block(j: int, m: int, V: int) -> range:
+    """Block j of m of V lanes: floor(jV/m) .. floor((j+1)V/m) - 1."""
+    return range(j * V // m, (j + 1) * V // m)
+
+
+def default_lanes(rows_per_step: int) -> int:
+    """The largest divisor of R that is at most 64."""
+    return max(v for v in range(1, 65) if rows_per_step % v == 0)
+
+
+def permutation(n: int, *key: Any) -> np.ndarray:
+    """(n,) int64: a permutation that depends on the key alone, on any machine and NumPy version."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+class Order:
+    """The order of one bucket: epochs, shares, units. A small bucket gets smaller units: each lane has several."""
+
+    def __init__(self, groups: np.ndarray, *, bucket: str, config: StreamConfig):
+        documents = int(groups.sum())
+        self.unit_size = 1
+        while self.unit_size * 2 <= min(config.unit_size, documents // (8 * config.V)):
+            self.unit_size *= 2
+        self.units_per_group = -(-groups // self.unit_size)
+        self.num_units = int(self.units_per_group.sum())
+        self.V, self.key = config.V, (config.seed, bucket)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(groups in order, first unit of each place and the end, place of each group); the last few are kept."""
+        with self._lock:
+            if epoch not in self._epochs:
+                if len(self._epochs) >= 4:
+                    del self._epochs[min(self._epochs)]
+                groups = permutation(len(self.units_per_group), *self.key, epoch)
+                first = np.concatenate([[0], np.cumsum(self.units_per_group[groups])])
+                self._epochs[epoch] = groups, first, np.argsort(groups, kind="stable")
+            return self._epochs[epoch]
+
+    def share(self, lane: int, epoch: int) -> range:
+        """The units of an epoch that a lane reads."""
+        return block((lane + epoch) % self.V, self.V, self.num_units)
+
+    def locate(self, epoch: int, unit: int) -> tuple[int, int]:
+        """(group, unit within the group) of an epoch's unit."""
+        groups, first, _ = self._epoch(epoch)
+        place = int(np.searchsorted(first, unit, side="right")) - 1
+        return int(groups[place]), unit - int(first[place])
+
+    def span(self, epoch: int, group: int) -> range:
+        """The units of an epoch that a group is cut into."""
+        _, first, place = self._epoch(epoch)
+        return range(int(first[place[group]]), int(first[place[group] + 1]))
+
+    def rows(self, epoch: int, group: int, unit: int, n: int) -> np.ndarray:
+        """The order in which a unit's n documents are used: (n,) int64 indices into the unit."""
+        return permutation(n, *self.key, epoch, group, unit)
+
+
+class _Deferred:
+    """A waiting document of a restored feed: its length is known, its tokens are read when a row places it."""
+
+    __slots__ = ("index", "length", "texts")
+
+    def __init__(self, texts: "Future[dict[int, Any]]", index: int, length: int):
+        self.texts, self.index, self.length = texts, index, length
+
+
+@dataclass(slots=True)
+class Row:
+    """A packed row: placements, and for each what its tokens come from. `copy` writes the tokens."""
+
+    lane: int
+    index: int  # of this lane's rows
+    bucket: str
+    placements: list[Placement]
+    documents: list[Any]
+    feed: "Feed"
+
+    def copy(self, bos: int, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+        """Write the row's tokens (T + 1,), 0 into `live` (T + 1,) u8 where a token is no target, and into `doc_ids`
+        (T + 1,) int32, if given, which of the row's documents each token belongs to."""
+        at = 0
+        own_bos = self.feed.packer.own_bos
+        for number, ((key, start, length, off), document) in enumerate(zip(self.placements, self.documents)):
+            ids = document if isinstance(document, np.ndarray) else self.feed.tokens_of(key, document)
+            end = at + length
+            if start == 0 or own_bos:
+                tokens[at] = bos
+                first = max(start - 1, 0)  # token t of a document is ids[t - 1]
+                tokens[at + 1:end] = ids[first:first + length - 1]
+            else:
+                tokens[at:end] = ids[start - 1:start - 1 + length]
+            if off:
+                live[at + 1:at + 1 + off] = 0
+            if doc_ids is not None:
+                doc_ids[at:end] = number
+            at = end
+
+
+class Feed:
+    """One bucket in one lane: position in the order, packer, accounts."""
+
+    def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
+                 pool: ThreadPoolExecutor, wanted: Callable[[int], set[int]]):
+        self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
+        self.pool, self.wanted = pool, wanted
+        self.packer = config.new_packer()
+        self.documents: dict[Document, Any] = {}  # that wait: ids (n,), a _Deferred, or an int: restored, so long
+        self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
+        self.epoch, self.unit = 0, order.share(lane, 0).start
+        self.num_documents = self.read = 0  # documents and their tokens, BOS not counted
+        self.ahead: Future[list[tuple[Document, np.ndarray]]] | None = None
+        self._settle()
+
+    # -- reading
+
+    def _settle(self) -> None:
+        """Go on to the next epoch in which this lane has units, if this one's are used up."""
+        while not self.exhausted and self.unit >= self.order.share(self.lane, self.epoch).stop:
+            self.epoch += 1
+            self.unit = self.order.share(self.lane, self.epoch).start
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last allowed epoch is read."""
+        return 0 < self.config.max_epochs <= self.epoch
+
+    def _read_unit(self, epoch: int, unit: int) -> list[tuple[Document, np.ndarray]]:
+        group, local = self.order.locate(epoch, unit)
+        size = self.order.unit_size
+        ids = self.source.encode(self.source.fetch(group, local, size, lambda: self.wanted(group)))
+        order = self.order.rows(epoch, group, local, len(ids)).tolist()
+        return [((epoch, group, local * size + i), ids[i]) for i in order]
+
+    def read_ahead(self) -> None:
+        """Have the pool read the next unit, unless it does."""
+        if self.ahead is None and not self.exhausted:
+            self.ahead = self.pool.submit(self._read_unit, self.epoch, self.unit)
+
+    def wants(self, group: int) -> set[int]:
+        """The units of a group that this feed has yet to fetch in this epoch, or for its restored documents."""
+        wanted = {unit for g, unit in list(self.unasked) if g == group}
+        if not self.exhausted:
+            span, share = self.order.span(self.epoch, group), self.order.share(self.lane, self.epoch)
+            next_unit = self.unit + (1 if self.ahead is not None and self.ahead.done() else 0)
+            wanted.update(range(max(span.start, next_unit) - span.start, min(span.stop, share.stop) - span.start))
+        return wanted
+
+    def refill(self) -> None:
+        """Read units until enough documents wait for the next row, or no more come."""
+        target = self.config.fill_target(self.lane, self.packer.row)
+        while (len(self.packer) < target or not self.packer.ready) and not self.exhausted:
+            self.read_ahead()
+            assert self.ahead is not None
+            for key, ids in self.ahead.result():
+                self.documents[key] = ids
+                self.packer.push(key, len(ids) + 1)
+                self.read += len(ids)
+                self.num_documents += 1
+            self.ahead = None
+            self.unit += 1
+            self._settle()
+        if len(self.packer) < target + self.order.unit_size // 2:
+            self.read_ahead()
+
+    # -- rows
+
+    def next_row(self, index: int) -> Row | None:
+        """The next row, or None when the bucket is dry: nothing more comes and what waits cannot fill a row."""
+        self.refill()
+        if not self.packer.ready:
+            return None
+        placements = self.packer.next_row()
+        documents = [self._take(key) for key, _, _, _ in placements]
+        return Row(self.lane, index, self.bucket, placements, documents, self)
+
+    def _take(self, key: Document) -> Any:
+        if isinstance(self.documents[key], int):
+            self._defer(key)
+        return self.documents[key] if key in self.packer.docs else self.documents.pop(key)
+
+    def _defer(self, key: Document) -> None:
+        """Have the pool fetch the texts of this restored document and of all others in its unit."""
+        size = self.order.unit_size
+        group, unit = key[1], key[2] // size
+        keys = [k for k, d in self.documents.items() if isinstance(d, int) and (k[1], k[2] // size) == (group, unit)]
+        rows = [k[2] - unit * size for k in keys]
+
+        def fetch() -> dict[int, Any]:
+            texts = self.source.fetch(group, unit, size, lambda: self.wanted(group))
+            self.unasked.discard((group, unit))
+            return {row: texts[row] for row in rows}
+
+        future = self.pool.submit(fetch)
+        for k, row in zip(keys, rows):
+            self.documents[k] = _Deferred(future, row, self.documents[k])
+
+    def tokens_of(self, key: Document, document: _Deferred) -> np.ndarray:
+        """Token ids of a restored document; ValueError if they are not as many as when it was saved."""
+        ids = self.source.encode([document.texts.result()[document.index]])[0]
+        if len(ids) + 1 != document.length:
+            name, local = self.source.locate(key[1])
+            raise ValueError(f"{name}: document {key[2]} of row group {local} has {len(ids):,} tokens, the checkpoint "
+                             f"says {document.length - 1:,}; the data or the tokenizer changed since the run began")
+        if key in self.documents:
+            self.documents[key] = ids
+        return ids
+
+    # -- state
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All that `feed_json` needs, taken in microseconds."""
+        p = self.packer
+        return (self.epoch, self.unit, self.num_documents, self.read, p.row, p.inserted, p.repeated, p.cropped,
+                p.pending, p.waiting())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `feed_json` made."""
+        p = self.packer
+        self.epoch, self.unit = state["epoch"], state["unit"]
+        self.num_documents, self.read = state["documents"], state["read"]
+        p.row, p.inserted, p.repeated, p.cropped = (state[k] for k in ("row", "inserted", "repeated", "cropped"))
+        for epoch, group, row, length, start, arrived in state["waiting"]:
+            key = (epoch, group, row)
+            p.push(key, length, start, arrived)
+            self.documents[key] = p.document_length(length, start)
+            self.unasked.add((group, row // self.order.unit_size))
+        self._settle()
+
+
+def feed_json(snapshot: tuple[Any, ...]) -> dict[str, Any]:
+    """A feed's part of a cursor."""
+    names = ("epoch", "unit", "documents", "read", "row", "inserted", "repeated", "cropped", "pending")
+    waiting = [[*key, length, start, arrived] for key, length, start, arrived in snapshot[-1]]
+    return {**dict(zip(names, snapshot)), "waiting": waiting}
+
+
+def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
+    """The accounts of some lanes' cursors, in tokens: {bucket: {read, bos, repeated, emitted, cropped, pending, rows,
+    documents, epochs}}. In each, read + bos + repeated = emitted + cropped + pending."""
+    total: dict[str, dict[str, int]] = {}
+    for cursor in cursors:
+        for bucket, feed in cursor["buckets"].items():
+            account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
+            account["bos"] += feed["documents"] + feed["inserted"]
+            account["emitted"] += feed["row"] * (T + 1)
+            account["rows"] += feed["row"]
+            account["epochs"] = max(account["epochs"], feed["epoch"])
+            for name in ("read", "repeated", "cropped", "pending", "documents"):
+                account[name] += feed[name]
+    return total
+
+
+LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "rows", "documents", "epochs")
+
+
+class Stream:
+    """Some lanes of the stream: those of a rank, or all of them.
+
+    Raises ValueError when cursors are of another stream: the error says what differs.
+    """
+
+    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
+                 cursors: Sequence[Cursor] | None = None, num_threads: int = 4):
+        self.config, self.lanes = config, list(lanes)
+        self.identity = {**asdict(config), "tokenizer": tokenizer,
+                         **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self.rows = dict.fromkeys(self.lanes, 0)
+        self.feeds: dict[str, dict[int, Feed]] = {}
+        for bucket, source in sources.items():
+            order = Order(source.groups, bucket=bucket, config=config)
+            feeds: dict[int, Feed] = {}
+
+            def wanted(group: int, feeds: dict[int, Feed] = feeds) -> set[int]:
+                return set().union(*(feed.wants(group) for feed in feeds.values()))
+
+            for lane in self.lanes:
+                feeds[lane] = Feed(config, bucket=bucket, lane=lane, source=source, order=order, pool=self.pool,
+                                   wanted=wanted)
+            self.feeds[bucket] = feeds
+        for cursor in cursors or ():
+            self._restore(cursor)
+
+    def _restore(self, cursor: Cursor) -> None:
+        lane = cursor["lane"]
+        if cursor["format"] != FORMAT:
+            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}")
+        theirs = cursor["stream"]
+        differ = [f"{k}: {theirs.get(k)} there, {self.identity.get(k)} here" for k in sorted({*theirs, *self.identity})
+                  if theirs.get(k) != self.identity.get(k)]
+        if differ:
+            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(differ)}); start a new run "
+                             f"(--model-tag)")
+        if lane not in self.rows:
+            return
+        self.rows[lane] = cursor["row"]
+        for bucket, feed in cursor["buckets"].items():
+            self.feeds[bucket][lane].restore(feed)
+
+    def _bucket(self, lane: int) -> str:
+        """The bucket that a lane's next row comes from."""
+        return next(iter(self.feeds))
+
+    def next_rows(self, num_rows: int) -> list[Row]:
+        """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
+        for bucket in self.feeds:
+            for feed in self.feeds[bucket].values():
+                if not feed.packer.ready:
+                    feed.read_ahead()
+        rows = [self._next_row(lane) for lane in self.lanes for _ in range(num_rows)]
+        return [row for row in rows if row is not None]
+
+    def position(self, bucket: str, cursor: Cursor) -> int:
+        """The group that a lane reads next."""
+        feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order
+        return order.locate(feed["epoch"], feed["unit"])[0]
+
+    def _next_row(self, lane: int) -> Row | None:
+        row = self.feeds[self._bucket(lane)][lane].next_row(self.rows[lane])
+        self.rows[lane] += row is not None
+        return row
+
+    def snapshot(self) -> list[tuple[int, int, dict[str, tuple[Any, ...]]]]:
+        """The state of all lanes, for `cursors`; cheap enough for every step."""
+        return [(lane, self.rows[lane], {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()})
+                for lane in self.lanes]
+
+    def cursors(self, snapshot: list[tuple[int, int, dict[str, tuple[Any, ...]]]] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
+        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity,
+                 "buckets": {bucket: feed_json(feed) for bucket, feed in feeds.items()}}
+                for lane, row, feeds in (self.snapshot() if snapshot is None else snapshot)]
+
+    def close(self) -> None:
+        """Stop reading; waits for what is being read."""
+        self.pool.shutdown(cancel_futures=True)
+
+
+def row_digest(index: int, tokens: np.ndarray, live: np.ndarray) -> int:
+    """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target mask u8 (T,)), all
+    little-endian. The batch digest of a step is the sum over its rows mod 2^64."""
+    h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
+    h.update(tokens.astype("<u4", copy=False).tobytes())
+    h.update(live.astype("u1", copy=False).tobytes())
+    return int.from_bytes(h.digest(), "little")

@@ -27,7 +27,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
@@ -74,16 +74,17 @@ def to_host(value: Any) -> Any:
     Later steps do not change it, so it may be written while training goes on. TypeError, naming the place, for a value
     that could not be loaded again without executing code.
     """
-    return _to_host(value, "state")
+    return _map_tensors(value, lambda t: t.detach().to("cpu", copy=True).contiguous(), "state")
 
 
-def _to_host(value: Any, where: str) -> Any:
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], where: str) -> Any:
+    """Rebuild a state from plain containers, `function` applied to its tensors; TypeError for anything not plain."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True).contiguous()
+        return function(value)
     if isinstance(value, dict):
-        return {k: _to_host(v, f"{where}[{k!r}]") for k, v in value.items()}
+        return {k: _map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_to_host(v, f"{where}[{i}]") for i, v in enumerate(value))
+        return type(value)(_map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
@@ -146,7 +147,8 @@ class _Folder:
 
     def put_state(self, name: str, state: Any) -> None:
         with self._open(name) as f:
-            torch.save(state, cast(IO[bytes], f))  # it needs no more than write and flush
+            plain = _map_tensors(state, torch.Tensor.detach, name)
+            torch.save(plain, cast(IO[bytes], f))  # it needs no more than write and flush
 
     def sync(self) -> None:
         """Make the names of all files durable."""
@@ -195,7 +197,7 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
         folder = _Folder(temporary_path(run_dir, name))
         folder.put_bytes(CURSORS_NAME, packed)
         folder.put_bytes(MODEL_CONFIG_NAME, _json_bytes(model_config))
-        folder.put_state(MODEL_NAME, dict(model_state))
+        folder.put_state(MODEL_NAME, model_state)
         folder.put_state(OPTIMIZER_NAME, optimizer_state)
         folder.put_state(SCHEDULER_NAME, scheduler_state)
         for rank, state in rng_state.items():
@@ -374,8 +376,8 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
     checkpoint.check_architecture(checkpoint.model_config)
     unknown = checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}
     if unknown:
-        raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks {', '.join(sorted(unknown))}"
-                         "; use the code that trained it")
+        raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
+                         f"{', '.join(sorted(unknown))}; use the code that trained it")
     tokenizer = RustBPETokenizer.from_directory(checkpoint.path.absolute().parent.parent / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     with torch.device("meta"):

@@ -212,13 +212,18 @@ class TrainLog:
         _close_torn_tail(path)
         self._digests = digests(path, first_step=first_step)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  lives as long as the run
+        self._torn = False
 
     def write(self, **record: Any) -> None:
         """Append one JSON object: a step's line has `step` and no `event`, an event's has `event`. NaN becomes null.
 
-        Raises OSError (a full disk) and TypeError (a value that is not JSON).
+        Raises TypeError (a value that is not JSON) and OSError (a full disk; the next line is not glued to a torn one).
         """
-        self._file.write((json.dumps(_finite(record), allow_nan=False) + "\n").encode())
+        line = ("\n" * self._torn + json.dumps(_finite(record), allow_nan=False) + "\n").encode()
+        self._torn = True
+        while line:  # a nearly full disk takes a part
+            line = line[self._file.write(line):]
+        self._torn = False
 
     def digest_of(self, step: int) -> str | None:
         """The digest that the log held for `step` when it was opened, or None."""

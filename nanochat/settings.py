@@ -49,7 +49,7 @@ SETTINGS: dict[str, Rule] = {
     "force": Rule(True, "asks for this very start"),
     "world_size": Rule(True, "same batches; same bits where both numbers of processes divide the number of leaves",
                        notify=True),
-    "device_type": Rule(True, "same batches; other devices round differently", notify=True, auto=""),
+    "device_type": Rule(True, "same batches; other devices round differently", notify=True),
     "device_batch_size": Rule(True, "same batches; sums are grouped differently, so bits may differ", notify=True),
     "threads": _SPEED,
     "tokenizer_threads": _SPEED,

@@ -1,0 +1,139 @@
+"""Horizon and schedule against numbers worked out by hand."""
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanochat.schedule import Horizon, Schedule, resolve_horizon
+
+FLAGS: dict[str, Any] = {"num_iterations": -1, "target_flops": -1.0, "target_param_data_ratio": -1.0,
+                         "total_batch_size": -1, "weight_decay": 0.28, "sequence_len": 2048,
+                         "scaling_params": 100_000_000, "reference_scaling_params": 100_000_000, "flops_per_token": 1e9}
+
+
+def horizon(**changes: Any) -> Horizon:
+    return resolve_horizon(**{**FLAGS, **changes})
+
+
+# ---- horizon --------------------------------------------------------------------------------------------------------
+
+def test_the_reference_model_is_left_as_it_is() -> None:
+    h = horizon(target_param_data_ratio=12)
+    assert h == Horizon(num_iterations=2288, total_batch_size=524_288, target_tokens=1_200_000_000, batch_lr_scale=1.0,
+                        weight_decay_scaled=0.28)  # 1.2e9 / 524288 = 2288.8
+    assert h.total_tokens == 2288 * 524_288
+
+
+def test_a_model_of_sixteen_times_the_size_gets_three_times_the_batch_rounded_to_four() -> None:
+    h = horizon(target_param_data_ratio=10, scaling_params=1_600_000_000)
+    assert h.total_batch_size == 2**21  # 2^19 * 16^0.383 = 2^(19 + 1.532), rounds to 2^21
+    assert h.batch_lr_scale == 2.0  # sqrt(4)
+    assert h.weight_decay_scaled == pytest.approx(0.28 * 2 / 16)
+    assert h.num_iterations == 16_000_000_000 // 2**21 == 7629
+
+
+def test_a_small_model_gets_a_small_batch() -> None:
+    h = horizon(target_param_data_ratio=10, scaling_params=6_250_000)  # 1/16: 2^(19 - 1.532) rounds to 2^17
+    assert h.total_batch_size == 2**17 and h.batch_lr_scale == 0.5
+    assert h.weight_decay_scaled == pytest.approx(0.28 * 0.5 * 16)
+
+
+def test_iterations_before_flops_before_ratio() -> None:
+    every = {"num_iterations": 7, "target_flops": 1e9 * 2**19 * 11.4, "target_param_data_ratio": 12}
+    assert horizon(**every).num_iterations == 7
+    assert horizon(**{**every, "num_iterations": -1}).num_iterations == 11
+    assert horizon(**{**every, "num_iterations": -1, "target_flops": -1}).num_iterations == 2288
+    assert horizon(num_iterations=7).target_tokens == 0
+    with pytest.raises(ValueError, match=r"--num-iterations, --target-flops, --target-param-data-ratio"):
+        horizon()
+
+
+def test_a_horizon_of_less_than_one_step_names_its_flag() -> None:
+    with pytest.raises(ValueError, match="--target-flops"):
+        horizon(target_flops=1.0)
+    with pytest.raises(ValueError, match="--target-param-data-ratio"):
+        horizon(target_param_data_ratio=0.001)
+
+
+def test_an_explicit_batch_counts_and_must_hold_whole_rows() -> None:
+    h = horizon(num_iterations=1, total_batch_size=2**17)
+    assert (h.total_batch_size, h.batch_lr_scale, h.weight_decay_scaled) == (2**17, 0.5, 0.14)
+    for wrong in (2**17 + 1, 1024, 0, -2048):
+        with pytest.raises(ValueError, match=r"--total-batch-size.*--max-seq-len 2,048"):
+            horizon(num_iterations=1, total_batch_size=wrong)
+
+
+@given(T=st.integers(1, 200_000), params=st.integers(1, 10**12))
+def test_an_automatic_batch_is_a_power_of_two_rows(T: int, params: int) -> None:
+    h = horizon(num_iterations=1, sequence_len=T, scaling_params=params)
+    rows = h.total_batch_size // T
+    assert h.total_batch_size == rows * T and rows >= 1 and rows & (rows - 1) == 0
+    wanted = 2**19 * (params / 100_000_000) ** 0.383
+    assert rows == 1 or abs(math.log2(h.total_batch_size / wanted)) <= 0.5 + 1e-9
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+LONG = Schedule(num_iterations=2000, warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.05, peak_weight_decay=0.2)
+
+
+def test_learning_rate_by_hand() -> None:
+    expected = {0: 1 / 40, 19: 0.5, 39: 1.0, 40: 1.0, 1000: 1.0, 1500: 0.525, 1900: 0.145, 2000: 0.05, 2500: 0.05}
+    assert {step: LONG.lr(step) for step in expected} == pytest.approx(expected)
+
+
+def test_momentum_by_hand() -> None:
+    expected = {0: 0.85, 100: 0.88, 200: 0.91, 400: 0.97, 1000: 0.97, 1500: 0.935, 2000: 0.90}
+    assert {step: LONG.momentum(step) for step in expected} == pytest.approx(expected)
+
+
+def test_weight_decay_by_hand() -> None:
+    expected = {0: 1.0, 500: 0.5 * (1 + math.sqrt(0.5)), 1000: 0.5, 2000: 0.0, 3000: 0.0}
+    assert {step: LONG.weight_decay(step) for step in expected} == pytest.approx(expected)
+
+
+@given(steps=st.integers(1, 60), warmup=st.integers(0, 200), ratio=st.floats(0, 1), frac=st.floats(0, 1))
+def test_short_runs_are_bounded_and_come_down(steps: int, warmup: int, ratio: float, frac: float) -> None:
+    s = Schedule(steps, warmup, ratio, frac)
+    rates = [s.lr(i) for i in range(steps + 1)]
+    assert all(0 <= r <= 1 for r in rates)
+    assert all(0.85 <= s.momentum(i) <= 0.97 and 0 <= s.weight_decay(i) <= 1 for i in range(steps + 1))
+    if s.warmdown_steps:
+        assert rates[-1] <= frac + 1e-12
+    peak = rates.index(max(rates))
+    assert rates[:peak + 1] == sorted(rates[:peak + 1]) and rates[peak:] == sorted(rates[peak:], reverse=True)
+    slope = max(1 / warmup if warmup else 0, (1 - frac) / s.warmdown_steps if s.warmdown_steps else 0)
+    assert all(abs(b - a) <= slope + 1e-12 for a, b in pairwise(rates)), "no jumps"
+
+
+def test_a_run_without_warmup_and_warmdown_is_flat() -> None:
+    assert {Schedule(10, 0, 0.0).lr(i) for i in range(11)} == {1.0}
+
+
+def test_apply_sets_groups_by_kind() -> None:
+    adam = {"kind": "adamw", "lr": 9.0, "initial_lr": 0.3, "weight_decay": 0.01}
+    muon = {"kind": "muon", "lr": 9.0, "initial_lr": 0.02, "momentum": 0.0, "weight_decay": 9.0}
+    LONG.apply(SimpleNamespace(param_groups=[adam, muon]), 1500)
+    assert adam == {"kind": "adamw", "lr": pytest.approx(0.3 * 0.525), "initial_lr": 0.3, "weight_decay": 0.01}
+    assert muon == pytest.approx({"kind": "muon", "lr": 0.02 * 0.525, "initial_lr": 0.02, "momentum": 0.935,
+                                  "weight_decay": 0.2 * 0.5 * (1 + math.cos(0.75 * math.pi))})
+
+
+def test_state_comes_back_and_a_foreign_one_is_refused() -> None:
+    assert Schedule.from_state(LONG.state()) == LONG
+    for foreign in ({}, {**LONG.state(), "format_version": 2}, {**LONG.state(), "extra": 1}):
+        with pytest.raises(ValueError, match="scheduler state"):
+            Schedule.from_state(foreign)
+
+
+@pytest.mark.parametrize(("values", "flag"), [
+    ((0,), "--num-iterations"), ((5, -1), "--warmup-steps"), ((5, 0, 1.5), "--warmdown-ratio"),
+    ((5, 0, 0.5, -0.1), "--final-lr-frac"), ((5, 0, float("nan")), "--warmdown-ratio")])
+def test_impossible_schedules_name_their_flag(values: tuple[Any, ...], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        Schedule(*values)

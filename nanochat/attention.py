@@ -18,7 +18,8 @@ With `doc_ids` a query also sees only keys of its own document. Nothing else eve
 - `flash`: `varlen_attn`, the FlashAttention-2 kernels that the PyTorch wheel carries for CUDA. They take the window as
   a number and skip the blocks outside it, so a short window pays for what it sees. bfloat16 and float16 only.
 - `flex`: FlexAttention with a block mask: the one that also skips blocks across documents. A mask is made once per
-  (length, window, device), or once per batch where there are documents, outside the compiled region.
+  (length, window, device), or once per batch where there are documents, outside the compiled region. On a CPU it runs
+  forward only, uncompiled: enough to be tested.
 
 `auto` takes `sdpa` off CUDA; on CUDA `flash` for short windows, `sdpa` for full ones (PyTorch then picks its best fused
 kernel) and `flex` where documents are masked. Why not flex for everything: it is only fast when compiled, so evaluation

@@ -1,0 +1,156 @@
+"""Every way of computing attention equals a softmax written out in float64."""
+
+import itertools
+import sys
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import attention as attention_module
+from nanochat.attention import attention, make_block_mask
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def oracle(q, k, v, window=-1, doc_ids=None):
+    """Softmax over each query's visible keys, one query at a time, in float64."""
+    B, Tq, H, D = q.shape
+    Tk, group = k.size(1), H // k.size(2)
+    y = torch.zeros(B, Tq, H, D, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for i in range(Tq):
+                at = Tk - Tq + i
+                keys = [j for j in range(at + 1) if (window < 0 or at - j <= window)
+                        and (doc_ids is None or doc_ids[b, j] == doc_ids[b, at])]
+                scores = k[b, keys, h // group].double() @ q[b, i, h].double() / D ** 0.5
+                y[b, i, h] = torch.softmax(scores, 0) @ v[b, keys, h // group].double()
+    return y
+
+
+def make(seed, B, Tq, H, Hkv, D, Tk=None, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(seed)
+    Tk = Tk or Tq
+    shapes = (B, Tq, H, D), (B, Tk, Hkv, D), (B, Tk, Hkv, D)
+    q, k, v = (torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes)
+    documents = (torch.rand(B, Tq, generator=rng) < 0.2).cumsum(1).int()
+    return q, k, v, documents
+
+
+def assert_equals_oracle(y, expected):
+    torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=0)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 2), st.integers(1, 20), st.sampled_from([(1, 1), (4, 2), (3, 1), (2, 2)]),
+       st.sampled_from([2, 8]), st.integers(-1, 22), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_sdpa_equals_the_written_out_softmax(seed, B, T, heads, D, window, masked):
+    q, k, v, documents = make(seed, B, T, *heads, D)
+    doc_ids = documents if masked else None
+    assert_equals_oracle(attention(q, k, v, window=window, doc_ids=doc_ids), oracle(q, k, v, window, doc_ids))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("T, heads, window", [(37, (4, 2), 5), (20, (2, 2), -1), (150, (2, 1), 129), (9, (3, 1), 0)])
+def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window, masked):
+    q, k, v, documents = make(T, 2, T, *heads, 8)
+    doc_ids = documents if masked else None
+    assert not masked or documents.unique().numel() > 1
+    flex = attention(q, k, v, window=window, doc_ids=doc_ids, mode="flex")
+    assert_equals_oracle(flex, oracle(q, k, v, window, doc_ids))
+    torch.testing.assert_close(flex, attention(q, k, v, window=window, doc_ids=doc_ids, mode="sdpa"), atol=2e-6, rtol=0)
+    given_mask = make_block_mask(T, window, q.device, doc_ids=doc_ids)
+    assert torch.equal(flex, attention(q, k, v, window=window, doc_ids=doc_ids, mode="flex", block_mask=given_mask))
+
+
+@pytest.mark.parametrize("window, masked", [(-1, False), (4, False), (-1, True), (4, True)])
+def test_gradients_equal_those_of_the_written_out_softmax(window, masked):
+    q, k, v, documents = make(3, 2, 12, 4, 2, 8)
+    doc_ids = documents if masked else None
+    gradients = []
+    for compute, dtype in ((attention, torch.float32), (oracle, torch.float64)):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        compute(*leaves, window=window, doc_ids=doc_ids).square().sum().backward()
+        gradients.append([t.grad.double() for t in leaves])
+    for ours, expected in zip(*gradients, strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("Tq, Tk", [(1, 12), (5, 12), (1, 1), (11, 12)])
+@pytest.mark.parametrize("window", [-1, 0, 3, 11, 40])
+def test_fewer_queries_than_keys_are_the_last_positions(Tq, Tk, window):
+    q, k, v, _ = make(Tq, 2, Tq, 4, 2, 8, Tk=Tk)
+    assert_equals_oracle(attention(q, k, v, window=window), oracle(q, k, v, window))
+
+
+def test_documents_equal_each_document_alone():
+    q, k, v, _ = make(0, 1, 17, 2, 1, 8)
+    edges = [0, 4, 5, 12, 17]
+    doc_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(edges).diff())[None].int()
+    for window in (-1, 2):
+        together = attention(q, k, v, window=window, doc_ids=doc_ids)
+        alone = [attention(q[:, a:b], k[:, a:b], v[:, a:b], window=window)
+                 for a, b in itertools.pairwise(edges)]
+        torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=2e-6, rtol=0)
+
+
+def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(monkeypatch):
+    """The kernel exists on CUDA only; this stand-in does what its documentation says."""
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+        assert window_size[1] == 0 and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
+        assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
+        rows = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
+                for a, b in itertools.pairwise(cu_seq_q.tolist())]
+        return torch.cat(rows)
+
+    fake = types.SimpleNamespace(varlen_attn=varlen_attn)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
+    q, k, v, _ = make(0, 3, 13, 4, 2, 8)
+    for window in (-1, 0, 4):
+        assert_equals_oracle(attention(q, k, v, window=window, mode="flash"), oracle(q, k, v, window))
+
+
+def test_flash_traces_through_the_real_operator_with_gradients():
+    q, k, v, _ = make(0, 2, 16, 4, 2, 8, dtype=torch.bfloat16)
+    leaves = [t.to("meta").requires_grad_() for t in (q, k, v)]
+    y = attention(*leaves, window=4, mode="flash")
+    y.sum().backward()
+    assert y.shape == q.shape and [t.grad.shape for t in leaves] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("dtype, T, Tk, D, window, masked, expected", [
+    (torch.bfloat16, 64, 64, 128, 8, False, "flash"), (torch.bfloat16, 64, 64, 128, -1, False, "sdpa"),
+    (torch.bfloat16, 64, 64, 128, 8, True, "flex"), (torch.bfloat16, 64, 64, 128, -1, True, "flex"),
+    (torch.float32, 64, 64, 128, 8, False, "sdpa"), (torch.bfloat16, 1, 64, 128, 8, False, "sdpa"),
+    (torch.bfloat16, 64, 64, 12, 8, False, "sdpa"), (torch.bfloat16, 64, 64, 512, 8, False, "sdpa"),
+])
+def test_auto_on_cuda_takes_flash_only_where_its_kernel_runs(dtype, T, Tk, D, window, masked, expected):
+    def on_cuda(length):
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, size=(2, length, 4, D).__getitem__)
+    assert attention_module._pick_mode(on_cuda(T), on_cuda(Tk), window, masked_docs=masked) == expected
+
+
+def test_a_mask_cached_while_sampling_still_serves_training():
+    q, k, v, _ = make(5, 1, 23, 2, 2, 8)
+    with torch.inference_mode():
+        attention(q, k, v, window=3)
+    attention(q.requires_grad_(), k, v, window=3).sum().backward()
+    assert q.grad is not None
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v, documents = make(0, 1, 6, 4, 2, 8)
+    with pytest.raises(ValueError, match="expected Tk >= Tq"):
+        attention(q, k[:, :5], v[:, :5])
+    with pytest.raises(ValueError, match="multiple of Hkv"):
+        attention(q[:, :, :3], k, v)
+    with pytest.raises(ValueError, match="leave doc_ids out"):
+        attention(q[:, -1:], k, v, doc_ids=documents[:, -1:])
+    with pytest.raises(ValueError, match="expected one of auto, sdpa"):
+        attention(q, k, v, mode="fast")
+    with pytest.raises(ValueError, match="neither doc_ids nor a cache"):
+        attention(q, k, v, doc_ids=documents, mode="flash")

@@ -1,0 +1,174 @@
+"""Generation with a cache gives what the full forward gives."""
+
+import pytest
+import torch
+
+from nanochat.engine import Engine, KVCache
+from nanochat.gpt import GPT, GPTConfig
+from scripts import sample
+
+CONFIG = GPTConfig(sequence_len=500, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
+BOS = 69
+
+
+class ByteTokenizer:
+    """Ids 0..66 are letters, the last are special."""
+
+    def __init__(self, *special):
+        self.special = {name: BOS - i for i, name in enumerate(("<|bos|>", *special))}
+
+    def get_bos_token_id(self):
+        return BOS
+
+    def get_special_tokens(self):
+        return list(self.special)
+
+    def encode_special(self, text):
+        return self.special[text]
+
+    def encode(self, text, prepend=None):
+        return [prepend] + [ord(c) - 32 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(i + 32) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights in every part, so that windows, gates, smear and backout all matter."""
+    model = GPT(CONFIG).eval()
+    model.init_weights(seed=0, compute_dtype=torch.float32)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng) * (0.15 if p.dim() == 2 else 0.5))
+    return model.requires_grad_(False)
+
+
+def tokens(B, T):
+    return torch.randint(67, (B, T), generator=torch.Generator().manual_seed(T))
+
+
+@pytest.mark.parametrize("chunks", [[1] * 200, [150] + [1] * 50, [3, 130, 1, 66], [200]])
+def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model, chunks):
+    assert sum(chunks) == 200 and model.config.window_sizes == [128, 128, 128, -1]
+    x = tokens(2, 200)
+    full = model(x)
+    cache = KVCache(2, 200, model=model)
+    parts = [model(part, kv_cache=cache) for part in x.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-4, rtol=0)
+    assert cache.get_pos() == 200 and full.std() > 0.5
+    with pytest.raises(ValueError, match="201 tokens, room for 200"):
+        model(x[:, :1], kv_cache=cache)
+    cache.reset()
+    torch.testing.assert_close(model(x[:, :9], kv_cache=cache), full[:, :9], atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_equal_those_of_running_the_whole_sequence_anew(model):
+    prompt = tokens(1, 120)[0].tolist()
+    naive = list(model.generate(prompt, 40, temperature=0))
+    assert BOS not in naive and len(set(naive)) > 3
+    rows, masks = Engine(model, ByteTokenizer()).generate_batch(prompt, 3, max_tokens=40, temperature=0)
+    assert rows == [prompt + naive] * 3
+    assert masks == [[0] * 120 + [1] * 40] * 3
+
+
+def test_same_seed_same_samples_and_samples_differ_from_the_first_token_on(model):
+    engine = Engine(model, ByteTokenizer())
+
+    def draw(**kwargs):
+        return [column for column, _ in engine.generate([BOS, 1, 2], 8, max_tokens=6, temperature=2.0, **kwargs)]
+    torch.manual_seed(0)
+    first = draw(seed=5)
+    torch.manual_seed(1)
+    assert draw(seed=5) == first != draw(seed=6)
+    assert len(set(first[0])) > 1
+    assert len({tuple(row) for row in zip(*first, strict=True)}) == 8
+    assert draw(top_k=1) == [[column[0]] * 8 for column in draw(top_k=1)]
+
+
+def test_one_sample_follows_the_naive_reference_draw_by_draw(model):
+    engine = Engine(model, ByteTokenizer())
+    rows, _ = engine.generate_batch([1, 2, 3], max_tokens=20, temperature=0.7, top_k=20, seed=9)
+    naive = list(model.generate([1, 2, 3], 20, temperature=0.7, top_k=20, seed=9))
+    assert BOS not in naive and rows == [[1, 2, 3] + naive]
+
+
+class Scripted:
+    """A stand-in for a model that says, row by row, what was written down: greedy decoding follows the script."""
+
+    config = CONFIG
+    compute_dtype = torch.float32
+
+    def __init__(self, script):
+        self.script, self.calls = torch.tensor(script), 0
+
+    def get_device(self):
+        return torch.device("cpu")
+
+    def __call__(self, idx, kv_cache):
+        said = self.script[:idx.size(0), self.calls]
+        self.calls += 1
+        kv_cache.advance(idx.size(1))
+        return torch.nn.functional.one_hot(said, 70).float()[:, None].expand(-1, idx.size(1), -1)
+
+
+def test_stop_tokens_end_a_row_and_all_rows_end_the_generation():
+    end = BOS - 1
+    script = [[5, 6, BOS, 7, 8, 9], [5, end, 1, 2, 3, 4], [5, 6, 7, 8, BOS, 4]]
+    with_end, without = ByteTokenizer("<|assistant_end|>"), ByteTokenizer()
+    columns = [c for c, _ in Engine(Scripted(script), with_end).generate([1], 3, max_tokens=6, temperature=0)]
+    assert columns == [list(c) for c in zip(*script, strict=True)][:5]  # all rows have ended after the fifth
+    rows, masks = Engine(Scripted(script), with_end).generate_batch([1], 3, max_tokens=6, temperature=0)
+    assert rows == [[1, 5, 6], [1, 5], [1, 5, 6, 7, 8]]
+    assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1, 1]]
+    rows, _ = Engine(Scripted(script), without).generate_batch([1], 3, max_tokens=6, temperature=0)
+    assert rows == [[1, 5, 6], [1, 5, end, 1, 2, 3, 4], [1, 5, 6, 7, 8]]
+
+
+def test_without_max_tokens_it_fills_the_sequence_length():
+    engine = Engine(Scripted([[3] * 600]), ByteTokenizer())
+    assert len(engine.generate_batch([1] * 490, temperature=0)[0][0]) == 500
+    assert len(engine.generate_batch([1] * 490, temperature=0, max_tokens=20)[0][0]) == 510
+    assert engine.generate_batch([1, 2], max_tokens=0) == ([[1, 2]], [[0, 0]])
+
+
+def test_impossible_requests_are_refused(model):
+    engine = Engine(model, ByteTokenizer())
+    with pytest.raises(ValueError, match="got 0 prompt tokens"):
+        engine.generate_batch([])
+    with pytest.raises(ValueError, match="pass max_tokens"):
+        engine.generate_batch([1] * 500)
+    one, two = KVCache(2, 5, model=model), KVCache(3, 5, model=model)
+    model(tokens(2, 3), kv_cache=one)
+    with pytest.raises(ValueError, match="2 rows of 3 tokens do not go into 3 rows"):
+        two.prefill(one)
+
+
+# ---- scripts.sample -------------------------------------------------------------------------------------------------
+
+def test_sample_prints_each_prompt_with_its_continuations(model, monkeypatch, capsys, tmp_path):
+    asked = []
+
+    def load_model(path, device, *, compute_dtype):
+        asked.append((path, str(device), compute_dtype))
+        return model, ByteTokenizer(), {}
+    monkeypatch.setattr(sample, "load_model", load_model)
+    command = ["--checkpoint", str(tmp_path), "-p", "ABC", "-p", "XYZ", "--num-samples", "2", "--max-tokens", "5",
+               "--device-type", "cpu"]
+    assert sample.main(command) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")]
+    expected = [text + ByteTokenizer().decode(model.generate(ByteTokenizer().encode(text, prepend=BOS), 5,
+                                                             temperature=0)) for text in ("ABC", "XYZ")]
+    assert printed == [line for line in expected for _ in range(2)]
+    assert asked == [(tmp_path, "cpu", torch.float32)]
+
+
+def test_sample_without_a_run_says_which_there_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"--run: not given, and there are 0 runs"):
+        sample.main([])
+    for tag in ("d4", "d6"):
+        (tmp_path / "runs" / tag / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"2 runs \(d4, d6\); name one"):
+        sample.main([])

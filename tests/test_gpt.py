@@ -1,0 +1,314 @@
+"""The model: its shape, initial bits, what can see what, and that it learns."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanochat.gpt import GPT, GPTConfig, initial_weight, sample_next_token
+
+SMALL = GPTConfig(sequence_len=160, vocab_size=70, n_layer=5, n_head=4, n_kv_head=2, n_embd=32)
+
+
+def build(config=SMALL, *, seed=0, dtype=torch.float32, **kwargs):
+    model = GPT(config, **kwargs)
+    model.init_weights(seed=seed, compute_dtype=dtype)
+    return model
+
+
+def shake(model, *, seed=0):
+    """Random weights everywhere: fresh ones have zeros that would hide what flows where."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng) * (0.3 if p.dim() == 2 else 0.5))
+    return model
+
+
+def tokens(B, T, *, vocab=70, seed=0):
+    return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- shape ----------------------------------------------------------------------------------------------------------
+
+def test_parameters_have_nanochats_names_and_shapes():
+    shapes = {name: tuple(p.shape) for name, p in build().named_parameters()}
+    expected = {"transformer.wte.weight": (128, 32), "lm_head.weight": (128, 32), "resid_lambdas": (5,),
+                "x0_lambdas": (5,), "smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
+    for i in range(5):
+        block = f"transformer.h.{i}."
+        expected |= {block + "attn.c_q.weight": (32, 32), block + "attn.c_k.weight": (16, 32),
+                     block + "attn.c_v.weight": (16, 32), block + "attn.c_proj.weight": (32, 32),
+                     block + "mlp.c_fc.weight": (128, 32), block + "mlp.c_proj.weight": (32, 128)}
+        if i in (0, 2, 4):
+            expected |= {block + "attn.ve_gate.weight": (2, 12), f"value_embeds.{i}.weight": (128, 16)}
+    assert shapes == expected
+    assert set(build().state_dict()) == set(expected)  # the rotary tables are not saved
+
+
+def test_depth_is_the_one_dial():
+    config = GPTConfig.from_depth(24, vocab_size=32768, sequence_len=2048)
+    assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (24, 1536, 12, 12)
+    rounded = GPTConfig.from_depth(5, vocab_size=300, sequence_len=64, n_kv_head=1, window_pattern="L")
+    assert (rounded.n_embd, rounded.n_head, rounded.n_kv_head, rounded.window_pattern) == (384, 3, 1, "L")
+    assert GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd == 12
+
+
+def test_windows_tile_the_pattern_and_the_last_layer_sees_all():
+    def windows(**kwargs):
+        return GPTConfig(**kwargs).window_sizes
+    assert windows(n_layer=6) == [512, 512, 512, -1, 512, -1]
+    assert windows(n_layer=3, sequence_len=2049, window_pattern="S") == [640, 640, -1]
+    assert windows(n_layer=2, sequence_len=4, window_pattern="LS") == [-1, -1]
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"n_layer": 0}, "n_layer: got 0"), ({"n_embd": 770}, "n_embd / n_head: got 770 / 6"),
+    ({"n_embd": 18}, "expected an even"), ({"n_kv_head": 4}, "expected a divisor of n_head"),
+    ({"window_pattern": "SX"}, "window_pattern: got 'SX'"), ({"window_pattern": ""}, "letters S"),
+    ({"vocab_size": 3.5}, "vocab_size: got 3.5"),
+])
+def test_impossible_shapes_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**wrong)
+
+
+@pytest.mark.parametrize("config", [
+    GPTConfig(sequence_len=8, vocab_size=3, n_layer=1, n_head=1, n_kv_head=1, n_embd=2),
+    GPTConfig(sequence_len=9, vocab_size=65, n_layer=2, n_head=3, n_kv_head=1, n_embd=18, window_pattern="L"),
+])
+def test_tiny_shapes_work(config):
+    x = tokens(2, config.sequence_len, vocab=config.vocab_size)
+    logits = build(config)(x)
+    assert logits.shape == (2, config.sequence_len, config.vocab_size) and logits.dtype == torch.float32
+    assert build(config)(x[:, :1]).shape == (2, 1, config.vocab_size)
+
+
+# ---- initial weights ------------------------------------------------------------------------------------------------
+
+def test_initial_bits_depend_on_seed_and_name_only():
+    straight = build(seed=7)
+    with torch.device("meta"):
+        empty = GPT(SMALL)
+    with pytest.raises(ValueError, match="to_empty"):
+        empty.init_weights(seed=7, compute_dtype=torch.float32)
+    torch.manual_seed(123)
+    state = torch.random.get_rng_state()
+    empty.to_empty(device="cpu").init_weights(seed=7, compute_dtype=torch.float32)
+    assert torch.equal(torch.random.get_rng_state(), state)  # no global draw
+    for (name, a), (_, b) in zip(straight.named_parameters(), empty.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(straight(tokens(1, 9)), empty(tokens(1, 9)))  # so the rotary tables are right, too
+
+    deeper = build(GPTConfig(**{**SMALL.__dict__, "n_layer": 7}), seed=7)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert torch.equal(deeper.get_parameter(name), straight.get_parameter(name))
+    other = dict(build(seed=8).named_parameters())
+    drawn = [n for n, p in straight.named_parameters() if p.dim() == 2 and "c_proj" not in n]
+    assert len(drawn) > 20 and not any(torch.equal(other[n], straight.get_parameter(n)) for n in drawn)
+
+
+def test_initial_weights_have_their_spread():
+    config = GPTConfig(vocab_size=2048, n_layer=3, n_head=2, n_kv_head=2, n_embd=256)
+    def std(name, shape):
+        return initial_weight(name, torch.Size(shape), seed=1, config=config).std().item()
+    assert std("transformer.wte.weight", (2048, 256)) == pytest.approx(0.8, rel=0.01)
+    assert std("lm_head.weight", (2048, 256)) == pytest.approx(0.001, rel=0.01)
+    for name in ("transformer.h.0.attn.c_q.weight", "transformer.h.2.attn.c_v.weight", "value_embeds.2.weight"):
+        assert std(name, (256, 256)) == pytest.approx(1 / 16, rel=0.01)
+    assert std("transformer.h.0.mlp.c_fc.weight", (1024, 256)) == pytest.approx(0.4 / 16, rel=0.01)
+    model = build()
+    assert model.resid_lambdas.tolist() == pytest.approx([1.15, 1.125, 1.1, 1.075, 1.05])
+    assert model.x0_lambdas.tolist() == pytest.approx([0.2, 0.1625, 0.125, 0.0875, 0.05])
+    assert (model.smear_lambda.item(), model.backout_lambda.item()) == pytest.approx((0, 0.2))
+    gates = model.get_parameter("transformer.h.0.attn.ve_gate.weight")
+    assert 0 <= gates.min() < gates.max() <= 0.02
+    assert not any(p.any() for n, p in model.named_parameters() if n.endswith("c_proj.weight"))
+
+
+def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
+    model = build(dtype=torch.bfloat16)
+    assert model.compute_dtype == torch.bfloat16 == model.cos.dtype
+    assert {n for n, p in model.named_parameters() if p.dtype != torch.float32} == {
+        "transformer.wte.weight", *(f"value_embeds.{i}.weight" for i in (0, 2, 4))}
+    x = tokens(2, 40)
+    in_bf16 = shake(model)(x)
+    assert in_bf16.dtype == torch.float32 and in_bf16.isfinite().all()
+    model.set_compute_dtype(torch.float32)
+    assert model.compute_dtype == torch.float32 == model.cos.dtype
+    difference = (model(x) - in_bf16).abs()
+    assert 0 < difference.mean() < 0.3 and model(x).std() > 1
+
+
+def test_embeddings_are_rounded_once():
+    wte = build(dtype=torch.bfloat16).get_parameter("transformer.wte.weight")
+    drawn = initial_weight("transformer.wte.weight", wte.shape, seed=0, config=SMALL)
+    assert torch.equal(wte, drawn.bfloat16())
+
+
+# ---- what can see what ----------------------------------------------------------------------------------------------
+
+def changed_positions(model, x, at, **kwargs):
+    """Positions of the only row of x whose logits change when token `at` does."""
+    other = x.clone()
+    other[0, at] = (other[0, at] + 1) % 70
+    return (model(x, **kwargs) != model(other, **kwargs)).any(dim=2)[0].nonzero().flatten().tolist()
+
+
+def test_no_position_sees_a_later_token():
+    model, x = shake(build()), tokens(1, 150)
+    for at in (0, 77, 149):
+        assert changed_positions(model, x, at) == list(range(at, 150))
+
+
+def test_a_window_limits_how_far_a_token_reaches():
+    config = GPTConfig(**{**SMALL.__dict__, "n_layer": 2, "sequence_len": 400})
+    assert config.window_sizes == [128, -1]
+    model, x = shake(build(config)), tokens(1, 400)
+    last = model.transformer["h"][1].attn
+    assert changed_positions(model, x, 5)[-1] == 399  # through the full last layer
+    last.window = 0
+    reach = changed_positions(model, x, 5)
+    assert reach == list(range(5, 5 + 128 + 2))  # itself, 128 on, and one more by smear
+
+
+def test_smear_adds_the_token_before_and_nothing_to_the_first():
+    model = shake(build(GPTConfig(**{**SMALL.__dict__, "n_layer": 1})))
+    model.transformer["h"][0].attn.window = 0
+    x = tokens(1, 12)
+    assert changed_positions(model, x, 4) == [4, 5]
+    with torch.no_grad():
+        model.smear_lambda.zero_()
+    assert changed_positions(model, x, 4) == [4]
+
+
+@pytest.mark.parametrize("mode", ["auto", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_with_doc_ids_each_document_is_alone(mode):
+    config = GPTConfig(**{**SMALL.__dict__, "sequence_len": 200, "n_layer": 2})
+    model = shake(build(config, attention_mode=mode)).requires_grad_(False)
+    x, edges = tokens(1, 200), [0, 150, 151, 160, 200]
+    doc_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(edges).diff())[None].int()
+    masks = model.block_masks(200, doc_ids=doc_ids) if mode == "flex" else None
+    together = model(x, doc_ids=doc_ids, block_masks=masks)
+    alone = torch.cat([model(x[:, a:b]) for a, b in itertools.pairwise(edges)], dim=1)
+    torch.testing.assert_close(together, alone, atol=2e-3, rtol=0)
+    assert (together - model(x)).abs().max() > 1  # without them the documents do mix
+
+
+def test_rows_do_not_see_each_other():
+    model, x = shake(build()), tokens(3, 50)
+    alone = torch.cat([model(row[None]) for row in x])
+    torch.testing.assert_close(model(x), alone, atol=1e-4, rtol=0)
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+
+def test_losses_leave_out_targets_that_are_off():
+    model, x = shake(build()), tokens(2, 30)
+    targets = tokens(2, 30, seed=1)
+    targets[0, :20] = -100
+    each = model(x, targets, loss_reduction="none")
+    assert each.shape == (2, 30) and not each[0, :20].any() and (each[0, 20:] > 0).all()
+    expected = F.cross_entropy(model(x).double().flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
+    torch.testing.assert_close(each.double().flatten(), expected * (targets.flatten() >= 0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(x, targets, loss_reduction="sum"), each.sum())
+    torch.testing.assert_close(model(x, targets), each.sum() / 40)
+
+
+def test_a_row_without_live_targets_sums_to_zero_with_zero_gradients():
+    model = shake(build())
+    loss = model(tokens(1, 8), torch.full((1, 8), -100), loss_reduction="sum")
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_logits_are_capped_and_padding_is_never_predicted():
+    model, x = shake(build()), tokens(1, 20)
+    with torch.no_grad():
+        model.lm_head.weight[70:] = 1e4  # would win, were it not cropped
+        model.lm_head.weight[:70] *= 100
+    assert model.config.padded_vocab_size == 128
+    logits = model(x)
+    assert logits.size(2) == 70 and 14 < logits.abs().max() <= 15
+    assert max(model.generate([1, 2], 30, temperature=2.0)) < 70
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
+    model = build(GPTConfig(**{**SMALL.__dict__, "n_layer": 3}), seed=3)
+    x, y = tokens(2, 24, seed=1), tokens(2, 24, seed=2)
+    optimizer = model.setup_optimizer(embedding_lr=0.1)
+    first = model(x, y).item()
+    for step in range(60):
+        loss = model(x, y)
+        loss.backward()
+        if step == 3:  # what starts behind a zero matrix is reached after the first steps
+            assert all(p.grad.any() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first == pytest.approx(torch.tensor(70.0).log().item(), abs=0.05)
+    assert model(x, y).item() < 0.05
+
+
+def test_a_compiled_forward_is_one_graph_with_the_same_result():
+    model, x = shake(build(GPTConfig(**{**SMALL.__dict__, "n_layer": 2}))), tokens(2, 150)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x), model(x, x))
+
+
+# ---- accounting and groups ------------------------------------------------------------------------------------------
+
+def test_parameter_and_flop_counts_are_those_done_by_hand():
+    config = GPTConfig(sequence_len=1024, vocab_size=1000, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
+    model = GPT(config)
+    layers = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 8 * 64 * 64) + 2 * (2 * 12)
+    assert model.num_scaling_params() == {
+        "wte": 1024 * 64, "value_embeds": 2 * 1024 * 32, "lm_head": 1024 * 64, "transformer_matrices": layers,
+        "scalars": 4 + 4 + 24 + 1 + 1, "total": 3 * 1024 * 64 + layers + 34}
+    assert model.estimate_flops() == 6 * (1024 * 64 + layers) + 12 * 64 * (3 * 256 + 1024)
+
+
+def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
+    model = build()
+    groups = model.param_groups(unembedding_lr=1.0, embedding_lr=2.0, matrix_lr=3.0, weight_decay=0.1, scalar_lr=4.0)
+    names = [n for g in groups for n in g["names"]]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+    assert all(p is model.get_parameter(n) for g in groups for n, p in zip(g["names"], g["params"], strict=True))
+    group_of = {n: g for g in groups for n in g["names"]}
+    scale = (32 / 768) ** -0.5
+    for name, lr in {"lm_head.weight": scale, "transformer.wte.weight": 2 * scale, "value_embeds.0.weight": scale,
+                     "resid_lambdas": 0.04, "x0_lambdas": 4.0, "smear_lambda": 0.2,
+                     "transformer.h.0.mlp.c_fc.weight": 3.0}.items():
+        assert group_of[name]["lr"] == group_of[name]["initial_lr"] == pytest.approx(lr)
+    for group in groups:
+        assert (group["kind"] == "muon") == all(n.startswith("transformer.h.") for n in group["names"])
+        if group["kind"] == "muon":
+            assert len({p.shape for p in group["params"]}) == 1 and group["weight_decay"] == 0.1
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------------
+
+def test_sampling_follows_temperature_and_top_k():
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]]).log_softmax(1).expand(20000, 4)
+    rng = torch.Generator().manual_seed(0)
+    assert (sample_next_token(logits, None, temperature=0) == 1).all()
+    for temperature, top_k in ((1.0, None), (0.5, None), (1.0, 2), (2.0, 99)):
+        drawn = sample_next_token(logits, rng, temperature=temperature, top_k=top_k)
+        assert drawn.shape == (20000, 1)
+        kept = logits[0] / temperature + (0.0 if top_k != 2 else torch.tensor([-1e9, 0, 0, -1e9]))
+        shares = torch.bincount(drawn[:, 0], minlength=4) / 20000
+        torch.testing.assert_close(shares, kept.softmax(0), atol=0.015, rtol=0)
+    for wrong in ({"temperature": -1.0}, {"top_k": 0}):
+        with pytest.raises(ValueError, match="sampling: got"):
+            sample_next_token(logits, rng, **wrong)
+
+
+def test_positions_past_the_rotary_tables_are_refused():
+    model = build(GPTConfig(**{**SMALL.__dict__, "sequence_len": 4}))
+    assert model(tokens(1, 40)).shape == (1, 40, 70)
+    with pytest.raises(ValueError, match="position 41 is past the rotary tables"):
+        model(tokens(1, 41))

@@ -1,0 +1,132 @@
+"""Bits per byte: the definition, and what it must not depend on."""
+
+import math
+import multiprocessing
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+
+TOKEN_BYTES = torch.tensor([1, 2, 3, 7, 1, 4, 0, 0])  # the last two are special
+
+
+def table_model(x, y, *, loss_reduction):
+    """The loss of a target is a fixed, awkward function of input and target: independent of the batch."""
+    assert loss_reduction == "none"
+    return torch.where(y >= 0, torch.sin(x * 12.9898 + y * 78.233).abs() * 5 + 1e-3, 0.0).float()
+
+
+def make_rows(seed, num_rows, T):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(8, (num_rows, T), generator=rng)
+    y = torch.randint(8, (num_rows, T), generator=rng)
+    return x, y.masked_fill(torch.rand(y.shape, generator=rng) < 0.2, -100)
+
+
+def written_out(x, y):
+    """The definition, token by token."""
+    nats = table_model(x, y, loss_reduction="none").flatten().tolist()
+    counted = [(n, TOKEN_BYTES[t].item()) for n, t in zip(nats, y.flatten().tolist(), strict=True)
+               if t >= 0 and TOKEN_BYTES[t] > 0]
+    return math.fsum(n for n, _ in counted) / (math.log(2) * sum(size for _, size in counted))
+
+
+def in_batches(x, y, B):
+    return list(zip(x.split(B), y.split(B), strict=True))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 12), st.integers(1, 40))
+@settings(max_examples=50, deadline=None)
+def test_it_is_the_definition_to_the_last_bit_for_any_batch_size(seed, num_rows, B, T):
+    x, y = make_rows(seed, num_rows, T)
+    y[0, 0] = 1
+    bpb = evaluate_bpb(table_model, in_batches(x, y, B), None, TOKEN_BYTES)
+    assert bpb == pytest.approx(written_out(x, y), rel=1e-14)
+    assert bpb == evaluate_bpb(table_model, in_batches(x, y, num_rows)[::-1], None, TOKEN_BYTES)
+    assert bpb == evaluate_bpb(table_model, in_batches(x.flip(0), y.flip(0), B), None, TOKEN_BYTES)
+
+
+def test_steps_count_batches_and_never_draw_one_too_many():
+    x, y = make_rows(0, 6, 10)
+    batches = iter(in_batches(x, y, 2))
+    assert evaluate_bpb(table_model, batches, 2, TOKEN_BYTES) == pytest.approx(written_out(x[:4], y[:4]), rel=1e-14)
+    assert len(list(batches)) == 1
+
+
+def test_batches_may_be_objects_and_losses_flat():
+    x, y = make_rows(0, 4, 10)
+    objects = [types.SimpleNamespace(inputs=a, targets=b, step=0) for a, b in in_batches(x, y, 2)]
+    def flat(x, y, *, loss_reduction):
+        return table_model(x, y, loss_reduction=loss_reduction).flatten()
+    assert evaluate_bpb(flat, objects, None, TOKEN_BYTES.numpy()) == pytest.approx(written_out(x, y), rel=1e-14)
+
+
+def test_special_tokens_and_dead_rows_change_nothing():
+    x, y = make_rows(0, 4, 10)
+    clean = evaluate_bpb(table_model, [(x, y.masked_fill(y >= 6, -100))], None, TOKEN_BYTES)
+    assert (y >= 6).any()
+    assert clean == evaluate_bpb(table_model, [(x, y)], None, TOKEN_BYTES)
+    assert clean == evaluate_bpb(table_model, [(x, y), (x, torch.full_like(y, -100))], None, TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("y", [torch.full((2, 3), -100), torch.full((2, 3), 7)])
+def test_no_bytes_at_all_is_an_error(y):
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate_bpb(table_model, [(torch.zeros_like(y), y)], None, TOKEN_BYTES)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        unigram_bpb(np.zeros(8, dtype=np.int64), y.numpy(), TOKEN_BYTES.numpy())
+
+
+def test_a_fresh_model_needs_the_bits_of_a_uniform_guess():
+    model = GPT(GPTConfig(sequence_len=16, vocab_size=8, n_layer=1, n_head=1, n_kv_head=1, n_embd=8))
+    model.init_weights(seed=0, compute_dtype=torch.float32)
+    x = torch.randint(6, (4, 16), generator=torch.Generator().manual_seed(0))
+    uniform = 3 * x.numel() / TOKEN_BYTES[x].sum().item()
+    assert evaluate_bpb(model, [(x, x)], None, TOKEN_BYTES) == pytest.approx(uniform, rel=0.01)
+
+
+def evaluate_as_rank(rank, share, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        (folder / f"rank_{rank}").write_text(evaluate_bpb(table_model, share, None, TOKEN_BYTES).hex())
+        with pytest.raises(ValueError, match="nothing to evaluate"):
+            evaluate_bpb(table_model, [], None, TOKEN_BYTES)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path):
+    x, y = make_rows(4, 7, 30)
+    batches = in_batches(x, y, 2)
+    other = multiprocessing.get_context("spawn").Process(target=evaluate_as_rank, args=(1, [], tmp_path))
+    other.start()
+    evaluate_as_rank(0, batches, tmp_path)
+    other.join(60)
+    assert other.exitcode == 0
+    expected = evaluate_bpb(table_model, batches, None, TOKEN_BYTES).hex()
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [expected, expected]
+
+
+def test_unigram_is_the_cross_entropy_of_smoothed_counts():
+    counts = np.array([5, 0, 2, 1, 0, 0, 9, 3])
+    targets = np.array([[0, 0, 1, -100], [3, 6, 2, 7]])
+    probability = (counts + 1) / (counts + 1).sum()
+    text = [0, 0, 1, 3, 2]  # without what is off and what is special
+    expected = -sum(math.log2(probability[t]) for t in text) / sum(TOKEN_BYTES[t].item() for t in text)
+    assert unigram_bpb(counts, targets, TOKEN_BYTES.numpy()) == pytest.approx(expected, rel=1e-13)
+
+
+def test_unigram_is_best_when_its_counts_are_those_of_the_text():
+    rng = np.random.default_rng(0)
+    targets = rng.choice(6, 5000, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.05])
+    sizes = np.ones(8, dtype=np.int64)
+    fitted = unigram_bpb(np.bincount(targets, minlength=8), targets, sizes)
+    assert fitted < unigram_bpb(np.zeros(8), targets, sizes) == pytest.approx(3.0)
+    assert fitted < unigram_bpb(np.bincount(5 - targets, minlength=8), targets, sizes)

@@ -52,7 +52,7 @@ def sample_gradient(name: str, shape: torch.Size, step: int, sample: int) -> Ten
 
 
 def set_gradients(params: dict[str, torch.nn.Parameter], step: int, rank: int, world_size: int) -> None:
-    """This rank's share of the step's samples; at step 1 the last rank has no gradient for two parameters' share."""
+    """This rank's share of the step's samples; at step 1 three parameters have no gradient."""
     share = SAMPLES // world_size
     for name, param in params.items():
         param.grad = torch.zeros_like(param)

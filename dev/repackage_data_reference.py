@@ -1,0 +1,285 @@
+"""
+Turn any text data set into shuffled shards that the rest of the code likes: parquet with one column `text`, zstd, row
+groups of 1,024 documents, about 250 M characters a shard, the last shard for validation.
+
+Real data sets do not fit in memory, so the shuffle is an external sort. A document's key is a hash of (seed, file,
+row), which is as good as a random number but needs no state; the new order is the order of the keys.
+
+    inputs --deal by the key's first byte--> 00 01 02 ... ff      256 files on disk
+    each, in order: fits the memory budget?  yes: load, sort by key, append to the current shard
+                                             no:  deal by the key's next byte, and so on
+
+So the order depends on the inputs and the seed alone: not on the memory budget, which only decides how often a
+document is dealt, nor on the folder that the inputs lie in. A window shuffle (a buffer from which random documents
+leave) would need no disk, but leaves documents near where they came from.
+
+Disk: the scratch folder, beside the output, takes the size of the uncompressed text. The output appears when whole.
+
+    python -m dev.repackage_data_reference --input FILE_OR_FOLDER ... --output-dir DIR
+"""
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from nanochat.common import atomic_open, fsync_dir, run_main
+from nanochat.dataset import index_to_filename, open_parquet
+
+ROW_GROUP_DOCUMENTS = 1024
+KEY_BYTES = 16  # also the deepest that buckets are dealt again
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+
+
+# ---- writing: shared with dev.make_sample_corpus --------------------------------------------------------------------
+
+@contextlib.contextmanager
+def new_folder(output_dir: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield (a folder to fill, a scratch folder). On success the first becomes `output_dir`; in any case the rest goes.
+    What a killed run left is removed. ValueError where `output_dir` is there and not empty."""
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
+    output_dir = output_dir.resolve()
+    work = output_dir.parent / f".{output_dir.name}.unfinished"
+    shutil.rmtree(work, ignore_errors=True)
+    for folder in (work / "output", work / "scratch"):
+        folder.mkdir(parents=True)
+    try:
+        yield work / "output", work / "scratch"
+        fsync_dir(work / "output")
+        os.replace(work / "output", output_dir)
+        fsync_dir(output_dir.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_shard(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
+    """Write each table as one row group, atomically. Texts hardly repeat, so dictionaries and minima would only cost;
+    page checksums let `nanochat.dataset --verify` see a flipped bit."""
+    with atomic_open(path) as f:
+        with pq.ParquetWriter(f, schema, compression="zstd", use_dictionary=False, write_statistics=False,
+                              write_page_checksum=True) as writer:
+            for group in groups:
+                writer.write_table(group, row_group_size=max(1, group.num_rows))
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
+    """(name, path) of every input file, sorted by name. A name is relative to the folder that was given, so that the
+    result does not change when the folder moves; the position of the argument in front keeps names apart."""
+    found = []
+    for i, root in enumerate(inputs):
+        if not root.exists():
+            raise FileNotFoundError(f"--input {root}: no such file or folder")
+        paths = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
+        names = [p.name if p == root else p.relative_to(root).as_posix() for p in paths]
+        files = [(f"{i}/{n}", p) for n, p in zip(names, paths) if n.endswith(SUFFIXES) and "/." not in f"/{n}"]
+        if not files:
+            raise ValueError(f"--input {root}: found no {', '.join(SUFFIXES)} there")
+        found += sorted(files)
+    return found
+
+
+def read_parquet(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(row, UTF-8 bytes) of each document; holds some hundred documents at a time, whatever the row groups."""
+    row = 0
+    with open_parquet(path) as file:
+        try:
+            for batch in file.iter_batches(batch_size=256, columns=["text"], use_threads=False):
+                column = batch.column(0)
+                column.validate(full=True)
+                if column.null_count:
+                    raise ValueError(f"{column.null_count} nulls in `text` near row {row:,}; drop those rows")
+                for text in column.cast(pa.large_binary()).to_pylist():
+                    yield row, text
+                    row += 1
+        except (pa.ArrowException, ValueError, OSError) as e:
+            raise ValueError(f"{path}: cannot read on from about row {row:,} ({e})") from e
+
+
+def read_jsonl(path: Path, report: "Report", *, strict: bool) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, UTF-8 bytes) of each document. A broken line is reported and skipped, or fatal."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as f:
+        try:
+            for number, line in enumerate(f, 1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"].encode()
+                except (ValueError, KeyError, TypeError, AttributeError) as e:
+                    problem = f"{path}:{number}: not a JSON object with a string `text` ({type(e).__name__}: {e})"
+                    if strict:
+                        raise ValueError(f"{problem}; mend it or leave out --strict") from e
+                    report.skip(problem)
+                    continue
+                yield number, text
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise ValueError(f"{path}: broken gzip ({e}); fetch or write it again") from e
+
+
+# ---- shuffling ------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Report:
+    """What happened, for people and tests."""
+
+    documents: int = 0
+    chars: int = 0
+    skipped_lines: int = 0
+    times_redealt: int = 0          # buckets that were larger than the budget
+    largest_bucket_bytes: int = 0   # held in memory at once
+    shard_chars: list[int] = field(default_factory=list)
+
+    def skip(self, problem: str) -> None:
+        self.skipped_lines += 1
+        if self.skipped_lines <= 10:
+            print(f"skipped {problem}", file=sys.stderr)
+
+
+Record = tuple[bytes, bytes]  # key, UTF-8 text
+
+
+def document_key(seed: int, name: str, row: int) -> bytes:
+    """The place of a document in the new order."""
+    return hashlib.blake2b(f"{seed}\0{row}\0{name}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def deal(records: Iterable[Record], folder: Path, *, depth: int) -> list[Path]:
+    """Write each record to the file of `folder` that byte `depth` of its key names; the files, in key order."""
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        files: dict[int, BinaryIO] = {}
+        for key, text in records:
+            byte = key[depth]
+            if byte not in files:
+                files[byte] = stack.enter_context(open(folder / f"{byte:02x}", "wb"))
+            files[byte].write(key + len(text).to_bytes(8, "little") + text)
+    return [folder / f"{byte:02x}" for byte in sorted(files)]
+
+
+def read_bucket(path: Path) -> Iterator[Record]:
+    """The records of one file that `deal` wrote."""
+    with open(path, "rb") as f:
+        while key := f.read(KEY_BYTES):
+            yield key, f.read(int.from_bytes(f.read(8), "little"))
+
+
+def in_key_order(bucket: Path, report: Report, *, memory_bytes: int, depth: int = 1) -> Iterator[str]:
+    """The documents of a bucket sorted by key, loading at most `memory_bytes` of it at once (or one document, if that
+    is larger). Removes the bucket."""
+    size = bucket.stat().st_size
+    first = next(read_bucket(bucket))
+    if size <= memory_bytes or size == KEY_BYTES + 8 + len(first[1]):
+        report.largest_bucket_bytes = max(report.largest_bucket_bytes, size)
+        records = sorted(read_bucket(bucket))
+        bucket.unlink()
+        yield from (text.decode() for _, text in records)
+        return
+    report.times_redealt += 1
+    smaller = deal(read_bucket(bucket), bucket.with_name(bucket.name + ".d"), depth=depth)
+    bucket.unlink()
+    for path in smaller:
+        yield from in_key_order(path, report, memory_bytes=memory_bytes, depth=depth + 1)
+
+
+def row_groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Cut a stream of texts into lists of `size`; the last may be shorter."""
+    group: list[str] = []
+    for text in texts:
+        group.append(text)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def number_groups(groups: Iterable[list[str]], report: Report, *, num_groups: int, num_shards: int) \
+        -> Iterator[tuple[int, list[str]]]:
+    """Say which shard each row group goes to: shard i of n ends when (i + 1)/n of all characters are out, so that all
+    are of nearly equal size and the validation shard is no remnant; but every shard gets a group."""
+    shard, written = 0, 0
+    for groups_left, group in zip(range(num_groups - 1, -1, -1), groups):
+        yield shard, group
+        chars = sum(map(len, group))
+        written += chars
+        report.shard_chars[shard] += chars
+        is_full = written * num_shards >= report.chars * (shard + 1)
+        if groups_left and (is_full or groups_left < num_shards - shard) and shard + 1 < num_shards:
+            shard += 1
+
+
+def write_shards(texts: Iterable[str], output: Path, report: Report, *, shard_chars: int) -> None:
+    """Write all texts as at least two shards that end at the edges of row groups."""
+    group_size = min(ROW_GROUP_DOCUMENTS, -(-report.documents // 2))
+    num_groups = -(-report.documents // group_size)
+    num_shards = min(max(2, round(report.chars / shard_chars)), num_groups)
+    report.shard_chars = [0] * num_shards
+    numbered = number_groups(row_groups(texts, group_size), report, num_groups=num_groups, num_shards=num_shards)
+    schema = pa.schema([("text", pa.string())])
+    for shard, groups in itertools.groupby(numbered, key=lambda pair: pair[0]):
+        write_shard(output / index_to_filename(shard), schema, (pa.table([texts], schema) for _, texts in groups))
+
+
+def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
+              memory_bytes: int = 1 << 30, strict: bool = False) -> Report:
+    """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`.
+
+    Holds at most `memory_bytes` of documents for sorting, plus one row group and some write buffers. Raises ValueError
+    or OSError for inputs that cannot be read; then there is no output."""
+    if shard_chars < 1 or memory_bytes < 1:
+        raise ValueError(f"got {shard_chars=} {memory_bytes=}, expected at least 1")
+    report = Report()
+
+    def records() -> Iterator[Record]:
+        for name, path in tqdm(find_inputs(inputs), unit="file", disable=None):
+            documents = read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path, report, strict=strict)
+            for row, text in documents:
+                report.documents += 1
+                report.chars += len(text.decode())
+                yield document_key(seed, name, row), text
+
+    with new_folder(output_dir) as (output, scratch):
+        buckets = deal(records(), scratch / "d", depth=0)
+        if report.documents < 2:
+            raise ValueError(f"{len(inputs)} inputs hold {report.documents} documents; expected at least 2, since the "
+                             "last shard is for validation")
+        bar = tqdm(buckets, unit="bucket", disable=None)
+        texts = (text for bucket in bar for text in in_key_order(bucket, report, memory_bytes=memory_bytes))
+        write_shards(texts, output, report, shard_chars=shard_chars)
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Shuffle any text data set into parquet shards.")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="parquet, jsonl, jsonl.gz; or folders")
+    parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory-bytes", type=int, default=1 << 30, help="most to sort at once; changes no output")
+    parser.add_argument("--strict", action="store_true", help="stop at a broken jsonl line instead of skipping it")
+    args = parser.parse_args(argv)
+    report = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
+                       memory_bytes=args.memory_bytes, strict=args.strict)
+    print(f"{args.output_dir}: {report.documents:,} documents, {report.chars:,} characters in "
+          f"{len(report.shard_chars)} shards of {min(report.shard_chars):,} to {max(report.shard_chars):,} characters, "
+          f"{report.skipped_lines} broken lines skipped")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -193,6 +193,13 @@ def test_gradients_are_left_alone_and_none_is_zeros() -> None:
     assert [torch.equal(p, b) for p, b in zip(params, before)] == [True, False, True]
 
 
+def test_the_reduction_is_what_was_handed_in() -> None:
+    param = torch.nn.Parameter(randn(5))
+    optimizer = MuonAdamW([adamw_group([param])], reduce=lambda message, rank, world_size: lambda: 2 * message)
+    param.grad = randn(5, seed=1)
+    torch.testing.assert_close(optimizer.step(), 2 * randn(5, seed=1).norm())
+
+
 def test_bad_groups_are_refused() -> None:
     matrix, vector = torch.nn.Parameter(randn(3, 4)), torch.nn.Parameter(randn(3))
     with pytest.raises(ValueError, match=r"param_0: Muon takes matrices, got shape \(3,\)"):

@@ -1,0 +1,454 @@
+"""Laws of the tokenizer over all of Unicode, a brute-force oracle for its ids, and what saving and training promise."""
+
+import itertools
+import json
+import os
+import pickle
+import pydoc_data.topics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import regex
+import requests
+import tiktoken
+import tiktoken.load
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import tokenizer as tokenizer_module
+from nanochat.tokenizer import (
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    RustBPETokenizer,
+    get_token_bytes,
+    get_tokenizer,
+    runs_with_tokenizer,
+)
+from scripts import tok_eval, tok_train
+
+VOCAB_SIZE = 1024
+CORPUS = [*pydoc_data.topics.topics.values(),
+          *(f"{i} -> 2024 {i**3 * 7919}, naïve café 한국어 中文 🙂" for i in range(300))]
+
+PIECES = st.sampled_from([*SPECIAL_TOKENS, "<|endoftext|>", "<|", "\r\n", " " * 40, "\u3000", "\x1c", "12345", "don't",
+                          "I'LL", "한국어", "👨‍👩‍👧", "e\u0301", "\ufeff", "\x00", "a" * 300, "\n\n\n  x"])
+TEXTS = st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=8).map("".join))
+FAST = settings(max_examples=50, deadline=None)
+
+
+@pytest.fixture(scope="session")
+def tok():
+    return RustBPETokenizer.train_from_iterator(CORPUS, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def other():
+    return RustBPETokenizer.train_from_iterator(CORPUS, VOCAB_SIZE - 100)
+
+
+@pytest.fixture(autouse=True)
+def base_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def brute_force_ids(tok, text):
+    """BPE as the definition says it: in each piece, join the leftmost pair of lowest rank until none has one."""
+    ranks, ids = tok.enc._mergeable_ranks, []
+    for piece in regex.findall(SPLIT_PATTERN, text):
+        parts = [bytes([b]) for b in piece.encode()]
+        while True:
+            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
+            if not pairs:
+                break
+            _, i = min(pairs)
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        ids += [ranks[part] for part in parts]
+    return ids
+
+
+# ---- ids ------------------------------------------------------------------------------------------------------------
+
+@FAST
+@given(TEXTS)
+def test_decoding_what_was_encoded_gives_the_text(tok, text):
+    assert tok.decode(tok.encode(text)) == text
+    assert tok.decode(tok.encode_one(text)) == "<|bos|>" + text
+
+
+@FAST
+@given(TEXTS)
+def test_ids_are_those_of_brute_force_bpe(tok, text):
+    assert tok.encode(text) == brute_force_ids(tok, text) == tok.enc.encode_ordinary(text)
+
+
+def test_the_oracle_is_asked_about_real_merges(tok):
+    ids = tok.encode(CORPUS[0])
+    assert ids == brute_force_ids(tok, CORPUS[0]) and max(ids) > 1000 and len(ids) < len(CORPUS[0]) / 2
+
+
+@FAST
+@given(st.lists(TEXTS, max_size=12), st.integers(1, 5))
+def test_encode_flat_is_bos_and_ordinary_ids_for_any_number_of_threads(tok, texts, num_threads):
+    ids, offsets = tok.encode_flat(texts, num_threads=num_threads)
+    assert ids.dtype == tok.token_dtype == np.uint16 and offsets.dtype == np.int64
+    assert len(offsets) == len(texts) + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
+    for text, start, end in zip(texts, offsets, offsets[1:], strict=False):
+        assert ids[start:end].tolist() == [tok.get_bos_token_id(), *tok.enc.encode_ordinary(text)]
+
+
+def test_encode_flat_over_threads_uses_them_and_one_thread_uses_none(tok, monkeypatch):
+    pools = []
+
+    class Counting(ThreadPoolExecutor):
+        def __init__(self, *args, **kwargs):
+            pools.append(args)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer_module, "ThreadPoolExecutor", Counting)
+    one, one_offsets = tok.encode_flat(CORPUS, num_threads=1)
+    assert not pools
+    four, four_offsets = tok.encode_flat(CORPUS, num_threads=4)
+    assert pools == [(4,)]
+    assert np.array_equal(one, four) and np.array_equal(one_offsets, four_offsets)
+
+
+@FAST
+@given(st.lists(st.one_of(st.characters(categories=["Cs"]), st.characters()), min_size=1).map("".join))
+def test_surrogates_are_encoded_as_tiktoken_does(tok, text):
+    expected = tok.enc.encode_ordinary(text + "\ud800")
+    assert tok.encode(text + "\ud800") == expected == tok.encode_one(text + "\ud800")[1:].tolist()
+    assert tok.decode(expected).endswith("\ufffd")
+
+
+@pytest.mark.parametrize("special", SPECIAL_TOKENS)
+def test_the_text_of_a_special_token_is_ordinary_text(tok, special):
+    special_ids = {tok.encode_special(s) for s in tok.get_special_tokens()}
+    assert special_ids == set(range(VOCAB_SIZE - 9, VOCAB_SIZE))
+    text = f"a{special}b {special}"
+    assert not special_ids & set(tok.encode(text)) and tok.decode(tok.encode(text)) == text
+    assert not special_ids & set(tok.encode_flat([text])[0][1:].tolist())
+
+
+def test_a_run_of_a_million_spaces_is_encoded_though_the_regex_engine_gives_up(tok):
+    text = "a" + " " * 1_000_000 + "b\ud800"
+    with pytest.raises(ValueError, match="stack size"):
+        tok.enc._core_bpe.encode_to_tiktoken_buffer(text[:-1], frozenset())
+    ids = tok.encode_one(text)
+    assert tok.decode(ids[1:]) == text[:-1] + "\ufffd" and ids[1:].tolist() == tok.encode(text)
+
+
+def test_training_survives_what_the_regex_engine_and_utf8_do_not(tok):
+    hard = ["x" + " " * 1_000_000 + "y", "half \ud83d"]
+    trained = RustBPETokenizer.train_from_iterator([*CORPUS, *hard], VOCAB_SIZE)
+    assert trained.training == {"documents": len(CORPUS) + 2,
+                                "characters": sum(map(len, CORPUS)) + sum(map(len, hard))}
+
+
+def test_encode_keeps_nanochats_calls(tok):
+    bos, end = tok.get_bos_token_id(), tok.encode_special("<|user_end|>")
+    plain = tok.enc.encode_ordinary("hello")
+    assert tok("hello") == tok.encode("hello") == plain and all(type(i) is int for i in tok("hello"))
+    assert tok.encode("hello", prepend="<|bos|>", append=end) == [bos, *plain, end]
+    assert tok.encode(["hello", ""], prepend=0, append="<|user_end|>", num_threads=2) == [[0, *plain, end], [0, end]]
+    assert tok.encode("hello", append=0) == [*plain, 0]
+    assert tok.encode([]) == [] and tok.encode("") == []
+    assert tok.id_to_token(bos) == "<|bos|>" and tok.id_to_token(ord("h")) == "h"
+    assert tok.decode(torch.tensor(plain)) == tok.decode(np.array(plain, np.uint16)) == "hello"
+    with pytest.raises(ValueError, match=r"'<\|nope\|>'.*<\|bos\|>"):
+        tok.encode_special("<|nope|>")
+    with pytest.raises(TypeError, match="list"):
+        tok.encode_flat("one text")
+
+
+def test_a_pickled_tokenizer_gives_the_same_ids_so_it_can_go_to_another_process(tok):
+    copy = pickle.loads(pickle.dumps(tok))
+    assert copy.fingerprint == tok.fingerprint and copy.encode(CORPUS[0]) == tok.encode(CORPUS[0])
+
+
+# ---- vocabulary -----------------------------------------------------------------------------------------------------
+
+@FAST
+@given(TEXTS)
+def test_token_bytes_sum_to_the_raw_bytes_of_the_text(tok, text):
+    ids = tok.encode_one(text).astype(np.int64)
+    assert get_token_bytes(tokenizer=tok)[torch.from_numpy(ids)].sum() == len(text.encode())
+
+
+def test_token_bytes_of_split_characters_and_special_tokens(tok):
+    token_bytes = tok.token_bytes()
+    assert token_bytes.shape == (VOCAB_SIZE,) and token_bytes.dtype == torch.int32
+    assert len(tok.encode("\U0001f9ff")) > 1  # an emoji that is not in the corpus is cut, yet counts its 4 bytes
+    assert token_bytes[tok.encode("\U0001f9ff")].sum() == 4
+    assert not token_bytes[[tok.encode_special(s) for s in SPECIAL_TOKENS]].any()
+
+
+def test_no_token_has_more_than_two_digits(tok):
+    digits = [max(map(len, regex.findall(rb"[0-9]+", token)), default=0) for token in tok.enc._mergeable_ranks]
+    assert max(digits) == 2
+    assert [tok.id_to_token(i) for i in tok.encode("20242")] == ["20", "24", "2"]  # though the corpus is full of 2024
+
+
+def test_ids_take_four_bytes_from_65537_tokens_on(tok):
+    def with_size(vocab_size):
+        enc = tiktoken.Encoding("t", pat_str=SPLIT_PATTERN, mergeable_ranks=tok.enc._mergeable_ranks,
+                                special_tokens={"<|bos|>": vocab_size - 1})
+        return RustBPETokenizer(enc, "<|bos|>")
+
+    assert with_size(65536).encode_one("a").tolist() == [65535, 97] and with_size(65536).token_dtype == np.uint16
+    assert with_size(65537).encode_one("a").tolist() == [65536, 97] and with_size(65537).token_dtype == np.uint32
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+def test_training_twice_gives_equal_ranks_and_fingerprints(tok):
+    again = RustBPETokenizer.train_from_iterator(iter(CORPUS), VOCAB_SIZE)
+    assert again.enc._mergeable_ranks == tok.enc._mergeable_ranks and again.fingerprint == tok.fingerprint
+
+
+def test_training_does_not_depend_on_threads_or_buffer_size():
+    program = ("import rustbpe, sys, pydoc_data.topics as t, hashlib; trainer = rustbpe.Tokenizer(); "
+               "trainer.train_from_iterator(iter(t.topics.values()), 1500, int(sys.argv[1]), sys.argv[2]); "
+               "print(hashlib.sha256(repr(trainer.get_mergeable_ranks()).encode()).hexdigest())")
+    results = [subprocess.run([sys.executable, "-c", program, buffer_size, SPLIT_PATTERN], check=True, text=True,
+                              capture_output=True, env=os.environ | {"RAYON_NUM_THREADS": threads}).stdout
+               for threads, buffer_size in (("1", "8192"), ("4", "8192"), ("3", "5"))]
+    assert len(set(results)) == 1 and len(results[0]) == 65
+
+
+def test_a_text_too_small_for_the_vocabulary_is_an_error_that_says_what_it_gives():
+    with pytest.raises(ValueError, match=r"vocabulary of 1,000: 1 documents with 17 characters give 275 tokens"):
+        RustBPETokenizer.train_from_iterator(["hello world hello"], 1000)
+    with pytest.raises(ValueError, match="at least 265"):
+        RustBPETokenizer.train_from_iterator(CORPUS, 264)
+
+
+# ---- disk -----------------------------------------------------------------------------------------------------------
+
+def test_reloading_gives_identical_ids_and_is_all_in_readable_files(tok, tmp_path):
+    tok.save(tmp_path / "t")
+    loaded = RustBPETokenizer.from_directory(tmp_path / "t")
+    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["ranks.tiktoken", "tokenizer.json"]
+    assert loaded.fingerprint == tok.fingerprint and loaded.get_special_tokens() == list(SPECIAL_TOKENS)
+    assert loaded.training == tok.training and loaded.get_vocab_size() == VOCAB_SIZE
+    assert np.array_equal(loaded.encode_flat(CORPUS)[0], tok.encode_flat(CORPUS)[0])
+    assert tiktoken.load.load_tiktoken_bpe(str(tmp_path / "t" / "ranks.tiktoken")) == tok.enc._mergeable_ranks
+
+
+def test_the_fingerprint_covers_ranks_pattern_and_special_tokens_and_not_the_training(tok):
+    def fingerprint(ranks=None, pattern=SPLIT_PATTERN, bos="<|bos|>", training=None, **special):
+        enc = tiktoken.Encoding("t", pat_str=pattern, mergeable_ranks=ranks or tok.enc._mergeable_ranks,
+                                special_tokens=tok.enc._special_tokens | special)
+        return RustBPETokenizer(enc, bos, training=training).fingerprint
+
+    a, b = [token for token, rank in tok.enc._mergeable_ranks.items() if rank in (500, 501)]
+    swapped = tok.enc._mergeable_ranks | {a: tok.enc._mergeable_ranks[b], b: tok.enc._mergeable_ranks[a]}
+    assert fingerprint() == fingerprint(training={"documents": 3}) == tok.fingerprint
+    different = [tok.fingerprint, fingerprint(swapped), fingerprint(pattern=SPLIT_PATTERN + "|x"),
+                 fingerprint(bos="<|user_end|>"), fingerprint(extra=5000)]
+    assert len(set(different)) == 5
+
+
+def test_saving_the_same_again_writes_nothing_and_a_damaged_copy_is_repaired(tok, tmp_path, base_dir):
+    tok.save(base_dir / "runs" / "d12" / "tokenizer")  # that a run points to it is no hindrance
+    tok.save(tmp_path)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.*")}
+    tok.save(tmp_path)
+    assert len(before) == 2 and before == {p: p.stat().st_mtime_ns for p in tmp_path.glob("*.*")}
+    (tmp_path / "ranks.tiktoken").write_bytes(b"")
+    tok.save(tmp_path)
+    assert RustBPETokenizer.from_directory(tmp_path).fingerprint == tok.fingerprint
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "swap", "missing"])
+def test_a_changed_rank_file_is_refused_by_name(tok, tmp_path, damage):
+    tok.save(tmp_path)
+    path = tmp_path / "ranks.tiktoken"
+    data = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        lines = data.splitlines(keepends=True)
+        path.write_bytes({"flip": data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], "cut": data[:-20],
+                          "swap": b"".join([*lines[:300], lines[301], lines[300], *lines[302:]])}[damage])
+    with pytest.raises((ValueError, FileNotFoundError), match=r"ranks\.tiktoken.*tok_train"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("edit", [{"pattern": "x"}, {"bos_token": "<|user_end|>"}, {"version": 2},
+                                  {"special_tokens": None}])
+def test_a_changed_tokenizer_json_is_refused_by_name(tok, tmp_path, edit):
+    tok.save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    saved = json.loads(path.read_text()) | edit
+    path.write_text(json.dumps({k: v for k, v in saved.items() if v is not None}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json.*tok_train"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+def test_a_different_tokenizer_is_not_written_over_one_that_a_run_points_to(tok, other, base_dir):
+    shared, run = base_dir / "tokenizer", base_dir / "runs" / "d12"
+    other.save(shared)
+    tok.save(shared)  # no run points to either
+    tok.save(run / "tokenizer")
+    assert runs_with_tokenizer(tok.fingerprint) == [run] and not runs_with_tokenizer(other.fingerprint)
+    for directory in (shared, run / "tokenizer"):
+        with pytest.raises(ValueError, match=r"runs/d12.*--output-dir.*--force"):
+            other.save(directory)
+        assert RustBPETokenizer.from_directory(directory).fingerprint == tok.fingerprint
+    tok.save(shared)  # the same one is no change
+    other.save(shared, force=True)
+    assert get_tokenizer().fingerprint == other.fingerprint
+
+
+def test_a_crash_between_the_two_files_leaves_no_tokenizer_rather_than_a_mixture(tok, other, tmp_path, monkeypatch):
+    tok.save(tmp_path)
+
+    def write_json(path, value):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tokenizer_module, "write_json", write_json)
+    with pytest.raises(OSError, match="disk full"):
+        other.save(tmp_path)
+    assert (tmp_path / "ranks.tiktoken").is_file()
+    with pytest.raises(FileNotFoundError, match="no tokenizer here"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_explained(tok, base_dir):
+    with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train"):
+        get_tokenizer()
+    tok.save(base_dir / "tokenizer")
+    assert get_tokenizer().fingerprint == tok.fingerprint
+    assert torch.equal(get_token_bytes(), tok.token_bytes())
+
+
+# ---- tiktoken's own -------------------------------------------------------------------------------------------------
+
+def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_path, monkeypatch):
+    enc = tiktoken.Encoding("gpt2", pat_str=r"\w+|\W", mergeable_ranks=tok.enc._mergeable_ranks,
+                            special_tokens={"<|endoftext|>": 60000})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+    gpt2 = RustBPETokenizer.from_pretrained("gpt2")
+    assert gpt2.get_bos_token_id() == 60000 and gpt2.get_vocab_size() == 60001
+    assert gpt2.token_bytes().shape == (60001,) and gpt2.token_bytes()[5000:].sum() == 0
+    gpt2.save(tmp_path)
+    loaded = RustBPETokenizer.from_directory(tmp_path)
+    assert loaded.fingerprint == gpt2.fingerprint and loaded.encode("a 1") == gpt2.encode("a 1")
+
+
+def test_a_tiktoken_name_that_is_unknown_or_unreachable_is_one_clear_sentence(monkeypatch):
+    with pytest.raises(ValueError, match=r"'gpt9'.*gpt2"):
+        RustBPETokenizer.from_pretrained("gpt9")
+
+    def get_encoding(name):
+        raise requests.ConnectionError("x" * 999)
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    with pytest.raises(OSError, match=r"'gpt2'.*TIKTOKEN_CACHE_DIR") as e:
+        RustBPETokenizer.from_pretrained("gpt2")
+    assert len(str(e.value)) < 200
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def data_dir(tmp_path):
+    texts = CORPUS[:len(CORPUS) // 4 * 4]
+    for i in range(4):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        table = pa.table({"text": [f"only in file {i}", *texts[i::4]]})
+        pq.write_table(table, tmp_path / "data" / f"shard_{i}.parquet", row_group_size=50)
+    return tmp_path / "data"
+
+
+def run_train(data_dir, *flags):
+    return tok_train.main(["--data-path", str(data_dir), "--vocab-size", "600", *flags])
+
+
+def test_tok_train_reads_the_train_files_says_which_and_is_deterministic(data_dir, tmp_path, base_dir, capsys):
+    assert run_train(data_dir) == 0
+    assert run_train(data_dir, "--output-dir", str(tmp_path / "again")) == 0
+    first, again = (p.joinpath("tokenizer.json").read_bytes() for p in (base_dir / "tokenizer", tmp_path / "again"))
+    assert first == again
+    out, trained = capsys.readouterr().out, get_tokenizer()
+    assert "shard_0.parquet" in out and "shard_2.parquet" in out and "shard_3.parquet" not in out
+    assert [f["name"] for f in trained.training["files"]] == ["shard_0.parquet", "shard_1.parquet", "shard_2.parquet"]
+    assert trained.training["documents"] == 3 * (1 + len(CORPUS) // 4)
+
+
+def test_tok_train_stops_at_max_chars_and_caps_documents(data_dir):
+    assert run_train(data_dir, "--max-chars", "20000", "--doc-cap", "500") == 0
+    training = get_tokenizer().training
+    assert 20_000 <= training["characters"] < 20_500 and len(training["files"]) < 3
+    assert training["documents"] >= 40 and training["exhausted"] is False
+
+
+def test_tok_train_reuses_the_tokenizer_of_the_same_arguments_and_files(data_dir, base_dir, capsys, monkeypatch):
+    run_train(data_dir, "--max-chars", "60000")
+    files_read = len(get_tokenizer().training["files"])
+    pq.write_table(pa.table({"text": ["a later shard"]}), data_dir / "shard_4.parquet")
+    with monkeypatch.context() as m:
+        m.setattr(tok_train, "train", None)
+        assert run_train(data_dir, "--max-chars", "60000") == 0  # shards that were not read do not matter
+    assert files_read < 3 and "reused" in capsys.readouterr().out
+    run_train(data_dir)
+    assert "reused" not in capsys.readouterr().out
+    pq.write_table(pa.table({"text": ["a later shard"]}), data_dir / "shard_5.parquet")
+    run_train(data_dir)  # now shard_4 is one to train on, and the text had run out
+    assert "reused" not in capsys.readouterr().out
+    (base_dir / "tokenizer" / "ranks.tiktoken").write_bytes(b"")
+    run_train(data_dir)
+    assert "training again" in capsys.readouterr().out and get_tokenizer().get_vocab_size() == 600
+
+
+def test_tok_train_refuses_at_once_to_replace_a_tokenizer_that_runs_use(data_dir, base_dir, monkeypatch):
+    run_train(data_dir)
+    old = get_tokenizer()
+    old.save(base_dir / "runs" / "d4" / "tokenizer")
+    with monkeypatch.context() as m:
+        m.setattr(tok_train, "train", None)
+        with pytest.raises(ValueError, match="runs/d4"):
+            run_train(data_dir, "--vocab-size", "500")
+    assert run_train(data_dir, "--vocab-size", "500", "--force") == 0
+    assert get_tokenizer().get_vocab_size() == 500
+
+
+def test_tok_train_names_what_is_wrong_with_its_input(data_dir, tmp_path):
+    with pytest.raises(ValueError, match="--max-chars"):
+        run_train(data_dir, "--max-chars", "0")
+    pq.write_table(pa.table({"body": ["x"]}), data_dir / "shard_1.parquet")
+    with pytest.raises(ValueError, match=r"shard_1\.parquet.*text"):
+        run_train(data_dir)
+    for i in (1, 2, 3):
+        (data_dir / f"shard_{i}.parquet").unlink()
+    with pytest.raises(ValueError, match=r"shard_0\.parquet is the only file"):
+        run_train(data_dir)
+    assert not (tmp_path / "base" / "tokenizer").exists()
+
+
+def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, monkeypatch):
+    enc = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks={bytes([i]): i for i in range(256)},
+                            special_tokens={"<|endoftext|>": 256})
+
+    def get_encoding(name):
+        if name == "gpt2":
+            return enc
+        raise requests.ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    tok.save(tmp_path / "t")
+    assert tok_eval.main(["--tokenizer-dir", str(tmp_path / "t"), "--data-path", str(data_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "not available" in lines[0] and "cl100k_base" in lines[0]
+    rows = {line.split()[0]: line.split() for line in lines[2:]}
+    assert {"english", "korean", "chinese", "emoji", "train", "val"} <= set(rows)
+    text = tok_eval.SAMPLES["english"]
+    assert rows["english"][1:4] == [str(len(text)), f"{len(text) / len(tok.encode(text)):.2f}", "1.00"]
+    assert len({len(line) for line in lines[2:]}) == 1

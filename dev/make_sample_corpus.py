@@ -1,0 +1,247 @@
+"""
+A corpus of real text for machines without data or network: the Python that is installed here.
+
+Two kinds of text lie on every machine that can run this: the sources of the standard library and of the installed
+packages (bucket `code`), and what these say about themselves: docstrings, one document a module, and the topics of
+`pydoc` (bucket `docs`). A module gives its source or its docstrings, never both, as its key decides; otherwise a model
+could be asked in validation for a text that it has seen in training.
+
+    modules --sorted by hash(seed, name)--> even hash: source        --> no double, not short, not a table --> kept
+                                            odd hash:  its docstrings --> same                             --> kept
+    kept --sorted by hash(seed, text)--> shard_00000 ... shard_00007 | shard_00008 = validation, 5 % of the documents
+
+The default layout mixes both buckets in every shard (columns `text` and `bucket`), so that the folder can be trained
+on as one bucket and its last file validates both. `--buckets` writes folders `code/` and `docs/` instead, each with
+shards and a validation shard of its own, for a curriculum to mix.
+
+Hashes instead of a random generator: one machine always gives the same corpus, whatever order its disk lists files
+in. Another machine has other packages, hence another corpus; `sample_corpus.json` beside the shards says from what.
+
+    python -m dev.make_sample_corpus
+"""
+
+import argparse
+import ast
+import hashlib
+import itertools
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from dev.repackage_data_reference import ROW_GROUP_DOCUMENTS, new_folder, write_shard
+from nanochat.common import get_base_dir, read_json, run_main, write_json
+from nanochat.dataset import index_to_filename
+
+MANIFEST = "sample_corpus.json"
+FORMAT = 1                      # raise it when the same settings give another corpus
+MIN_DOCUMENT_CHARS = 200        # shorter ones say little
+MAX_DOCUMENT_CHARS = 50_000     # of longer ones much is tables, and fewer documents make a poorer shuffle
+DOCS_SHARE = 0.2                # of the characters; docstrings are rarer than code and slow to extract
+VAL_SHARE = 0.05                # of the documents
+SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides what is written, apart from the machine."""
+
+    seed: int = 0
+    min_chars: int = 20_000_000   # of training text, or it is an error
+    max_chars: int = 32_000_000   # of all text: where collecting stops
+    num_shards: int = 8           # of training
+    buckets: bool = False
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.min_chars <= self.max_chars * (1 - VAL_SHARE) and self.num_shards >= 1):
+            raise ValueError(f"got --min-chars {self.min_chars} --max-chars {self.max_chars} --num-shards "
+                             f"{self.num_shards}; expected at least 1 each, and --min-chars at most "
+                             f"{1 - VAL_SHARE:.0%} of --max-chars (the rest is for validation)")
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    bucket: str  # code or docs
+
+
+def _key(*parts: object) -> bytes:
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
+
+
+# ---- collecting -----------------------------------------------------------------------------------------------------
+
+def python_roots() -> dict[str, Path]:
+    """Where the standard library and the installed packages lie: {label: folder}."""
+    paths = sysconfig.get_paths()
+    roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"]), "platform": Path(paths["platlib"])}
+    if roots["platform"] == roots["packages"]:
+        del roots["platform"]
+    return roots
+
+
+def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
+    """(name, path) of every Python file, sorted by name. Packages that lie inside the standard library's folder count
+    as packages only."""
+    found = []
+    for label, root in roots.items():
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if path.is_file() and not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
+                found.append((f"{label}/{relative.as_posix()}", path))
+    return sorted(found)
+
+
+def docstrings(name: str, source: str) -> str:
+    """What a module says about itself: its docstring and those of its classes and functions, in order, each under its
+    dotted name. '' where it does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old code has old escapes
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    parts: list[str] = []
+
+    def visit(node: ast.AST, dotted: str) -> None:
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            if doc := ast.get_docstring(node):
+                parts.append(f"{dotted}\n\n{doc}")
+            for child in node.body:
+                visit(child, f"{dotted}.{getattr(child, 'name', '')}")
+
+    visit(tree, name.partition("/")[2].removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return "\n\n\n".join(parts)
+
+
+def pydoc_topics() -> Iterator[Document]:
+    """The language reference that `help()` shows."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some systems ship it apart
+        return
+    yield from (Document(text, "docs") for _, text in sorted(topics.items()))
+
+
+def module_documents(roots: dict[str, Path], seed: int, full: set[str]) -> Iterator[Document]:
+    """Source or docstrings of one module after another, in an order keyed by the seed; leaves out buckets in `full`,
+    which the caller may add to meanwhile."""
+    modules = sorted(find_modules(roots), key=lambda module: _key(seed, "order", module[0]))
+    for name, path in modules:
+        bucket = "docs" if _key(seed, "bucket", name)[0] % 2 else "code"
+        if bucket in full:
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        yield Document(docstrings(name, source) if bucket == "docs" else source, bucket)
+
+
+def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
+    """Distinct documents of both buckets, at most about max_chars in all, shuffled."""
+    room = {"docs": settings.max_chars * DOCS_SHARE, "code": settings.max_chars * (1 - DOCS_SHARE)}
+    full: set[str] = set()
+    kept: dict[bytes, Document] = {}
+    with tqdm(total=settings.max_chars, unit="char", unit_scale=True, disable=None) as bar:
+        for source in (pydoc_topics(), module_documents(roots, settings.seed, full)):
+            for document in source:
+                key, chars = _key(settings.seed, document.text), len(document.text)
+                if not MIN_DOCUMENT_CHARS <= chars <= MAX_DOCUMENT_CHARS or key in kept or document.bucket in full:
+                    continue
+                kept[key] = document
+                bar.update(chars)
+                room[document.bucket] -= chars
+                if room[document.bucket] <= 0:
+                    full.add(document.bucket)
+    return [kept[key] for key in sorted(kept)]
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
+    """Deal shuffled documents into num_shards training shards of equal counts and a validation shard behind them."""
+    num_val = round(len(documents) * VAL_SHARE)
+    num_train = len(documents) - num_val
+    edges = [num_train * i // num_shards for i in range(num_shards + 1)] + [len(documents)]
+    return [documents[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def _tables(documents: list[Document]) -> Iterator[pa.Table]:
+    for i in range(0, len(documents), ROW_GROUP_DOCUMENTS):
+        group = documents[i:i + ROW_GROUP_DOCUMENTS]
+        yield pa.table([[d.text for d in group], [d.bucket for d in group]], SCHEMA)
+
+
+def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
+    """Write the shards; returns {relative name: {documents, chars}}."""
+    layout = {"": documents}
+    if settings.buckets:
+        layout = {f"{b}/": [d for d in documents if d.bucket == b] for b in ("code", "docs")}
+    shards = {f"{folder}{index_to_filename(i)}": shard
+              for folder, members in layout.items() for i, shard in enumerate(split(members, settings.num_shards))}
+    train_chars = sum(len(d.text) for name, shard in shards.items() for d in shard
+                      if not name.endswith(index_to_filename(settings.num_shards)))
+    if train_chars < settings.min_chars or not all(shards.values()):
+        raise ValueError(f"found {train_chars:,} characters of training text in {len(documents):,} documents, expected "
+                         f"--min-chars {settings.min_chars:,} and no empty shard; install the packages "
+                         "(bash dev/setup.sh), run this with their Python, or lower --min-chars or --num-shards")
+    for name, shard in shards.items():
+        (output / name).parent.mkdir(exist_ok=True)
+        write_shard(output / name, SCHEMA, _tables(shard))
+    return {name: {"documents": len(shard), "chars": sum(len(d.text) for d in shard)}
+            for name, shard in shards.items()}
+
+
+def is_made(output_dir: Path, settings: Settings) -> bool:
+    """Whether a whole corpus of these settings is there. ValueError where one of other settings or with files missing
+    is: a run may be pinned to it, so it is for a person to delete."""
+    if not (output_dir / MANIFEST).exists():
+        return False
+    manifest = read_json(output_dir / MANIFEST)
+    way_out = "give another --output-dir or delete that folder"
+    if manifest["settings"] != asdict(settings):
+        raise ValueError(f"{output_dir}: holds a corpus of {manifest['settings']}, got {asdict(settings)}; {way_out}")
+    missing = [name for name in manifest["shards"] if not (output_dir / name).exists()]
+    if missing:
+        raise ValueError(f"{output_dir}: {', '.join(missing)} of the corpus are gone; {way_out}")
+    return True
+
+
+def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
+    """Write the corpus into `output_dir`, which appears when whole. False where it was there already."""
+    if is_made(output_dir, settings):
+        return False
+    with new_folder(output_dir) as (output, _):
+        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), output, settings)
+        write_json(output / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make a corpus of the Python code and documentation on this machine.")
+    parser.add_argument("--output-dir", type=Path, help="default: $NANOCHAT_BASE_DIR/data/sample")
+    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail with less training text")
+    parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting here")
+    parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="for training; one more validates")
+    parser.add_argument("--buckets", action="store_true", help="folders code/ and docs/ instead of mixed shards")
+    args = parser.parse_args(argv)
+    output_dir = args.output_dir or get_base_dir() / "data" / "sample"
+    settings = Settings(args.seed, args.min_chars, args.max_chars, args.num_shards, args.buckets)
+    made = make_sample_corpus(output_dir, settings)
+    shards = read_json(output_dir / MANIFEST)["shards"]
+    for name, counts in shards.items():
+        print(f"{name}: {counts['documents']:,} documents, {counts['chars']:,} characters")
+    total = sum(counts["chars"] for counts in shards.values())
+    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if made else ' (was here already)'}")
+
+
+if __name__ == "__main__":
+    run_main(main)

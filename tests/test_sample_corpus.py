@@ -1,0 +1,165 @@
+"""The sample corpus: both buckets, no text twice, the same on every run, never half-written."""
+
+import ast
+import json
+import sys
+from collections import Counter
+
+import pyarrow.parquet as pq
+import pytest
+
+from dev import make_sample_corpus as corpus
+from dev.make_sample_corpus import Settings, docstrings, main, make_sample_corpus
+from nanochat.dataset import list_parquet_files, parquets_iter_batched, verify
+
+SMALL = Settings(min_chars=150_000, max_chars=400_000, num_shards=3)
+
+
+def write_module(path, i, *, functions=12):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = "".join(f'def f{i}_{k}(x):\n    """Return number {k} of module {i}, times x."""\n    return {k} * x\n\n'
+                   for k in range(functions))
+    path.write_text(f'"""Module {i} about things."""\n\n{body}')
+
+
+@pytest.fixture
+def roots(tmp_path):
+    """Two made-up roots with 400 modules, among them doubles, an empty one, a table and what is no UTF-8."""
+    for i in range(400):
+        write_module(tmp_path / ("lib" if i % 2 else "packages") / f"p{i % 7}" / f"m{i}.py", i)
+    for n in range(6):
+        write_module(tmp_path / "packages" / f"copy{n}.py", 0)
+    (tmp_path / "packages" / "empty.py").write_text("")
+    (tmp_path / "packages" / "table.py").write_text("X = [" + "1, " * corpus.MAX_DOCUMENT_CHARS + "]")
+    (tmp_path / "packages" / "latin.py").write_bytes(b"# " + b"\xe9" * 500)
+    write_module(tmp_path / "lib" / "site-packages" / "hidden.py", 999_999)
+    return {"stdlib": tmp_path / "lib", "packages": tmp_path / "packages"}
+
+
+def read_all(folder):
+    """[(shard, bucket, text)] of every shard."""
+    rows = []
+    for path in list_parquet_files(folder):
+        table = pq.read_table(path).to_pydict()
+        rows += [(path, b, t) for b, t in zip(table["bucket"], table["text"])]
+    return rows
+
+
+def test_shards_mix_both_buckets_and_the_last_one_validates_both(roots, tmp_path):
+    assert make_sample_corpus(tmp_path / "out", SMALL, roots=roots)
+    rows = read_all(tmp_path / "out")
+    shards = sorted({path for path, _, _ in rows})
+    assert [path.rsplit("/", 1)[1] for path in shards] == [f"shard_{i:05d}.parquet" for i in range(4)]
+    for shard in shards:
+        assert {b for path, b, _ in rows if path == shard} == {"code", "docs"}
+    val = [r for r in rows if r[0] == shards[-1]]
+    assert 0.04 < len(val) / len(rows) < 0.06
+    assert SMALL.min_chars <= sum(len(t) for _, _, t in rows) - sum(len(t) for _, _, t in val)
+    assert not any(verify(tmp_path / "out", num_workers=1).values())
+    train = [t for group in parquets_iter_batched("train", data_dir=tmp_path / "out") for t in group]
+    assert len(train) + len(val) == len(rows)
+
+
+def test_no_text_twice_none_short_none_a_table_and_no_module_in_both_buckets(roots, tmp_path):
+    make_sample_corpus(tmp_path / "out", Settings(min_chars=1000, max_chars=4_000_000, num_shards=3), roots=roots)
+    rows = read_all(tmp_path / "out")
+    texts = Counter(t for _, _, t in rows)
+    assert max(texts.values()) == 1
+    assert all(corpus.MIN_DOCUMENT_CHARS <= len(t) <= corpus.MAX_DOCUMENT_CHARS for t in texts)
+    assert not any("999999" in t for t in texts)  # a package inside the library's folder is not the library
+    code = {t for _, b, t in rows if b == "code"}
+    docs = {t for _, b, t in rows if b == "docs"}
+    for i in range(1, 400):
+        line = f"of module {i}, times"
+        assert any(line in t for t in code) + any(line in t for t in docs) == 1
+    assert len(code) > 100 and len(docs) > 100
+
+
+def test_same_settings_same_files_another_seed_another_order(roots, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_sample_corpus(tmp_path / name, Settings(seed, 150_000, 400_000, 3), roots=roots)
+    a, b, c = ([t for _, _, t in read_all(tmp_path / n)] for n in "abc")
+    assert a == b and a != c
+    files = [p.name for p in sorted((tmp_path / "a").iterdir())]
+    assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in files)
+
+
+def test_row_groups_hold_1024_documents(tmp_path):
+    for i in range(1600):
+        write_module(tmp_path / "lib" / f"m{i}.py", i, functions=5)
+    make_sample_corpus(tmp_path / "out", Settings(0, 1000, 4_000_000, 1), roots={"lib": tmp_path / "lib"})
+    with pq.ParquetFile(list_parquet_files(tmp_path / "out")[0]) as f:
+        sizes = [f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)]
+        assert f.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert len(sizes) == 2 and sizes[0] == 1024 and 0 < sizes[1] < 1024
+
+
+def test_buckets_write_one_folder_each_with_its_own_validation_shard(roots, tmp_path):
+    make_sample_corpus(tmp_path / "out", Settings(0, 100_000, 400_000, 2, buckets=True), roots=roots)
+    for bucket in ("code", "docs"):
+        rows = read_all(tmp_path / "out" / bucket)
+        assert {b for _, b, _ in rows} == {bucket} and len({p for p, _, _ in rows}) == 3
+    assert list_parquet_files(tmp_path / "out") == [
+        str(tmp_path / "out" / b / f"shard_{i:05d}.parquet") for b in ("code", "docs") for i in range(3)]
+
+
+def test_docstrings_are_those_that_python_finds_under_their_dotted_names():
+    source = ('"""Top."""\nclass A:\n    """Class A."""\n    async def f(self):\n        """Does\n        things."""\n'
+              "    def silent(self): ...\n")
+    assert docstrings("packages/pkg/mod.py", source).split("\n\n\n") == [
+        "pkg.mod\n\nTop.", "pkg.mod.A\n\nClass A.", "pkg.mod.A.f\n\nDoes\nthings."]
+    assert docstrings("packages/pkg/__init__.py", '"""P."""') == "pkg\n\nP."
+    assert docstrings("packages/broken.py", "def (") == ""
+    assert ast.parse(source)  # the example itself is good Python
+
+
+def test_a_second_run_does_nothing_and_other_settings_or_missing_shards_are_refused(
+        roots, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(corpus, "python_roots", lambda: roots)
+    args = ["--output-dir", str(tmp_path / "out"), "--min-chars", "100000", "--max-chars", "300000",
+            "--num-shards", "2"]
+    main(args)
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
+    assert "was here already" not in capsys.readouterr().out
+    main(args)
+    assert "was here already" in capsys.readouterr().out
+    assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} and len(times) == 4
+    with pytest.raises(ValueError, match="delete that folder"):
+        main([*args, "--seed", "5"])
+    (tmp_path / "out" / "shard_00001.parquet").unlink()
+    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*gone"):
+        main(args)
+
+
+def test_too_little_text_is_an_error_that_leaves_nothing(roots, tmp_path):
+    with pytest.raises(ValueError, match=r"found .* characters.*--min-chars 20,000,000"):
+        make_sample_corpus(tmp_path / "out", Settings(), roots=roots)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lib", "packages"]
+    with pytest.raises(ValueError, match="--max-chars"):
+        Settings(max_chars=1000)
+
+
+def test_a_folder_with_something_else_in_it_is_not_touched(roots, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(ValueError, match="is there already"):
+        make_sample_corpus(tmp_path / "out", SMALL, roots=roots)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+
+
+def test_this_machine_has_real_text_of_both_buckets(tmp_path, capsys):
+    main(["--output-dir", str(tmp_path / "out"), "--min-chars", "2500000", "--max-chars", "3200000"])
+    rows = read_all(tmp_path / "out")
+    assert len({p for p, _, _ in rows}) == 9
+    chars = Counter()
+    for _, bucket, text in rows:
+        chars[bucket] += len(text)
+    assert chars["code"] > 2_000_000 and chars["docs"] > 500_000 and sum(chars.values()) < 3_400_000
+    assert any("def " in t for _, b, t in rows if b == "code")
+    topics = {document.text for document in corpus.pydoc_topics()}
+    docs = [t for _, b, t in rows if b == "docs"]
+    assert any(t in topics for t in docs) and sum(t not in topics for t in docs) > 10
+    manifest = json.loads((tmp_path / "out" / corpus.MANIFEST).read_text())
+    assert manifest["python"] == sys.version
+    assert sum(s["documents"] for s in manifest["shards"].values()) == len(rows)
+    assert "9 shards" in capsys.readouterr().out

@@ -56,7 +56,7 @@ FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 CHUNKS_PER_THREAD = 8  # more even out documents of unequal length, fewer cost less Python
 
-# `\s+(?!\S)` backtracks, and from about 500,000 spaces in a row on the regex engines of tiktoken and rustbpe fail.
+# `\s+(?!\S)` backtracks; about a million spaces in a row exhaust the regex engine of tiktoken and of rustbpe.
 _LONG_SPACE = re.compile(r"(\s{65536})")
 
 

@@ -371,7 +371,7 @@ class MuonAdamW(torch.optim.Optimizer):
     # -- a step --
 
     @torch.no_grad()
-    def step(self, grad_scale: float = 1.0) -> Tensor:  # type: ignore[override]
+    def step(self, grad_scale: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
         """Add the ranks' gradients, multiply them by `grad_scale`, update all parameters on all ranks.
 
         Collective. Returns the L2 norm of that gradient over all parameters: 0-dim float32, the same on every rank.
@@ -381,7 +381,8 @@ class MuonAdamW(torch.optim.Optimizer):
             raise RuntimeError("the process group has changed since this optimizer was made")
         reductions = [self._reduce(m.gradients(), self._rank, self._world_size) for m in self._messages]
         chunks = [finish() for finish in reductions]
-        norm = self._norm(chunks) * abs(grad_scale)
+        grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
+        norm = self._norm(chunks) * grad_scale.abs()
         finite = norm.isfinite()
         live = finite.to(torch.float32)
         gathers = []

@@ -89,6 +89,7 @@ SETTINGS: dict[str, Rule] = {
     "long_docs": _STREAM,
     "overlap": _STREAM,
     "buffer_size": _STREAM,
+    "packer_version": _STREAM,
     "leaves": Rule(False, "the order in which gradients are added", auto=-1),
     # what a step computes
     "embedding_lr": _RATE,

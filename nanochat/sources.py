@@ -23,6 +23,7 @@ import gzip
 import json
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
+from nanochat.dataset import list_parquet_files, pinned_dataset
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ def find_files(path: Path | str) -> list[Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
-    files = [f for f in path.rglob("*") if f.name.endswith(ENDINGS) and not f.name.startswith(".")]
+    files = [f for f in path.rglob("*") if f.name.endswith(ENDINGS) and f.is_file()
+             and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     if not files:
         raise FileNotFoundError(f"{path}: no {', '.join(ENDINGS)} file below it; is --data-path right?")
     return sorted(files, key=lambda f: f.relative_to(path).as_posix())
@@ -85,6 +88,7 @@ def find_files(path: Path | str) -> list[Path]:
 def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
     """A parquet file's metadata and its raw footer. ValueError names the file when it is not readable parquet with a
     `text` column and at least one document, FileNotFoundError when it is not there."""
+    size = 0
     try:
         with open(path, "rb") as f:
             size = f.seek(0, 2)
@@ -110,7 +114,8 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
 
 def _scan_file(path: Path, name: str) -> dict[str, Any]:
     metadata, footer = read_footer(path)
-    column = metadata.schema.to_arrow_schema().names.index("text")
+    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # a struct before it has several
+    column = leaves.index("text")
     counts = []
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
@@ -171,6 +176,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if val_path is not None:
         return scan(data_path, strict=strict), scan(val_path, strict=strict)
     files = find_files(data_path)
+    if pinned_dataset(data_path):
+        list_parquet_files(data_path)  # insists on the validation shard of a known data set
     if len(files) < 2:
         raise ValueError(f"{data_path}: one data file only ({files[0].name}), expected at least two (the last one is "
                          f"validation); add one, or name validation data with --val-path")
@@ -208,13 +215,18 @@ def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]
     schema = pa.schema([("text", pa.string())])
     with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         texts: list[str] = []
+        num_documents = 0
         for text in _jsonl_texts(path, bad, strict=strict):
+            num_documents += 1
             texts.append(text)
             if len(texts) == GROUP_DOCUMENTS:
                 writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
                 texts = []
         if texts:
             writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
+        if not num_documents:
+            why = f", line {bad[0][0]}: {bad[0][1]}" if bad else ""
+            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete it or make it again")
     return bad
 
 
@@ -235,7 +247,7 @@ def _jsonl_texts(path: Path, bad: list[tuple[int, str]], *, strict: bool) -> Ite
                                          f"such lines") from e
                 else:
                     yield text
-    except (EOFError, gzip.BadGzipFile) as e:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
         raise ValueError(f"{path}: not a whole gzip file ({e}); fetch it again") from e
 
 
@@ -252,7 +264,7 @@ class ParquetSource:
         self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
         self._paths = [as_parquet(Path(manifest["root"]) / e["name"]) for e in manifest["files"]]
         self._first_group = np.concatenate([[0], np.cumsum(per_file)])
-        self._kept: dict[tuple[int, int], tuple[int, pa.Buffer, np.ndarray]] = {}  # (group, start) -> unit, compressed
+        self._kept: dict[tuple[int, int, int], tuple[int, pa.Buffer, np.ndarray]] = {}  # units, compressed; see _pop
         self._codec = pa.Codec("zstd", compression_level=1)
         self._locks: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -271,12 +283,12 @@ class ParquetSource:
         """UTF-8 texts of a group's documents [unit * unit_size, (unit + 1) * unit_size). If the group must be decoded
         for it, the units that `keep()` names are put aside, compressed, for later calls. Raises ValueError naming the
         file for nulls and broken data."""
-        held = self._pop(group, unit)
+        held = self._pop(group, unit, unit_size)
         if held is None:
             with self._lock:
                 lock = self._locks.setdefault(group, threading.Lock())
             with lock:
-                held = self._pop(group, unit)  # a neighbour may have decoded the group meanwhile
+                held = self._pop(group, unit, unit_size)  # a neighbour may have decoded the group meanwhile
                 if held is None:
                     held = self._decode(group, unit, unit_size, keep())
         data, offsets = held
@@ -285,17 +297,13 @@ class ParquetSource:
 
     def encode(self, raw: list[bytes]) -> list[np.ndarray]:
         """Token ids of each text, without BOS: (n,) arrays of the tokenizer's dtype, each with memory of its own."""
-        try:
-            texts = [text.decode() for text in raw]
-        except UnicodeDecodeError as e:
-            raise ValueError(f"a document is not UTF-8 ({e}); drop it, or write the data again with python -m "
-                             f"dev.repackage_data_reference") from e
-        ids, offsets = self.tokenizer.encode_flat(texts, num_threads=1)
+        ids, offsets = self.tokenizer.encode_flat([text.decode() for text in raw], num_threads=1)
         return [ids[a + 1:b].copy() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
 
-    def _pop(self, group: int, unit: int) -> tuple[Any, np.ndarray] | None:
+    def _pop(self, group: int, unit: int, unit_size: int) -> tuple[Any, np.ndarray] | None:
+        """A unit that was put aside. Its size belongs to its name: another stream may cut the group differently."""
         with self._lock:
-            kept = self._kept.pop((group, unit), None)
+            kept = self._kept.pop((group, unit, unit_size), None)
         if kept is None:
             return None
         size, compressed, offsets = kept
@@ -317,7 +325,7 @@ class ParquetSource:
                         data, offsets = _texts_of(batch.column(0), path, local)
                         kept = (data.size, self._codec.compress(data), offsets)
                         with self._lock:
-                            self._kept[(group, index)] = kept
+                            self._kept[(group, index, unit_size)] = kept
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, start again") from None
         except (pa.ArrowException, OSError) as e:
@@ -333,9 +341,14 @@ class ParquetSource:
 
 
 def _texts_of(column: pa.Array, path: Path, group: int) -> tuple[pa.Buffer, np.ndarray]:
-    """The bytes of a string column and (n + 1) offsets into them."""
+    """The bytes of a string column, which are UTF-8, and (n + 1) offsets into them."""
     if column.null_count:
         raise ValueError(_null_error(path, group, column.null_count))
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as e:
+        raise ValueError(f"{path}: a document of row group {group} is not UTF-8 ({e}); drop it, or write the data "
+                         f"again with python -m dev.repackage_data_reference") from e
     wide = pa.types.is_large_string(column.type)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
     offsets = offsets[column.offset:column.offset + len(column) + 1]

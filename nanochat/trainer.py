@@ -1,0 +1,245 @@
+"""
+The parts of training that are not the loop: how a run begins or goes on, what ranks tell each other, how it is saved.
+
+    begin      no RUN yet           write config.json, tokenizer/, data_manifest.json; step 0
+               RUN, unfinished      refuse changed settings; newest good checkpoint, or step 0
+               RUN, completed       say so; nothing changes
+
+    a step     each rank: gradients of its rows, sum of their losses, live targets, its part of the digest
+               one small reduction adds the last three; loss of the step = sum of losses / live targets, both global
+
+Whatever reads or writes the run directory runs on rank 0; its result or its error reaches all ranks (`on_rank0`), so
+that no rank waits for one that has given up. Collective calls say so. """
+
+import json
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nanochat.checkpoint import load_checkpoint, newest_good, save_checkpoint, to_host
+from nanochat.common import DummyWandb, get_dist_info
+from nanochat.dataloader import DataLoader
+from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW
+from nanochat.run_data import pin_data
+from nanochat.run_dir import clean_stale, is_run_dir, read_config, write_config
+from nanochat.schedule import Schedule
+from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes
+from nanochat.tokenizer import RustBPETokenizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+def on_rank0(function: Callable[[], T]) -> T:
+    """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises ValueError or OSError,
+    rank 0 raises that and the others leave with exit code 1 and no noise."""
+    _, rank, _, world_size = get_dist_info()
+    if world_size == 1:
+        return function()
+    box: list[Any] = [None, None]
+    error: Exception | None = None
+    if rank == 0:
+        try:
+            box[0] = function()
+        except (ValueError, OSError) as e:
+            error, box[1] = e, str(e)
+    dist.broadcast_object_list(box, src=0)
+    if error is not None:
+        raise error
+    if box[1] is not None:
+        raise SystemExit(1)
+    return box[0]
+
+
+def gather(value: T) -> list[T]:
+    """Collective. All ranks' values in rank order, on rank 0; [] on the others."""
+    _, rank, _, world_size = get_dist_info()
+    if world_size == 1:
+        return [value]
+    everyone: list[Any] | None = [None] * world_size if rank == 0 else None
+    dist.gather_object(value, everyone)
+    return everyone or []
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all ranks' rows of a step come to. Tensors stay on the device until asked for."""
+
+    sums: torch.Tensor  # (6,): sum of losses in nats, live targets, four 16-bit parts of the digest
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a live target, nats."""
+        return float(self.sums[0] / self.sums[1])
+
+    @property
+    def digest(self) -> str:
+        """The step's batch digest, 16 hex digits."""
+        parts = self.sums[2:].tolist()
+        return f"{sum(int(part) << 16 * i for i, part in enumerate(parts)) % 2**64:016x}"
+
+    def grad_scale(self, num_targets: int) -> torch.Tensor:
+        """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean loss."""
+        return (num_targets / self.sums[1]).float()
+
+
+def add_up(loss_sum: torch.Tensor, live: torch.Tensor, digest: int) -> StepTotals:
+    """Collective. One reduction of float64 values: the digest travels as four 16-bit parts, whose sums are exact."""
+    device = loss_sum.device
+    wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64, and no process groups
+    parts = torch.tensor([digest >> 16 * i & 0xFFFF for i in range(4)], dtype=wide)
+    sums = torch.cat([torch.stack([loss_sum.to(wide), live.to(wide)]), parts.to(device, non_blocking=True)])
+    if get_dist_info()[3] > 1:
+        dist.all_reduce(sums)
+    return StepTotals(sums)
+
+
+# ---- begin ----------------------------------------------------------------------------------------------------------
+
+HORIZON = ("num_iterations", "target_flops", "target_param_data_ratio")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run goes on. `checkpoint` is None for step 0; `completed`: there is nothing to do."""
+
+    settings: dict[str, Any]
+    checkpoint: Path | None
+    completed: bool
+    wipe: bool
+    notices: list[str]
+
+
+def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
+    """Find out where the run in a run directory stands, changing nothing. For rank 0.
+
+    `resume` is auto (newest good checkpoint, or from the start), scratch (an error if there is a run, unless `force`
+    allows to wipe it), or a checkpoint's path. Settings that are left to the program (-1) take the run's own values.
+    Raises ValueError for settings that changed and may not, and for a run in the way of scratch.
+    """
+    exists = is_run_dir(run_dir)
+    if resume == "scratch":
+        if exists and not force:
+            raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
+                             f"new one with --model-tag")
+        return Start(settings, None, False, exists, [])
+    changes = Changes((), ())
+    if (run_dir / "config.json").exists():
+        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+        changes = compare_settings(old, settings)
+        refuse_changes(changes, run_name=run_dir.name)
+        settings = inherit_settings(old, settings)
+    checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume)
+    completed = False
+    if checkpoint is not None:
+        loaded = load_checkpoint(checkpoint, verify=resume != "auto")
+        loaded.check_tokenizer(settings["tokenizer_fingerprint"])
+        completed = loaded.trainer_state["status"] == "completed"
+        completed = completed and not any(change.name in HORIZON for change in changes.allowed)
+    return Start(settings, checkpoint, completed, False, changes.notices())
+
+
+def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: RustBPETokenizer,
+            derived: dict[str, Any]) -> None:
+    """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
+    the resolved settings; `derived` is what follows from them, for people."""
+    if start.wipe:
+        log.warning("deleting the run in %s, as asked", run_dir)
+        shutil.rmtree(run_dir)
+    clean_stale(run_dir)
+    pin_data(run_dir, settings["data_path"], settings["val_path"], strict=settings["strict"])
+    tokenizer.save(run_dir / "tokenizer")
+    if not (run_dir / "config.json").exists():
+        write_config(run_dir, {**settings, "derived": derived})
+
+
+# ---- save -----------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Progress:
+    """What the loop carries from step to step; in every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # trained on, in all steps
+    smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not yet corrected for its start at 0
+    train_time_s: float = 0.0
+    val_bpb: float | None = None
+    first_val_bpb: float | None = None
+    min_val_bpb: float | None = None
+
+    def note_val(self, bpb: float) -> None:
+        """Take in a validation result, bits per byte."""
+        self.val_bpb = bpb
+        self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
+        self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
+
+
+def save(run_dir: Path, name: str, *, model: GPT, optimizer: MuonAdamW, schedule: Schedule, loader: DataLoader,
+         progress: Progress, status: str, extra: dict[str, Any]) -> Path:
+    """Collective. Collect all ranks' state on the host and write it on rank 0. OSError if it cannot be written."""
+    optimizer_state = optimizer.gather_state()
+    cursors = gather(loader.cursors())
+    rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
+
+    def write() -> Path:
+        return save_checkpoint(
+            run_dir, name, step=progress.step, model_state=to_host(model.state_dict()),
+            model_config=asdict(model.config), optimizer_state=optimizer_state, scheduler_state=schedule.state(),
+            rng_state=dict(enumerate(rng)), cursors=[cursor for rank in cursors for cursor in rank],
+            trainer_state={"progress": asdict(progress), "status": status, **extra})
+
+    return on_rank0(write)
+
+
+# ---- watch ----------------------------------------------------------------------------------------------------------
+
+class _Wandb:
+    """A wandb run whose failures are told once and never stop training."""
+
+    def __init__(self, run: Any):
+        self.run, self.id = run, run.id
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Send a record, if wandb still works."""
+        self._try("log", record)
+
+    def finish(self) -> None:
+        """Upload what is left."""
+        self._try("finish")
+
+    def _try(self, method: str, *args: Any) -> None:
+        if self.run is None:
+            return
+        try:
+            getattr(self.run, method)(*args)
+        except Exception as e:  # whatever it is, it is not worth a run
+            log.warning("wandb stopped working (%s); going on without it", e)
+            self.run = None
+
+
+def start_wandb(name: str, settings: dict[str, Any], extra: dict[str, Any], run_dir: Path) -> _Wandb | DummyWandb:
+    """A wandb run, the same one where the training run had one (`extra["wandb_id"]`, set here); a stand-in for the name
+    'dummy' or where wandb cannot start."""
+    if name == "dummy":
+        return DummyWandb()
+    try:
+        import wandb  # takes a second, and only here
+
+        run = wandb.init(project="nanochat", name=name, config=settings, dir=run_dir, id=extra["wandb_id"],
+                         resume="allow")
+    except Exception as e:
+        log.warning("wandb could not start (%s); going on without it", e)
+        return DummyWandb()
+    extra["wandb_id"] = run.id
+    return _Wandb(run)

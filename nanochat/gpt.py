@@ -276,8 +276,7 @@ class GPT(nn.Module):
         if end > self.cos.size(0):
             raise ValueError(f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); use fewer tokens")
         rotary = self.cos[start:end], self.sin[start:end]
-        x = x0 = self._smear(norm(self.transformer["wte"](idx)), doc_ids, kv_cache)
-        middle = x
+        x = x0 = middle = self._smear(norm(self.transformer["wte"](idx)), doc_ids, kv_cache)
         for i, block in enumerate(self.transformer["h"].children()):
             masking = {"doc_ids": doc_ids, "mode": self.attention_mode,
                        "block_mask": None if block_masks is None else block_masks[self.config.window_sizes[i]]}

@@ -138,8 +138,11 @@ def test_a_mask_cached_while_sampling_still_serves_training():
     q, k, v, _ = make(5, 1, 23, 2, 2, 8)
     with torch.inference_mode():
         attention(q, k, v, window=3)
+        make_block_mask(23, 3, q.device)
     attention(q.requires_grad_(), k, v, window=3).sum().backward()
     assert q.grad is not None
+    assert not attention_module._cached_band(23, 23, 3, q.device).is_inference()
+    assert not make_block_mask(23, 3, q.device).kv_num_blocks.is_inference()
 
 
 def test_what_does_not_fit_is_refused():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,8 @@ def test_initial_bits_depend_on_seed_and_name_only():
     deeper = build(GPTConfig(**{**SMALL.__dict__, "n_layer": 7}), seed=7)
     name = "transformer.h.1.mlp.c_fc.weight"
     assert torch.equal(deeper.get_parameter(name), straight.get_parameter(name))
+    queries = [straight.get_parameter(f"transformer.h.{i}.attn.c_{kind}.weight") for i in (0, 1) for kind in "qv"]
+    assert not any(torch.equal(a[:16], b[:16]) for a, b in itertools.combinations(queries, 2))
     other = dict(build(seed=8).named_parameters())
     drawn = [n for n, p in straight.named_parameters() if p.dim() == 2 and "c_proj" not in n]
     assert len(drawn) > 20 and not any(torch.equal(other[n], straight.get_parameter(n)) for n in drawn)
@@ -201,6 +204,64 @@ def test_rows_do_not_see_each_other():
     model, x = shake(build()), tokens(3, 50)
     alone = torch.cat([model(row[None]) for row in x])
     torch.testing.assert_close(model(x), alone, atol=1e-4, rtol=0)
+
+
+# ---- the whole forward, written out ---------------------------------------------------------------------------------
+
+def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128):
+    """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, positions as complex turns."""
+    w = {name: p.detach().double().numpy() for name, p in weights.items()}
+    head = width // n_head
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+    rms = lambda z: z / np.sqrt((z * z).mean() + np.finfo(np.float32).eps)
+    turns = np.exp(-1j * np.arange(len(ids))[:, None] * 100_000.0 ** (-np.arange(head // 2) * 2 / head))
+
+    def positioned(z, t):
+        z = (z[:head // 2] + 1j * z[head // 2:]) * turns[t]
+        return rms(np.concatenate((z.real, z.imag))) * 1.2
+
+    def attend(x, layer):
+        block = f"transformer.h.{layer}.attn."
+        q, k, v = (x @ w[f"{block}c_{kind}.weight"].T for kind in "qkv")
+        ys = np.zeros_like(x)
+        keys = np.array([[positioned(key, t) for key in np.split(k[t], n_kv_head)] for t in range(len(ids))])
+        for t, h in itertools.product(range(len(ids)), range(n_head)):
+            g = h // (n_head // n_kv_head)
+            part, mine = slice(g * head, (g + 1) * head), slice(h * head, (h + 1) * head)
+            seen = slice(0 if layer in (3, n_layer - 1) else max(0, t - short), t + 1)
+            values = v[seen, part].copy()
+            if (n_layer - 1 - layer) % 2 == 0:
+                gates = 3 * sigmoid(x[seen, :12] @ w[block + "ve_gate.weight"][g])
+                values += gates[:, None] * w[f"value_embeds.{layer}.weight"][ids[seen], part]
+            scores = np.exp(keys[seen, g] @ positioned(q[t, mine], t) / np.sqrt(head))
+            ys[t, mine] = scores / scores.sum() @ values
+        return ys @ w[block + "c_proj.weight"].T
+
+    embedded = np.array([rms(w["transformer.wte.weight"][i]) for i in ids])
+    x = embedded.copy()
+    for t in range(1, len(ids)):
+        gate = w["smear_lambda"][0] * sigmoid(embedded[t, :24] @ w["smear_gate.weight"][0])
+        x[t] += gate * embedded[t - 1]
+    start = x
+    for layer in range(n_layer):
+        x = w["resid_lambdas"][layer] * x + w["x0_lambdas"][layer] * start
+        x = x + attend(np.array([rms(z) for z in x]), layer)
+        hidden = np.maximum(np.array([rms(z) for z in x]) @ w[f"transformer.h.{layer}.mlp.c_fc.weight"].T, 0)
+        x = x + hidden ** 2 @ w[f"transformer.h.{layer}.mlp.c_proj.weight"].T
+        if layer == n_layer // 2:
+            middle = x
+    x = np.array([rms(z) for z in x - w["backout_lambda"][0] * middle])
+    return 15 * np.tanh(x @ w["lm_head.weight"][:vocab].T / 15)
+
+
+def test_the_forward_is_the_one_written_out_in_numpy():
+    model = shake(build(), seed=4)
+    ids = tokens(1, 140, seed=6)
+    assert model.config.window_sizes == [128, 128, 128, -1, -1]
+    expected = written_out(dict(model.named_parameters()), ids[0].tolist())
+    ours = model(ids)[0].detach().double().numpy()
+    assert expected.std() > 1
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------

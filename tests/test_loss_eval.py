@@ -53,6 +53,14 @@ def test_it_is_the_definition_to_the_last_bit_for_any_batch_size(seed, num_rows,
     assert bpb == evaluate_bpb(table_model, in_batches(x.flip(0), y.flip(0), B), None, TOKEN_BYTES)
 
 
+def test_rows_are_added_without_rounding_between():
+    nats = torch.tensor([1.0, 2.0**53, 1.0, 1.0])  # added one by one from the left in float64, a 1 is lost
+    y = torch.tensor([0, 1, 2, 3])[:, None]
+    for order in ([0, 1, 2, 3], [1, 0, 2, 3], [3, 2, 1, 0]):
+        bpb = evaluate_bpb(lambda x, y, loss_reduction: nats[y], [(y, y[order])], None, TOKEN_BYTES)
+        assert bpb == (2.0**53 + 4) / (math.log(2) * 13)  # 2^53 + 3, rounded to even
+
+
 def test_steps_count_batches_and_never_draw_one_too_many():
     x, y = make_rows(0, 6, 10)
     batches = iter(in_batches(x, y, 2))

@@ -1,0 +1,427 @@
+"""The packers' laws, from lengths alone."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.packing import BestFit, Concat
+
+LAW = settings(max_examples=80, deadline=None)
+
+
+def new_packer(kind, T, overlap=3, max_wait=6):
+    return Concat(T) if kind == "concat" else BestFit(T, split=kind == "split", overlap=min(overlap, T - 2),
+                                                      max_wait=max_wait)
+
+
+def renewed(packer, kind, T):
+    """What a restart makes of a packer."""
+    new = new_packer(kind, T, getattr(packer, "overlap", 0), getattr(packer, "max_wait", 0))
+    new.row, new.inserted, new.repeated, new.cropped = packer.row, packer.inserted, packer.repeated, packer.cropped
+    for key, length, start, arrived in packer.waiting():
+        new.push(key, length, start, arrived)
+    return new
+
+
+class Drive:
+    """Feeds documents 0, 1, ... to a packer, `buffer` of them waiting, and flushes it at the end."""
+
+    def __init__(self, packer, lengths, buffer=4):
+        self.packer, self.lengths, self.buffer = packer, lengths, buffer
+        self.pushed = 0
+
+    def __iter__(self):
+        while True:
+            while (len(self.packer) < self.buffer or not self.packer.ready) and self.pushed < len(self.lengths):
+                self.packer.push(self.pushed, self.lengths[self.pushed])
+                self.pushed += 1
+            if not self.packer.ready:
+                return
+            yield self.packer.next_row()
+
+    @property
+    def pushed_tokens(self):
+        return sum(self.lengths[:self.pushed])
+
+
+def expand(placements, own_bos):
+    """[(document, token of it, is off)] of a row; a BOS of its own is token 0 of its document."""
+    row = []
+    for key, start, length, off in placements:
+        if start and own_bos:
+            tokens = [0, *range(start, start + length - 1)]
+        else:
+            tokens = list(range(start, start + length))
+        row += [(key, token, 1 <= i <= off) for i, token in enumerate(tokens)]
+    return row
+
+
+@st.composite
+def streams(draw, shortest_T=3):
+    """(T, lengths, buffer): documents from BOS alone to several rows."""
+    T = draw(st.integers(shortest_T, 24))
+    length = st.one_of(st.integers(1, T // 2 + 1), st.integers(1, T + 1), st.integers(1, 4 * T))
+    return T, draw(st.lists(length, min_size=5, max_size=70)), draw(st.integers(1, 8))
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["crop", "split", "concat"])
+def test_law_every_row_has_exactly_T_plus_1_tokens_and_the_ledger_balances_at_every_row(kind):
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(0, 10))
+    def law(stream, overlap):
+        T, lengths, buffer = stream
+        drive = Drive(new_packer(kind, T, overlap), lengths, buffer)
+        emitted = 0
+        for placements in drive:
+            p = drive.packer
+            assert sum(length for _, _, length, _ in placements) == T + 1
+            assert all(length > 0 and 0 <= off < length for _, _, length, off in placements)
+            emitted += T + 1
+            assert drive.pushed_tokens + p.inserted + p.repeated == emitted + p.cropped + p.pending
+            assert p.row * (T + 1) == emitted
+            seen.update(rows=1, cropped=p.cropped > 0, repeated=p.repeated > 0)
+        assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1  # nothing is left that could fill a row
+
+    law()
+    assert seen["rows"] > 100 and seen["cropped" if kind == "crop" else "repeated"]
+
+
+@pytest.mark.parametrize("kind", ["crop", "split"])
+def test_law_bestfit_rows_start_with_bos(kind):
+    @LAW
+    @given(streams())
+    def law(stream):
+        T, lengths, buffer = stream
+        for placements in Drive(new_packer(kind, T), lengths, buffer):
+            row = expand(placements, True)
+            assert row[0][1] == 0 and len(row) == T + 1
+            assert kind == "split" or all(start == 0 for _, start, _, _ in placements)
+
+    law()
+
+
+def test_law_crop_places_a_document_at_most_once_and_accounts_for_what_it_drops():
+    seen = Counter()
+
+    @LAW
+    @given(streams())
+    def law(stream):
+        T, lengths, buffer = stream
+        drive, placed = Drive(new_packer("crop", T), lengths, buffer), {}
+        for placements in drive:
+            for key, start, length, off in placements:
+                assert key not in placed and (start, off) == (0, 0) and length <= lengths[key]
+                placed[key] = length
+            assert not placed.keys() & drive.packer.docs.keys()
+            assert placed.keys() | drive.packer.docs.keys() == set(range(drive.pushed))
+        dropped = sum(lengths[key] - length for key, length in placed.items())
+        assert drive.packer.cropped == dropped
+        seen.update(dropped=dropped > 0)
+
+    law()
+    assert seen["dropped"]
+
+
+def test_law_crop_drops_only_at_the_end_of_a_row():
+    @LAW
+    @given(streams())
+    def law(stream):
+        T, lengths, buffer = stream
+        for placements in Drive(new_packer("crop", T), lengths, buffer):
+            assert all(length == lengths[key] for key, _, length, _ in placements[:-1])
+
+    law()
+
+
+def test_law_split_every_token_but_bos_is_a_live_target_exactly_once():
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(0, 12))
+    def law(stream, overlap):
+        T, lengths, buffer = stream
+        drive = Drive(new_packer("split", T, overlap), lengths, buffer)
+        live = Counter()
+        for placements in drive:
+            row = expand(placements, True)  # row[0] is a BOS, so that all others are targets
+            live.update((key, token) for key, token, off in row if token and not off)
+        p = drive.packer
+        waiting = set()
+        for key, length, start, _ in p.waiting():
+            assert p.document_length(length, start) == lengths[key]
+            waiting |= {(key, token) for token in range(max(start, 1), lengths[key])}
+        everything = {(key, token) for key in range(drive.pushed) for token in range(1, lengths[key])}
+        assert set(live.values()) <= {1}
+        assert not waiting & live.keys() and waiting | live.keys() == everything
+        assert p.cropped == 0
+        seen.update(cut=p.inserted > 0, pieces=any(start for _, _, start, _ in p.waiting()))
+
+    law()
+    assert seen["cut"] and seen["pieces"]
+
+
+def test_law_split_context_is_the_last_used_tokens_and_is_off():
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(0, 12))
+    def law(stream, overlap):
+        T, lengths, buffer = stream
+        packer = new_packer("split", T, overlap)
+        used = {}
+        for placements in Drive(packer, lengths, buffer):
+            for key, start, length, off in placements:
+                if key not in used:
+                    assert (start, off) == (0, 0)
+                    used[key] = length
+                    continue
+                assert start == used[key] - min(packer.overlap, used[key] - 1) > 0
+                context = list(range(start, used[key]))
+                tokens = [(token, is_off) for _, token, is_off in expand([(key, start, length, off)], True)]
+                assert tokens[0] == (0, False)
+                assert [token for token, is_off in tokens if is_off] == context[:length - 1]
+                used[key] += length - 1 - off
+                seen.update(whole=off == packer.overlap > 0, short=0 < off < packer.overlap, none=packer.overlap == 0)
+
+    law()
+    assert seen["whole"] and seen["short"] and seen["none"]
+
+
+def test_law_concat_rows_are_the_documents_back_to_back_sharing_one_token():
+    @LAW
+    @given(streams(shortest_T=1))
+    def law(stream):
+        T, lengths, buffer = stream
+        tokens = [(key, token, False) for key, length in enumerate(lengths) for token in range(length)]
+        rows = [expand(placements, False) for placements in Drive(Concat(T), lengths, buffer)]
+        assert rows == [tokens[i * T:i * T + T + 1] for i in range((len(tokens) - 1) // T)]
+
+    law()
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["crop", "split", "concat"])
+def test_law_pushing_what_waits_again_at_every_row_changes_no_later_placement(kind):
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(0, 10), st.integers(0, 5))
+    def law(stream, overlap, max_wait):
+        T, lengths, buffer = stream
+        straight = list(Drive(new_packer(kind, T, overlap, max_wait), lengths, buffer))
+        drive, rows = Drive(new_packer(kind, T, overlap, max_wait), lengths, buffer), []
+        for placements in drive:
+            rows.append(placements)
+            old = drive.packer
+            drive.packer = renewed(old, kind, T)
+            assert drive.packer.waiting() == old.waiting()
+            assert (drive.packer.pending, drive.packer.ready) == (old.pending, old.ready)
+        assert rows == straight
+        seen.update(continuations=any(start for row in rows for _, start, _, _ in row))
+
+    law()
+    assert kind == "crop" or seen["continuations"]
+
+
+# ---- fairness -------------------------------------------------------------------------------------------------------
+
+def waits(packer, lengths, buffer):
+    """[(rows waited, documents waiting when it came)] of every piece that was placed."""
+    came, found, drive = {}, [], Drive(packer, lengths, buffer)
+    rows, pushed = iter(drive), 0
+    while True:
+        row, waiting = packer.row, len(packer)
+        placements = next(rows, None)
+        if placements is None:
+            return found
+        for key in range(pushed, drive.pushed):
+            came[key] = (row, waiting + key - pushed)
+        pushed = drive.pushed
+        for key, _, _, _ in placements:
+            since, older = came.pop(key)
+            found.append((row - since, older))
+        cut = placements[-1][0]
+        if cut in packer.docs:
+            came[cut] = (packer.row, list(packer.docs).index(cut))
+
+
+ADVERSARIAL = {
+    "only over-long ones": lambda T, i: 3 * T,
+    "over-long after some short": lambda T, i: T - 1 if i < 10 else 2 * T + i % 5,
+    "a short one now and then": lambda T, i: 5 if i % 50 == 0 else T + 1 + i % 3,
+    "all the same, more than half": lambda T, i: T // 2 + 2,
+    "all the same, nearly a row": lambda T, i: T,
+    "tiny among exact fits": lambda T, i: 1 if i % 9 == 0 else (T + 1) // 2,
+    "BOS alone": lambda T, i: 1,
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize("kind", ["crop", "split"])
+def test_nothing_waits_longer_than_max_wait_and_those_before_it(kind, name):
+    T, max_wait = 16, 12
+    found = waits(new_packer(kind, T, 3, max_wait), [ADVERSARIAL[name](T, i) for i in range(400)], 20)
+    assert len(found) > 20
+    assert all(rows <= max_wait + older for rows, older in found)
+    if name == "over-long after some short":
+        assert any(rows >= max_wait for rows, _ in found), "the case: documents that wait as long as they may"
+    if name == "over-long after some short" and kind == "split":
+        assert any(rows == max_wait + older and older > 3 for rows, older in found), "the bound is reached"
+
+
+@pytest.mark.parametrize("kind", ["crop", "split"])
+def test_law_nothing_waits_longer_than_max_wait_and_those_before_it(kind):
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(0, 6))
+    def law(stream, max_wait):
+        T, lengths, buffer = stream
+        for rows, older in waits(new_packer(kind, T, 3, max_wait), lengths, buffer):
+            assert rows <= max_wait + older
+            seen.update(overdue=rows > max_wait)
+
+    law()
+    assert seen["overdue"]
+
+
+# ---- which piece is chosen ------------------------------------------------------------------------------------------
+
+def one_row(packer, *lengths):
+    for key, length in enumerate(lengths):
+        packer.push("abcdefgh"[key], length)
+    return packer.next_row()
+
+
+def test_golden_the_example_of_the_docstring():
+    crop = BestFit(7)
+    assert one_row(crop, 6, 2, 9) == [("c", 0, 8, 0)] and crop.cropped == 1
+    assert crop.next_row() == [("a", 0, 6, 0), ("b", 0, 2, 0)]
+    split = BestFit(7, split=True, overlap=2)
+    assert one_row(split, 6, 2, 9) == [("c", 0, 8, 0)]
+    assert split.waiting() == [("a", 6, 0, 0), ("b", 2, 0, 0), ("c", 4, 8, 1)]  # BOS, 2 again, the 9th
+    assert split.next_row() == [("a", 0, 6, 0), ("b", 0, 2, 0)]
+    split.push("d", 4)
+    assert split.next_row() == [("c", 6, 4, 2), ("d", 0, 4, 0)]
+    concat = Concat(7)
+    assert one_row(concat, 6, 2, 9) == [("a", 0, 6, 0), ("b", 0, 2, 0)]
+    assert concat.next_row() == [("b", 1, 1, 0), ("c", 0, 7, 0)]
+
+
+def test_golden_an_exact_fit_is_preferred_to_all_else():
+    assert one_row(BestFit(9), 4, 5, 1, 3, 3, 6) == [("a", 0, 4, 0), ("f", 0, 6, 0)]
+
+
+def test_golden_an_exact_pair_is_preferred_to_the_largest_that_fits():
+    assert one_row(BestFit(9), 4, 5, 3, 3) == [("a", 0, 4, 0), ("c", 0, 3, 0), ("d", 0, 3, 0)]
+    assert one_row(BestFit(9), 3, 6, 2, 5) == [("a", 0, 3, 0), ("d", 0, 5, 0), ("c", 0, 2, 0)]
+    assert one_row(BestFit(9), 3, 6, 4, 2, 5, 3) == [("a", 0, 3, 0), ("e", 0, 5, 0), ("d", 0, 2, 0)]
+
+
+def test_golden_a_document_makes_no_pair_with_itself():
+    packer = BestFit(9)
+    assert one_row(packer, 4, 5, 3) == [("a", 0, 4, 0), ("b", 0, 5, 0), ("c", 0, 1, 0)] and packer.cropped == 2
+
+
+def test_golden_the_shortest_is_cropped_and_the_longest_is_split():
+    crop, split = BestFit(9), BestFit(9, split=True, overlap=0)
+    assert one_row(crop, 7, 5, 4, 6) == [("a", 0, 7, 0), ("c", 0, 3, 0)]
+    assert one_row(split, 7, 5, 4, 6) == [("a", 0, 7, 0), ("d", 0, 3, 0)]
+    assert split.waiting()[-1] == ("d", 4, 3, 1)
+
+
+def test_golden_a_document_that_fills_a_row_leaves_at_once_until_another_is_overdue():
+    packer = BestFit(9, max_wait=2)
+    packer.push("old", 8)
+    for i in range(5):
+        packer.push(i, 10)
+    rows = [packer.next_row() for _ in range(3)]
+    assert [row[0][0] for row in rows] == [0, 1, "old"]
+
+
+class Naive:
+    """Best fit by looking at every piece, from the description alone."""
+
+    def __init__(self, T, split, overlap, max_wait):
+        self.capacity, self.split, self.overlap, self.max_wait = T + 1, split, overlap, max_wait
+        self.pieces, self.row = [], 0  # [key, length, used, arrived], oldest first
+
+    def push(self, key, length):
+        self.pieces.append((key, length, 0, self.row))
+
+    def __len__(self):
+        return len(self.pieces)
+
+    @property
+    def ready(self):
+        return sum(length for _, length, _, _ in self.pieces) >= self.capacity
+
+    def choose(self, room):
+        short = [p for p in self.pieces if p[1] < self.capacity]
+        exact = [p for p in short if p[1] == room]
+        pairs = [p for p in short for q in short if p is not q and p[1] + q[1] == room]
+        fitting = exact or pairs or [p for p in short if p[1] < room]
+        if fitting:
+            return max(fitting, key=lambda p: (p[1], -self.pieces.index(p)))  # the oldest of the largest
+        long = [p for p in self.pieces if p[1] >= self.capacity]
+        if self.split:
+            return long[0] if long else max(short, key=lambda p: (p[1], -self.pieces.index(p)))
+        return min(short, key=lambda p: (p[1], self.pieces.index(p))) if short else long[0]
+
+    def next_row(self):
+        self.row += 1
+        room, row = self.capacity, []
+        first = self.pieces[0]
+        long = [p for p in self.pieces if p[1] >= self.capacity]
+        piece = long[0] if long and self.row - first[3] <= self.max_wait else first
+        while True:
+            key, length, used, _ = piece
+            self.pieces.remove(piece)
+            placed = min(length, room)
+            context = min(self.overlap, used - 1) if used else 0
+            off = min(context, placed - 1)
+            row.append((key, used - context if used else 0, placed, off))
+            if placed < length and self.split:
+                now = used + placed - 1 - off if used else placed
+                total = length + used - 1 - context if used else length
+                self.pieces.append((key, 1 + min(self.overlap, now - 1) + total - now, now, self.row))
+            room -= placed
+            if not room:
+                return row
+            piece = self.choose(room)
+
+
+@pytest.mark.parametrize("kind", ["crop", "split"])
+def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
+    seen = Counter()
+
+    @settings(max_examples=200, deadline=None)
+    @given(streams(), st.integers(0, 5), st.integers(0, 6))
+    def law(stream, overlap, max_wait):
+        T, lengths, buffer = stream
+        real = list(Drive(new_packer(kind, T, overlap, max_wait), lengths, buffer))
+        assert real == list(Drive(Naive(T, kind == "split", min(overlap, T - 2), max_wait), lengths, buffer))
+        seen.update(row=len(real), three=any(len(row) > 2 for row in real))
+
+    law()
+    assert seen["row"] > 500 and seen["three"] > 20
+
+
+def test_crop_stays_near_the_floor_on_log_normal_lengths():
+    """The floor is what can never fit. Measured with 128 waiting documents at T = 2048: 0.33 points above it."""
+    T, rng = 2048, np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.1, 1.1, 30_000).astype(int) + 1, 2, 200_000).tolist()
+    drive = Drive(BestFit(T, max_wait=256), lengths, 128)
+    emitted = sum(T + 1 for _ in drive)
+    floor = sum(max(0, length - (T + 1)) for length in lengths) / sum(lengths)
+    dropped = drive.packer.cropped / (emitted + drive.packer.cropped)
+    assert floor > 0.1, "the case: documents longer than a row"
+    assert dropped < floor + 0.005

@@ -1,0 +1,428 @@
+"""Files as groups of documents: what pins them, what is refused, and that reading is the same in any order."""
+
+import gzip
+import json
+import logging
+import random
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import sources
+from nanochat.common import read_json
+from nanochat.sources import ParquetSource, as_parquet, check, find_files, fingerprint, scan, split_train_val
+from tests.toy import ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
+
+GROUP = 8
+BAD_UTF8 = [b"fine", b"\xff\xfe broken", b"fine too"]
+
+
+@pytest.fixture(autouse=True)
+def base_dir(tmp_path, monkeypatch):
+    """Converted files go to a folder of the test's own, in small row groups."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(sources, "GROUP_DOCUMENTS", GROUP)
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i in range(3):
+        write_parquet(tmp_path / "data" / f"s{i}.parquet", some_texts(20, seed=i), GROUP)
+    return tmp_path / "data"
+
+
+def open_source(path, tokenizer=None):
+    return ParquetSource(scan(path), tokenizer or ByteTokenizer())
+
+
+def all_texts(source, unit_size=4):
+    """[texts of each group], by fetching unit after unit."""
+    return [[text.decode() for unit in range(-(-int(n) // unit_size)) for text in source.fetch(g, unit, unit_size)]
+            for g, n in enumerate(source.groups)]
+
+
+def grouped(texts, size=GROUP):
+    return [texts[i:i + size] for i in range(0, len(texts), size)]
+
+
+def write_binary(path, texts):
+    """A parquet file whose text column claims to be UTF-8, whatever is in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data, offsets = b"".join(texts), np.cumsum([0] + [len(t) for t in texts]).astype(np.int32)
+    column = pa.Array.from_buffers(pa.string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    pq.write_table(pa.table({"text": column}), path)
+    return path
+
+
+# ---- manifest -------------------------------------------------------------------------------------------------------
+
+def test_scan_lists_every_file_in_the_order_of_relative_paths(tmp_path):
+    for name in ("b/x.parquet", "a.parquet", "b.parquet", "a/z.parquet", ".hidden.parquet", "c.jsonl.gz", "c.jsonl"):
+        if name.endswith(".parquet"):
+            write_parquet(tmp_path / name, ["text"])
+        else:
+            write_jsonl(tmp_path / name, ["text"])
+    manifest = scan(tmp_path)
+    assert [e["name"] for e in manifest["files"]] == ["a.parquet", "a/z.parquet", "b.parquet", "b/x.parquet",
+                                                      "c.jsonl", "c.jsonl.gz"]
+    assert json.loads(json.dumps(manifest)) == manifest
+
+
+def test_a_folder_that_is_named_like_a_file_is_a_folder(tmp_path):
+    write_parquet(tmp_path / "data.parquet" / "part-0.parquet", ["one"])
+    write_parquet(tmp_path / "data.parquet" / "part-1.parquet", ["two"])
+    assert [f.name for f in find_files(tmp_path)] == ["part-0.parquet", "part-1.parquet"]
+
+
+def test_files_in_hidden_folders_are_no_data(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["one"])
+    write_parquet(tmp_path / ".cache" / "half.parquet", ["two"])
+    assert [f.name for f in find_files(tmp_path)] == ["a.parquet"]
+
+
+def test_check_returns_an_unchanged_manifest_under_another_root_too(folder, tmp_path):
+    manifest = scan(folder)
+    assert check(manifest) == manifest
+    folder.rename(tmp_path / "moved")
+    moved = check(manifest, tmp_path / "moved")
+    assert moved["files"] == manifest["files"] and moved["root"] == str(tmp_path / "moved")
+    assert fingerprint(moved) == fingerprint(manifest)
+
+
+def test_files_that_come_later_are_not_in_the_stream(folder):
+    manifest = scan(folder)
+    write_parquet(folder / "a_new_first.parquet", ["new"])
+    write_parquet(folder / "s9.parquet", ["new"])
+    assert check(manifest) == manifest
+    assert [e["name"] for e in manifest["files"]] == ["s0.parquet", "s1.parquet", "s2.parquet"]
+
+
+def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
+    path = folder / "s1.parquet"
+    plain = {"compression": "none", "use_dictionary": False}
+    texts = some_texts(20, seed=1)
+    write_parquet(path, texts, GROUP, **plain)
+    manifest, size = scan(folder), path.stat().st_size
+    write_parquet(path, [t.swapcase() for t in texts], GROUP, **plain)
+    assert path.stat().st_size == size and texts != [t.swapcase() for t in texts], "the case: only the footer tells"
+    with pytest.raises(ValueError, match=r"s1\.parquet: changed since this run began \(footer"):
+        check(manifest)
+    write_parquet(path, texts, GROUP, **plain)
+    assert check(manifest) == manifest
+
+
+def test_check_names_a_truncated_file(folder):
+    manifest, path = scan(folder), folder / "s2.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"s2\.parquet: not a whole parquet file"):
+        check(manifest)
+
+
+def test_check_names_a_file_that_vanished_and_the_way_out(folder):
+    manifest = scan(folder)
+    (folder / "s0.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match=r"s0\.parquet: .*gone.*--model-tag"):
+        check(manifest)
+
+
+def test_check_names_a_file_whose_groups_changed(folder):
+    manifest = scan(folder)
+    manifest["files"][1]["groups"] = [1, 2, 3]
+    with pytest.raises(ValueError, match=r"s1\.parquet: changed since this run began \(groups"):
+        check(manifest)
+
+
+def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tmp_path):
+    before = fingerprint(scan(folder))
+    (folder / "s0.parquet").rename(folder / "r0.parquet")
+    folder.rename(tmp_path / "elsewhere")
+    assert fingerprint(scan(tmp_path / "elsewhere")) == before
+    write_parquet(tmp_path / "elsewhere" / "r0.parquet", some_texts(20, seed=77), GROUP)
+    assert fingerprint(scan(tmp_path / "elsewhere")) != before
+
+
+def test_the_last_file_is_validation_unless_it_is_named(folder, tmp_path):
+    train, val = split_train_val(folder)
+    assert [e["name"] for e in train["files"]] == ["s0.parquet", "s1.parquet"]
+    assert [e["name"] for e in val["files"]] == ["s2.parquet"]
+    other = write_parquet(tmp_path / "val.parquet", ["v"])
+    train, val = split_train_val(folder, other)
+    assert len(train["files"]) == 3 and [e["name"] for e in val["files"]] == ["val.parquet"]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+def test_no_data_says_how_to_get_some(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*nanochat\.dataset"):
+        scan(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty: no \.parquet"):
+        scan(tmp_path / "empty")
+
+
+def test_one_shard_only_is_refused_and_names_the_flag(tmp_path):
+    write_parquet(tmp_path / "s0.parquet", ["a"])
+    with pytest.raises(ValueError, match=r"one data file only \(s0\.parquet\).*--val-path"):
+        split_train_val(tmp_path)
+
+
+@pytest.mark.parametrize("table, what", [
+    ({"content": ["a", "b"]}, "no `text` column.*content"),
+    ({"text": [1, 2]}, "type int64, expected string"),
+    ({"text": ["a", None, "b", None]}, r"2 null\(s\) in column `text` of row group 0"),
+    ({"text": pa.array([], pa.string())}, r"empty parquet file \(0 rows\)"),
+])
+def test_bad_parquet_is_named(tmp_path, table, what):
+    write_parquet(tmp_path / "good.parquet", ["a"])
+    pq.write_table(pa.table(table), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"bad\.parquet: .*" + what):
+        scan(tmp_path)
+
+
+def test_nulls_without_statistics_are_found_when_read(tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "bad.parquet", write_statistics=False)
+    source = open_source(tmp_path)
+    with pytest.raises(ValueError, match=r"bad\.parquet: 1 null\(s\) in column `text` of row group 0"):
+        source.fetch(0, 0, 64)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all, but long enough to look into"])
+def test_what_is_no_parquet_is_named(tmp_path, content):
+    (tmp_path / "bad.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"bad\.parquet: not a whole parquet file"):
+        scan(tmp_path)
+
+
+def test_a_broken_page_is_named_when_read(tmp_path):
+    path = write_parquet(tmp_path / "bad.parquet", some_texts(200), 200)
+    data = bytearray(path.read_bytes())
+    manifest = scan(tmp_path)
+    data[40:400] = bytes(360)
+    path.write_bytes(data)
+    assert check(manifest) == manifest, "the case: size and footer are as they were"
+    with pytest.raises(ValueError, match=r"bad\.parquet: "):
+        source = ParquetSource(manifest, ByteTokenizer())
+        for unit in range(50):
+            source.encode(source.fetch(0, unit, 4))
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe broken", b"\xed\xa0\x80 a lone surrogate", b"cut \xe6\xbc"])
+def test_invalid_utf8_in_parquet_is_a_value_error_that_names_the_file(tmp_path, bad):
+    write_binary(tmp_path / "bad.parquet", [b"fine", bad, b"fine"])
+    source = open_source(tmp_path)
+    with pytest.raises(ValueError, match=r"bad\.parquet: .*row group 0.*UTF-?8"):
+        source.encode(source.fetch(0, 0, 64))
+
+
+def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
+    """Parquet numbers leaves, so a struct in front of `text` shifts it."""
+    table = pa.table({"meta": pa.array([{"a": None, "b": None}, {"a": 1, "b": None}]), "text": ["x", "y"]})
+    pq.write_table(table, tmp_path / "s.parquet")
+    assert all_texts(open_source(tmp_path)) == [["x", "y"]]
+    pq.write_table(table.set_column(1, "text", [["x", None]]), tmp_path / "s.parquet")
+    with pytest.raises(ValueError, match=r"1 null\(s\) in column `text`"):
+        scan(tmp_path)
+
+
+# ---- parquet --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("unit_size", [1, 3, 4, 8, 64])
+def test_every_document_is_read_as_it_was_written_empty_ones_too(folder, unit_size):
+    source = open_source(folder)
+    texts = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
+    assert all_texts(source, unit_size) == texts
+    assert sum(not t for group in texts for t in group) >= 3, "the case: empty documents"
+    assert source.groups.tolist() == [8, 8, 4] * 3
+
+
+def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(tmp_path):
+    texts = some_texts(300)
+    table = pa.table({"id": list(range(300)), "text": pa.array(texts, pa.large_string())})
+    pq.write_table(table, tmp_path / "large.parquet", row_group_size=100)
+    pq.write_table(table, tmp_path / "pages.parquet", row_group_size=100, data_page_size=256, write_batch_size=3,
+                   compression="none", dictionary_pagesize_limit=512)
+    with pq.ParquetWriter(tmp_path / "gaps.parquet", table.schema) as writer:
+        for start in (0, 100, 100, 200):
+            writer.write_table(table.slice(start, 100))
+            writer.write_table(table.slice(0, 0))
+    assert pa.types.is_large_string(pq.read_schema(tmp_path / "large.parquet").field("text").type)
+    expected = grouped(texts, 100)
+    assert all_texts(open_source(tmp_path / "large.parquet"), 7) == expected
+    assert all_texts(open_source(tmp_path / "pages.parquet"), 7) == expected
+    gaps = open_source(tmp_path / "gaps.parquet")
+    assert [t for t in all_texts(gaps, 7) if t] == [expected[0], expected[1], expected[1], expected[2]]
+
+
+def test_encode_gives_ids_without_bos_in_memory_of_their_own(folder):
+    source = open_source(folder)
+    ids = source.encode(["añ".encode(), b"", b"b"])
+    assert [i.tolist() for i in ids] == [list("añ".encode()), [], [98]]
+    assert all(i.dtype == ByteTokenizer.token_dtype and i.base is None for i in ids)
+
+
+def test_locate_says_file_and_row_group(folder):
+    source = open_source(folder)
+    assert [source.locate(g) for g in (0, 2, 3, 8)] == [("s0.parquet", 0), ("s0.parquet", 2), ("s1.parquet", 0),
+                                                        ("s2.parquet", 2)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_fetches_gives_the_same_texts(folder, seed):
+    rng = random.Random(seed)
+    expected = all_texts(open_source(folder), 4)
+    source = open_source(folder)
+    units = [(g, u) for g, n in enumerate(source.groups) for u in range(-(-int(n) // 4))] * 2
+    rng.shuffle(units)
+    for g, u in units:
+        keep = set(rng.sample(range(-(-int(source.groups[g]) // 4)), 1))
+        assert [t.decode() for t in source.fetch(g, u, 4, lambda k=keep: k)] == expected[g][u * 4:u * 4 + 4]
+
+
+def test_fetch_with_keep_decodes_each_group_once(folder):
+    source = open_source(folder)
+    num_groups = len(source.groups)
+    for g, n in enumerate(source.groups):
+        units = range(-(-int(n) // 2))
+        for u in units:
+            source.fetch(g, u, 2, lambda u=u, units=units: set(units[u:]))
+    assert source.decoded == num_groups and not source._kept
+    for g in range(num_groups):
+        source.fetch(g, 0, 2)
+    assert source.decoded == 2 * num_groups
+
+
+def test_units_put_aside_are_not_taken_for_units_of_another_size(folder):
+    """One source may serve two streams, one after another, that cut groups differently."""
+    source = open_source(folder)
+    source.fetch(0, 0, 2, lambda: {1, 2, 3})
+    assert [t.decode() for t in source.fetch(0, 1, 4)] == some_texts(20)[4:8]
+
+
+def test_threads_that_fetch_one_group_at_once_decode_it_once(folder):
+    source, decode = open_source(folder), ParquetSource._decode
+    inside, go, started = threading.Event(), threading.Event(), []
+
+    def slow_decode(*args):
+        inside.set()
+        go.wait(10)
+        return decode(source, *args)
+
+    source._decode = slow_decode
+    found = {}
+
+    def fetch(unit):
+        started.append(unit)
+        found[unit] = source.fetch(0, unit, 2, lambda: {0, 1, 2, 3})
+
+    threads = [threading.Thread(target=fetch, args=(unit,)) for unit in range(4)]
+    threads[0].start()
+    assert inside.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    while len(started) < 4:
+        pass
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert [t.decode() for unit in range(4) for t in found[unit]] == some_texts(20)[:8]
+    assert source.decoded == 1
+
+
+def test_a_file_that_goes_while_the_run_reads_is_named(folder):
+    source = open_source(folder)
+    (folder / "s1.parquet").unlink()
+    with pytest.raises(FileNotFoundError, match=r"s1\.parquet"):
+        source.fetch(3, 0, 4)
+
+
+# ---- jsonl ----------------------------------------------------------------------------------------------------------
+
+def test_jsonl_and_jsonl_gz_equal_parquet_of_the_same_documents_row_groups_too(tmp_path):
+    paths = write_corpora(tmp_path, [some_texts(21, seed=1), some_texts(8, seed=2), some_texts(3, seed=3)], GROUP)
+    found = {name: open_source(path) for name, path in paths.items()}
+    assert found["parquet"].groups.tolist() == [8, 8, 5, 8, 3]
+    for name in ("jsonl", "gz"):
+        assert found[name].groups.tolist() == found["parquet"].groups.tolist()
+        assert all_texts(found[name]) == all_texts(found["parquet"])
+    assert found["jsonl"].locate(3)[0] == "s1.jsonl" and found["gz"].locate(3)[0] == "s1.jsonl.gz"
+
+
+def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
+    path = write_jsonl(tmp_path / "s.jsonl", ["one", "two"])
+    first = as_parquet(path)
+    stamp = first.stat().st_mtime_ns
+    assert as_parquet(path) == first and first.stat().st_mtime_ns == stamp
+    manifest = scan(path)
+    write_jsonl(path, ["one", "another"])
+    assert all_texts(open_source(path)) == [["one", "another"]]
+    with pytest.raises(ValueError, match=r"s\.jsonl: changed since this run began"):
+        check(manifest)
+
+
+def test_a_jsonl_file_may_have_blank_lines_other_fields_and_no_newline_at_its_end(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b'{"id": 1, "text": "one"}\n\n   \r\n{"text": ""}\r\n{"text": "\\u6f22 \\ud83d\\ude00"}')
+    assert all_texts(open_source(path)) == [["one", "", "漢 😀"]]
+
+
+BROKEN = [b'{"text": "one"}', b"{broken", b'{"text": "two"}', b'{"txt": "no text"}', b'["a list"]', b'{"text": 7}',
+          b'{"text": null}', b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"text": "three"}']
+
+
+def test_broken_jsonl_lines_are_counted_and_reported_with_their_numbers(tmp_path, caplog):
+    path = tmp_path / "s.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
+    with caplog.at_level(logging.WARNING):
+        source = open_source(path)
+    assert all_texts(source) == [["one", "two", "three"]]
+    for number in (2, 4, 5, 6, 7, 8, 9):
+        assert f"s.jsonl.gz: line {number} skipped" in caplog.text
+    assert "7 broken line(s) skipped in all" in caplog.text
+    report = read_json(as_parquet(path).parent / "report.json")
+    assert [number for number, _ in report["skipped"]] == [2, 4, 5, 6, 7, 8, 9]
+
+
+def test_strict_makes_a_broken_line_fatal_also_when_it_was_converted_before(tmp_path, base_dir):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"\n".join(BROKEN))
+    with pytest.raises(ValueError, match=r"s\.jsonl: line 2: .*--strict"):
+        scan(path, strict=True)
+    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
+    scan(path)
+    with pytest.raises(ValueError, match=r"s\.jsonl: line 2: .*--strict"):
+        scan(path, strict=True)
+
+
+def test_strict_makes_invalid_utf8_in_jsonl_fatal(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"s\.jsonl: line 2: .*UTF-8"):
+        scan(path, strict=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "not gzip"])
+def test_a_damaged_gz_is_named_and_nothing_is_left(tmp_path, base_dir, damage):
+    path = write_jsonl(tmp_path / "s.jsonl.gz", some_texts(3000))
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        data = data[:len(data) // 2]
+    elif damage == "flipped":
+        data[len(data) // 2:len(data) // 2 + 50] = b"\xff" * 50
+    else:
+        data = bytearray(b'{"text": "plain"}\n')
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"s\.jsonl\.gz: not a whole gzip file"):
+        scan(path)
+    assert not [f for f in base_dir.rglob("*") if f.is_file()]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"broken\nbroken too\n"])
+def test_jsonl_without_a_document_is_named_itself_not_its_conversion(tmp_path, content):
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/s\.jsonl: .*no document"):
+        scan(path)

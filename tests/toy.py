@@ -1,0 +1,179 @@
+"""Tiny stand-ins for the tests of the stream: a byte tokenizer, sources in memory, small corpora on disk."""
+
+import gzip
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.dataloader import DataLoader
+from nanochat.stream import Cursor, Row, Stream, StreamConfig, block
+
+BOS = 256
+
+
+class ByteTokenizer:
+    """One token a byte, BOS is 256."""
+
+    token_dtype = np.dtype(np.uint16)
+
+    def __init__(self, fingerprint: str = "bytes"):
+        self.fingerprint = fingerprint
+
+    def get_bos_token_id(self) -> int:
+        return BOS
+
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
+        raw = [text.encode() for text in texts]
+        offsets = np.zeros(len(raw) + 1, np.int64)
+        np.cumsum([len(r) + 1 for r in raw], out=offsets[1:])
+        is_text = np.ones(int(offsets[-1]), bool)
+        is_text[offsets[:-1]] = False
+        ids = np.full(len(is_text), BOS, self.token_dtype)
+        ids[is_text] = np.frombuffer(b"".join(raw), np.uint8)
+        return ids, offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != BOS).decode()
+
+
+class MemorySource:
+    """Groups of documents given as token ids (without BOS). `fetched` records (group, unit)."""
+
+    def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory"):
+        self.documents = [list(group) for group in groups]
+        self.fingerprint = fingerprint
+        self.groups = np.array([len(group) for group in groups], np.int64)
+        self.fetched: list[tuple[int, int]] = []
+
+    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[np.ndarray]:
+        self.fetched.append((group, unit))
+        assert all(0 <= u * unit_size < len(self.documents[group]) for u in keep()), "a unit that is none is asked for"
+        return self.documents[group][unit * unit_size:(unit + 1) * unit_size]
+
+    def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
+        return list(raw)
+
+    def locate(self, group: int) -> tuple[str, int]:
+        return f"memory_{group // 2}", group % 2
+
+
+def numbered(lengths: Sequence[Sequence[int]], first: int = 1000, **kwargs: Any) -> MemorySource:
+    """A source of documents with so many tokens (without BOS), in which no two tokens are the same: each tells by
+    itself where it comes from. `groups[g][d]` is a length."""
+    groups, at = [], first
+    for group in lengths:
+        groups.append([])
+        for n in group:
+            groups[-1].append(np.arange(at, at + n, dtype=np.uint32))
+            at += n
+    return MemorySource(groups, **kwargs)
+
+
+def fixed_source(num_groups: int = 5, group_size: int = 9, fingerprint: str = "fixed") -> MemorySource:
+    """The small corpus of the golden digests: lengths and bytes come from BLAKE2b, so from nothing that may change."""
+    def document(i: int) -> np.ndarray:
+        seed = hashlib.blake2b(f"document {i}".encode()).digest()
+        return np.frombuffer((seed * 2)[1:seed[0] % 90], np.uint8).astype(np.uint16)
+    return MemorySource([[document(g * group_size + d) for d in range(group_size)] for g in range(num_groups)],
+                        fingerprint)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+def some_texts(n: int, *, seed: int = 0, longest: int = 120) -> list[str]:
+    """Texts of different lengths, some empty, some not ASCII."""
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list("abcdefgh é漢😀\n"), rng.integers(0, longest))) if i % 7 else "" for i in range(n)]
+
+
+def write_parquet(path: Path, texts: Sequence[str], group_size: int = 8, **kwargs: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), path, row_group_size=group_size, **kwargs)
+    return path
+
+
+def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(data, 1) if path.name.endswith(".gz") else data)
+    return path
+
+
+def write_corpora(root: Path, files: Sequence[Sequence[str]], group_size: int = 8) -> dict[str, Path]:
+    """The same documents as folders of parquet, jsonl and jsonl.gz. Converted jsonl has the same row groups if
+    `nanochat.sources.GROUP_DOCUMENTS` is `group_size` too."""
+    for i, texts in enumerate(files):
+        write_parquet(root / "parquet" / f"s{i}.parquet", texts, group_size)
+        write_jsonl(root / "jsonl" / f"s{i}.jsonl", texts)
+        write_jsonl(root / "gz" / f"s{i}.jsonl.gz", texts)
+    return {name: root / name for name in ("parquet", "jsonl", "gz")}
+
+
+# ---- digests --------------------------------------------------------------------------------------------------------
+
+def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int:
+    """DESIGN's words, without the code: BLAKE2b, 8 bytes, of (u64 i, tokens u32, target mask u8), little-endian."""
+    packed = struct.pack(f"<Q{len(tokens)}I{len(mask)}B", index, *map(int, tokens), *map(int, mask))
+    return struct.unpack("<Q", hashlib.blake2b(packed, digest_size=8).digest())[0]
+
+
+def row_arrays(row: Row, T: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens (T + 1,), live (T + 1,)) of a row."""
+    tokens, live = np.full(T + 1, 2**32 - 1, np.uint32), np.ones(T + 1, np.uint8)
+    row.copy(BOS, tokens, live)
+    return tokens, live
+
+
+def json_copy(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+class Ranks:
+    """All ranks of a stream in one process. `step()` gives the digest of the next step, put together from all ranks."""
+
+    def __init__(self, config: StreamConfig, sources: Mapping[str, Any], *, n: int, W: int,
+                 cursors: list[Cursor] | None = None, num_threads: int = 1, tokenizer: str = "t"):
+        self.config, self.n, self.W = config, n, W
+        self.streams = [Stream(config, sources, block(r, W, config.V), tokenizer=tokenizer, num_threads=num_threads,
+                               cursors=None if cursors is None else json_copy(cursors)) for r in range(W)]
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for stream in self.streams:
+            stream.close()
+
+    def rows(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens, live) of each row of the next step, in order."""
+        return [row_arrays(row, self.config.T) for stream in self.streams for row in stream.next_rows(self.n)]
+
+    def step(self) -> int:
+        return sum(digest_of_row(i, tokens, live[1:]) for i, (tokens, live) in enumerate(self.rows())) % 2**64
+
+    def cursors(self) -> list[Cursor]:
+        return [cursor for stream in self.streams for cursor in stream.cursors()]
+
+
+def load_steps(config: StreamConfig, sources: Mapping[str, Any], *, R: int, W: int, B: int, steps: int,
+               **kwargs: Any) -> Iterator[tuple[int, list[Cursor]]]:
+    """(digest, all cursors) after each of the next steps, from the DataLoaders of W ranks in one process."""
+    with ExitStack() as stack:
+        loaders = [stack.enter_context(DataLoader(config, sources, tokenizer=ByteTokenizer(), rows_per_step=R,
+                                                  device_batch_size=B, rank=r, world_size=W, **kwargs))
+                   for r in range(W)]
+        for _ in range(steps):
+            for loader in loaders:
+                for _ in range(loader.micro_batches_per_step):
+                    batch = next(loader)
+                assert batch.last
+            yield (sum(loader.digest for loader in loaders) % 2**64,
+                   [cursor for loader in loaders for cursor in loader.cursors()])

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Make .venv ready: Python 3.11 or newer, torch, the other dependencies, the tools of the tests.
+#
+#   bash dev/setup.sh
+#
+# Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second when nothing
+# changed. The stamp in .venv holds what was installed: pyproject.toml, word for word, and Python's version. It goes
+# before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml only.
+# PYTHON=/path/to/python picks an interpreter; pip's own settings (PIP_INDEX_URL, ...) are honoured.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/.setup-stamp
+
+wanted_stamp() { .venv/bin/python -V && cat pyproject.toml; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+        if [[ -n "${PYTHON:-}" ]]; then break; fi
+    done
+    echo "setup: ${PYTHON:-python3} is not Python 3.11 or newer; install one, or name one: PYTHON=/path/to/python" >&2
+    return 1
+}
+
+requirements() { # of pyproject.toml; "torch" or "rest"
+    .venv/bin/python - "$1" <<'PY'
+import sys, tomllib
+
+with open("pyproject.toml", "rb") as f:
+    project = tomllib.load(f)["project"]
+everything = project["dependencies"] + project["optional-dependencies"]["dev"]
+print("\n".join(r for r in everything if r.startswith("torch==") == (sys.argv[1] == "torch")))
+PY
+}
+
+install() { # requirements; quiet unless it fails
+    local output
+    if ! output=$(.venv/bin/python -m pip install --disable-pip-version-check --no-input "$@" 2>&1); then
+        printf '%s\nsetup: pip could not install: %s\n' "$output" "$*" >&2
+        return 1
+    fi
+}
+
+if [[ -f "$stamp" ]] && wanted_stamp 2>/dev/null | cmp -s - "$stamp"; then
+    exit 0
+fi
+rm -f "$stamp"
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, half made, or its Python is gone
+    python=$(find_python)
+    echo "setup: making .venv with $("$python" -V)"
+    "$python" -m venv --clear .venv
+fi
+mapfile -t torch < <(requirements torch)
+mapfile -t rest < <(requirements rest)
+echo "setup: installing ${torch[*]} and ${#rest[@]} more packages into .venv (minutes, the first time)"
+install "${torch[@]}" # alone, so that nothing else decides which build of it comes
+install "${rest[@]}"
+wanted_stamp >"$stamp.tmp"
+mv "$stamp.tmp" "$stamp"

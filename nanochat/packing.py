@@ -81,7 +81,7 @@ class BestFit:
         self.split, self.overlap, self.max_wait = split, overlap, max_wait
         self.docs: dict[Key, tuple[int, int, int]] = {}
         self.long: deque[Key] = deque()  # pieces of at least `capacity` tokens, oldest first
-        self.by_length: list[deque[Key]] = [deque() for _ in range(self.capacity)]
+        self.by_length: dict[int, list[Key]] = {}  # shorter pieces (a deque for every length: 100 MB more)
         self.bits = self.mirror = 0
         self.tokens = 0  # in all waiting pieces, their BOS and context included
         self.row = self.inserted = self.repeated = self.cropped = 0
@@ -109,11 +109,13 @@ class BestFit:
         if length >= self.capacity:
             self.long.append(key)
             return
-        same = self.by_length[length]
-        if not same:
+        same = self.by_length.get(length)
+        if same is None:
+            self.by_length[length] = [key]
             self.bits |= 1 << length
             self.mirror |= 1 << (self.capacity - length)
-        same.append(key)
+        else:
+            same.append(key)
 
     def _take(self, length: int, placements: list[Placement], room: int) -> None:
         """Place the oldest piece of that length; what is beyond `room` is dropped or comes back."""
@@ -121,8 +123,9 @@ class BestFit:
             key = self.long.popleft()
         else:
             same = self.by_length[length]
-            key = same.popleft()
+            key = same.pop(0)
             if not same:
+                del self.by_length[length]
                 self.bits ^= 1 << length
                 self.mirror ^= 1 << (self.capacity - length)
         start = self.docs.pop(key)[1]

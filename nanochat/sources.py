@@ -323,7 +323,7 @@ class ParquetSource:
                         found = (data.to_pybytes(), offsets)
                     elif index in keep:
                         data, offsets = _texts_of(batch.column(0), path, local)
-                        kept = (data.size, self._codec.compress(data), offsets)
+                        kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
                         with self._lock:
                             self._kept[(group, index, unit_size)] = kept
         except FileNotFoundError:

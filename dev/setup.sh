@@ -27,21 +27,24 @@ find_python() {
     return 1
 }
 
-requirements() { # of pyproject.toml; "torch" or "rest"
-    .venv/bin/python - "$1" <<'PY'
-import sys, tomllib
+write_requirements() { # .venv/requirements-torch.txt and .venv/requirements-rest.txt, from pyproject.toml
+    .venv/bin/python - <<'PY'
+import tomllib
+from pathlib import Path
 
-with open("pyproject.toml", "rb") as f:
-    project = tomllib.load(f)["project"]
-everything = project["dependencies"] + project["optional-dependencies"]["dev"]
-print("\n".join(r for r in everything if r.startswith("torch==") == (sys.argv[1] == "torch")))
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+lines = {"torch": [], "rest": []}
+for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+    lines["torch" if requirement.startswith("torch==") else "rest"].append(requirement + "\n")
+for name, requirements in lines.items():
+    Path(f".venv/requirements-{name}.txt").write_text("".join(requirements))
 PY
 }
 
-install() { # requirements; quiet unless it fails
+install() { # a requirements file; quiet unless it fails
     local output
-    if ! output=$(.venv/bin/python -m pip install --disable-pip-version-check --no-input "$@" 2>&1); then
-        printf '%s\nsetup: pip could not install: %s\n' "$output" "$*" >&2
+    if ! output=$(.venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$1" 2>&1); then
+        printf '%s\nsetup: pip could not install %s; run this again when that is mended\n' "$output" "$1" >&2
         return 1
     fi
 }
@@ -55,10 +58,9 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, half ma
     echo "setup: making .venv with $("$python" -V)"
     "$python" -m venv --clear .venv
 fi
-mapfile -t torch < <(requirements torch)
-mapfile -t rest < <(requirements rest)
-echo "setup: installing ${torch[*]} and ${#rest[@]} more packages into .venv (minutes, the first time)"
-install "${torch[@]}" # alone, so that nothing else decides which build of it comes
-install "${rest[@]}"
+write_requirements
+echo "setup: installing the packages of pyproject.toml into .venv (minutes, the first time)"
+install .venv/requirements-torch.txt # alone, so that nothing else decides which build of it comes
+install .venv/requirements-rest.txt
 wanted_stamp >"$stamp.tmp"
 mv "$stamp.tmp" "$stamp"

@@ -371,6 +371,11 @@ class Stream:
             self.feeds[bucket] = feeds
         for cursor in cursors or ():
             self._restore(cursor)
+        found = [cursor["lane"] for cursor in cursors or ()]
+        if cursors is not None and (missing := set(self.lanes) - set(found)):
+            raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a checkpoint")
+        if len(found) > len(set(found)):
+            raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
 
     def _restore(self, cursor: Cursor) -> None:
         lane = cursor["lane"]

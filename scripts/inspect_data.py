@@ -1,0 +1,299 @@
+"""
+Look into the stream: digests, documents and accounts of any step. No model, no GPU.
+
+    python -m scripts.inspect_data digest --run d12 --steps 0:100          # and compare with what the run logged
+    python -m scripts.inspect_data digest --data-path DIR --steps 0:5 --world-size 8
+    python -m scripts.inspect_data rows --run d12 --step 1234 --row 7 --text
+    python -m scripts.inspect_data ledger --run d12
+
+A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the nearest cursors
+that the run kept, so any step of a long run is near:
+
+    kept cursors:   0 . . . . . . 1000 . . . . . . 2000        step 1234: restore 1000, pack 234 steps, look
+
+All commands begin with `cursors_at(step)`: what a checkpoint of that step would hold. Digests come from real loaders,
+one for each rank. A run's batch size may change when it is resumed; its log tells how large each step was.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from nanochat.common import EXIT_FAILED, run_main, setup_logging
+from nanochat.dataloader import DataLoader, Layout
+from nanochat.dataset import DEFAULT_DATASET
+from nanochat.run_data import BUCKET, open_run
+from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
+from nanochat.sources import ParquetSource, split_train_val
+from nanochat.stream import LEDGER, Cursor, Row, Stream, StreamConfig, default_lanes, ledger
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+
+log = logging.getLogger(__name__)
+
+DEFAULTS = {"max_seq_len": 2048, "seed": 42, "total_batch_size": 524288, "lanes": -1}  # else StreamConfig's
+CONFIG_FLAGS = {"max_seq_len": "T", "seed": "seed", "packing": "layout", "long_docs": "long_docs",
+                "overlap": "overlap", "buffer_size": "buffer_size"}  # flag -> field of StreamConfig
+STREAM_FLAGS = (*CONFIG_FLAGS, "data_path", "val_path", "tokenizer", "total_batch_size", "rows_per_step", "lanes")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A stream that can be entered at any step."""
+
+    config: StreamConfig
+    sources: dict[str, ParquetSource]
+    tokenizer: RustBPETokenizer
+    base_rows: int  # of a step, where no log tells
+    run_dir: Path | None = None
+
+    @functools.cached_property
+    def kept(self) -> dict[int, Path]:
+        """{steps done: kept cursors}, ascending."""
+        return {} if self.run_dir is None else cursor_files(self.run_dir)
+
+    @functools.cached_property
+    def logged(self) -> dict[int, tuple[str, int]]:
+        """{step: (digest, tokens of all steps so far)} of the run's log, ascending."""
+        records = () if self.run_dir is None else iter_log(self.run_dir / "logs" / "train.jsonl")
+        return dict(sorted({r["step"]: (r["digest"], r.get("tokens", 0)) for r in records if "digest" in r}.items()))
+
+    def rows_per_step(self, step: int) -> int:
+        """Rows of that step: what the log says of it or of the last step before it, else as the run was started."""
+        for s in range(min(step, next(reversed(self.logged), -1)), -1, -1):
+            now, before = self.logged.get(s, ("", 0))[1], self.logged.get(s - 1, ("", 0))[1]
+            rows, rest = divmod(now - before, self.config.T)
+            if (s == 0 or before) and rows > 0 and rest == rows % self.config.V == 0:
+                return rows
+        return self.base_rows
+
+    def stream(self, cursors: Sequence[Cursor] | None) -> Stream:
+        """All lanes, from their cursors or from the start."""
+        lanes, tokenizer = range(self.config.V), self.tokenizer.fingerprint
+        return Stream(self.config, self.sources, lanes, tokenizer=tokenizer, cursors=cursors)
+
+    def cursors_at(self, step: int) -> list[Cursor]:
+        """The cursors of all lanes when `step` steps are done. ValueError if those kept are of another stream."""
+        for done in sorted((s for s in self.kept if s <= step), reverse=True):
+            try:
+                cursors = read_cursors(self.kept[done])[1]
+                break
+            except ValueError as e:  # older ones serve as well
+                log.warning("passed over: %s", e)
+        else:
+            done, cursors = 0, None
+        with closing(self.stream(cursors)) as stream:
+            for s in tqdm(range(done, step), desc=f"packing from step {done}", unit=" steps", disable=None):
+                stream.next_rows(self.rows_per_step(s) // self.config.V)
+            return stream.cursors()
+
+
+def open_stream(args: argparse.Namespace) -> Opened:
+    """The stream that the command line names. ValueError or FileNotFoundError if it does not name one."""
+    given = [f"--{name.replace('_', '-')}" for name in STREAM_FLAGS if name in args]
+    if args.run is not None and given:
+        raise ValueError(f"--run and {', '.join(given)}: a run has its own; leave out one or the other")
+    if args.run is None:
+        opened = open_flags(vars(args))
+    else:
+        data, config, settings = open_run(find_run(args.run))
+        rows = settings["total_batch_size"] // config.T
+        opened = Opened(config, data.train, data.tokenizer, rows, find_run(args.run))
+    Layout(opened.config.V, opened.base_rows, 1)  # refuses lanes that do not divide the step
+    return opened
+
+
+def open_flags(flags: dict[str, Any]) -> Opened:
+    """A stream as base_train would make it of the same flags."""
+    flags = DEFAULTS | flags
+    T = max(1, flags["max_seq_len"])
+    rows, rest = divmod(flags.get("rows_per_step", 0) * T or flags["total_batch_size"], T)
+    if rest or rows < 1:
+        raise ValueError(f"--total-batch-size: expected a multiple of {T} (--max-seq-len), got {rows * T + rest}")
+    fields = {field: flags[name] for name, field in CONFIG_FLAGS.items() if name in flags}
+    config = StreamConfig(V=default_lanes(rows) if flags["lanes"] == -1 else flags["lanes"], **fields)
+    tokenizer = get_tokenizer(flags.get("tokenizer"))
+    train, _ = split_train_val(flags.get("data_path", DEFAULT_DATASET.data_dir), flags.get("val_path"))
+    return Opened(config, {BUCKET: ParquetSource(train, tokenizer)}, tokenizer, rows)
+
+
+def step_digests(opened: Opened, steps: range, *, W: int, B: int) -> Iterator[tuple[int, list[int]]]:
+    """(step, each rank's part of its digest), from one loader for each of W ranks, in micro-batches of B rows."""
+    cursors = opened.cursors_at(steps.start)
+    for rows, same_size in itertools.groupby(steps, key=opened.rows_per_step):
+        same = list(same_size)
+        with ExitStack() as stack:
+            loaders = [stack.enter_context(DataLoader(
+                opened.config, opened.sources, tokenizer=opened.tokenizer, rows_per_step=rows, device_batch_size=B,
+                rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W), prefetch=2))
+                for rank in range(W)]
+            for step in same:
+                for loader in loaders:
+                    for _ in range(loader.micro_batches_per_step):
+                        next(loader)
+                yield step, [loader.digest for loader in loaders]
+            cursors = [cursor for loader in loaders for cursor in loader.cursors()]
+
+
+def show_digests(opened: Opened, args: argparse.Namespace) -> int:
+    """One JSON line a step; exit code 1 where the run's log has another digest."""
+    wrong = []
+    for step, parts in step_digests(opened, args.steps, W=args.world_size or 1, B=args.device_batch_size):
+        line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
+        if args.world_size:
+            line["ranks"] = [f"{part:016x}" for part in parts]
+        if step in opened.logged:
+            line |= {"logged": opened.logged[step][0], "match": opened.logged[step][0] == line["digest"]}
+            wrong += [] if line["match"] else [step]
+        print(json.dumps(line), flush=True)
+    if wrong:
+        print(f"error: {opened.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those that the run logged, "
+              f"first at step {wrong[0]}: code or data changed since it was there", file=sys.stderr)
+    return EXIT_FAILED if wrong else 0
+
+
+def describe(opened: Opened, row: Row, *, with_text: bool) -> list[dict[str, Any]]:
+    """Where each placement of a row comes from. `start` and `stop` count the document's tokens, BOS being token 0; a
+    continuation has a BOS of its own in front, which is in `tokens` but not in that range."""
+    source, tokenizer, at, found = opened.sources[row.bucket], opened.tokenizer, 0, []
+    tokens = np.zeros(opened.config.T + 1, np.uint32)
+    if with_text:
+        row.copy(tokenizer.get_bos_token_id(), tokens, np.ones(len(tokens), np.uint8))
+    for ((epoch, group, number), start, length, off), document in zip(row.placements, row.documents):
+        name, local = source.locate(group)
+        inserted = int(start > 0 and row.feed.packer.own_bos)
+        found.append({
+            "at": at, "tokens": length, "off": off, "file": name, "group": local,
+            "unit": number // row.feed.order.unit_size,
+            "document": int(source.groups[group - local:group].sum()) + number, "document_in_group": number,
+            "epoch": epoch, "start": start, "stop": start + length - inserted,
+            "of": len(document) + 1 if isinstance(document, np.ndarray) else document.length})
+        if with_text:
+            found[-1]["text"] = tokenizer.decode(tokens[at:at + length])
+        at += length
+    return found
+
+
+def show_rows(opened: Opened, args: argparse.Namespace) -> int:
+    """The documents in each row of a step."""
+    num_rows = opened.rows_per_step(args.step)
+    if args.row is not None and args.row >= num_rows:
+        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {num_rows - 1}")
+    lines: list[dict[str, Any]] = []
+    with closing(opened.stream(opened.cursors_at(args.step))) as stream:
+        for number, row in enumerate(stream.next_rows(num_rows // opened.config.V)):
+            if args.row in (None, number):
+                head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
+                found = describe(opened, row, with_text=args.text)
+                if args.json:
+                    print(json.dumps({**head, "documents": found}, ensure_ascii=False))
+                lines += [head | place for place in found]
+    texts = [line.pop("text", "") for line in lines]
+    if not args.json:
+        heading, *body = table([[*lines[0]], *([*line.values()] for line in lines)])
+        print(heading)
+        for line, text in zip(body, texts):
+            print(line, *text.splitlines(), sep="\n    | ")
+    return 0
+
+
+def table(cells: list[list[Any]]) -> list[str]:
+    """Aligned lines: numbers to the right, text to the left."""
+    right = [not isinstance(cell, str) for cell in cells[-1]]
+    texts = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    return ["  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right)).rstrip() for row in texts]
+
+
+def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
+    """The accounts after some steps; exit code 1 where they do not balance, which would be a bug."""
+    if args.step is None and not opened.kept:
+        raise ValueError("--step: needed, there are no kept cursors to take the accounts from")
+    step = max(opened.kept) if args.step is None else args.step
+    accounts = ledger(opened.cursors_at(step), opened.config.T)
+    cells: list[list[Any]] = [["bucket", "read", "+ bos", "+ repeated", "= emitted", "+ cropped", "+ pending",
+                               *LEDGER[6:], "balance", "cropped %"]]
+    for bucket, a in accounts.items():
+        a["balance"] = a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
+        cells.append([bucket, *a.values(), f"{100 * a['cropped'] / max(1, a['emitted'] + a['cropped']):.2f}"])
+    print(f"tokens after {step:,} steps; the balance must be 0", *table(cells), sep="\n")
+    return EXIT_FAILED if any(a["balance"] for a in accounts.values()) else 0
+
+
+def integer(text: str) -> int:
+    """argparse type: an integer from 0."""
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer, 0 or more")
+
+
+def span(text: str) -> range:
+    """argparse type: A:B with 0 <= A < B."""
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10")
+    return range(int(first), int(stop))
+
+
+def stream_flags() -> argparse.ArgumentParser:
+    """The parent parser: which stream."""
+    parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parent.add_argument("--run", default=None, metavar="DIR_OR_TAG", help="a run directory or its tag; or, without it:")
+    flags = parent.add_argument_group("a stream from flags, as base_train would make it")
+    default = {flag: getattr(StreamConfig, field, None) for flag, field in CONFIG_FLAGS.items()} | DEFAULTS
+    for names, kind, text in (
+            (["--data-path"], Path, "folder of parquet or jsonl files (default: the downloaded data)"),
+            (["--val-path"], Path, "validation data (default: the last file, which is left out)"),
+            (["--tokenizer", "--tokenizer-dir"], Path, "its folder (default: the one that tok_train wrote)"),
+            (["-T", "--max-seq-len"], int, "tokens of a row (default: {max_seq_len})"),
+            (["--total-batch-size"], int, "tokens of a step (default: {total_batch_size})"),
+            (["--rows-per-step"], int, "the same in rows (goes before --total-batch-size)"),
+            (["--lanes"], int, "default: -1, the largest divisor of the rows that is at most 64"),
+            (["--seed"], int, "default: {seed}"),
+            (["--packing"], str, "bestfit or concat (default: {packing})"),
+            (["--long-docs"], str, "crop or split (default: {long_docs})"),
+            (["--overlap"], int, "tokens of context of a continuation (default: {overlap})"),
+            (["--buffer-size"], int, "documents that wait in a lane (default: {buffer_size})")):
+        flags.add_argument(*names, type=kind, metavar=kind.__name__.upper(), help=text.format(**default))
+    return parent
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="digest|rows|ledger")
+    parent = stream_flags()
+    digest = commands.add_parser("digest", parents=[parent], help="one JSON line a step: its batch digest")
+    digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, from 0")
+    digest.add_argument("--world-size", type=integer, metavar="W", help="add up W ranks' parts, and list them")
+    digest.add_argument("--device-batch-size", type=int, default=16, metavar="B", help="rows of a micro-batch")
+    rows = commands.add_parser("rows", parents=[parent], help="which documents are in each row of a step")
+    rows.add_argument("--step", type=integer, required=True, help="from 0")
+    rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
+    rows.add_argument("--text", action="store_true", help="decode them")
+    rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
+    accounts = commands.add_parser("ledger", parents=[parent], help="tokens read, emitted, cropped, pending")
+    accounts.add_argument("--step", type=integer, help="when so many are done (default: a run's newest kept cursors)")
+    for command, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
+        command.set_defaults(show=show)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look and print; 1 where a digest differs or accounts do not balance. ValueError, OSError for bad input."""
+    args = parse_args(argv)
+    setup_logging()
+    return args.show(open_stream(args), args)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,294 @@
+"""inspect_data: what it says of a step is what training would see."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.dataloader import OFF, DataLoader
+from nanochat.run_data import BUCKET, open_run, pin_data
+from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
+from nanochat.sources import ParquetSource, split_train_val
+from nanochat.stream import StreamConfig
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_train, inspect_data
+from tests.toy import digest_of_row, some_texts, write_parquet
+
+T, R, V = 24, 6, 3
+FLAGS = [f"-T={T}", f"--total-batch-size={R * T}", f"--lanes={V}", "--buffer-size=8"]
+SHAPES = {"crop": [], "split": ["--long-docs=split", "--overlap=5"], "concat": ["--packing=concat"]}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(data folder, tokenizer folder): three files, the last is validation."""
+    root = tmp_path_factory.mktemp("corpus")
+    for i in range(3):
+        write_parquet(root / "data" / f"s{i}.parquet", some_texts(60, seed=i), group_size=25)
+    tokenizer = RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300)
+    tokenizer.save(root / "tokenizer")
+    return root / "data", root / "tokenizer"
+
+
+def stream_flags(corpus: tuple[Path, Path], shape: str = "crop") -> list[str]:
+    return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS, *SHAPES[shape]]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    """What a command prints."""
+    assert inspect_data.main(argv) == code
+    return capsys.readouterr().out
+
+
+def json_lines(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run(capsys, *argv, code=code).splitlines()]
+
+
+def config_of(shape: str) -> StreamConfig:
+    return {"crop": StreamConfig(T, V, 42, buffer_size=8),
+            "split": StreamConfig(T, V, 42, long_docs="split", overlap=5, buffer_size=8),
+            "concat": StreamConfig(T, V, 42, layout="concat", buffer_size=8)}[shape]
+
+
+def batches(corpus: tuple[Path, Path], shape: str, steps: int, **kwargs: Any
+            ) -> tuple[list[list[tuple[list[int], list[int]]]], list[list[dict[str, Any]]]]:
+    """Of each step the rows (inputs, targets) that a loader delivers, and all cursors after it."""
+    tokenizer = RustBPETokenizer.from_directory(corpus[1])
+    source = ParquetSource(split_train_val(corpus[0])[0], tokenizer)
+    found, cursors = [], []
+    with DataLoader(config_of(shape), {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R,
+                    **kwargs) as loader:
+        for _ in range(steps):
+            batch = next(loader)
+            found.append(list(zip(batch.inputs.tolist(), batch.targets.tolist())))
+            cursors.append(loader.cursors())
+    return found, cursors
+
+
+def digest_of(rows: list[tuple[list[int], list[int]]]) -> str:
+    """The digest of a step whose rows all end with a live target."""
+    parts = [digest_of_row(i, row_tokens(row), [x != OFF for x in row[1]]) for i, row in enumerate(rows)]
+    return f"{sum(parts) % 2**64:016x}"
+
+
+def row_tokens(row: tuple[list[int], list[int]]) -> list[int]:
+    """A row's T + 1 tokens; its last target must be live."""
+    inputs, targets = row
+    assert targets[-1] != OFF
+    return [*inputs, targets[-1]]
+
+
+@pytest.fixture
+def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A run that trained 8 steps and kept the cursors of steps 3, 6 and 8; those of 6 are torn."""
+    path = tmp_path / "run"
+    write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
+                        "overlap": 64, "buffer_size": 8, "packer_version": 1, "total_batch_size": R * T})
+    pin_data(path, corpus[0])
+    RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
+    rows, cursors = batches(corpus, "crop", 8)
+    with TrainLog(path / "logs" / "train.jsonl") as log:
+        for step, of_step in enumerate(rows):
+            log.write(step=step, tokens=(step + 1) * R * T, digest=digest_of(of_step))
+    for step in (3, 6, 8):
+        keep_cursors(path, step, pack_cursors(step, cursors[step - 1]))
+    torn = path / "logs" / "cursors" / "step-00000006.json.gz"
+    torn.write_bytes(torn.read_bytes()[:50])
+    return path
+
+
+# ---- digest ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", ["crop", "concat"])
+def test_digests_are_those_of_the_delivered_batches(corpus, shape, capsys):
+    lines = json_lines(capsys, "digest", "--steps=2:9", *stream_flags(corpus, shape))
+    rows, _ = batches(corpus, shape, 9)
+    expected = [digest_of(rows[s]) for s in range(2, 9)]
+    assert [(line["step"], line["digest"]) for line in lines] == list(zip(range(2, 9), expected))
+    assert len(set(expected)) == 7
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_digests_are_the_same_for_any_world_size_and_batch_size(corpus, shape, capsys):
+    alone = json_lines(capsys, "digest", "--steps=1:5", *stream_flags(corpus, shape))
+    assert "ranks" not in alone[0]
+    for W, B in ((1, 1), (2, 4), (3, 5)):
+        lines = json_lines(capsys, "digest", "--steps=1:5", f"--world-size={W}", f"--device-batch-size={B}",
+                           *stream_flags(corpus, shape))
+        assert [line["digest"] for line in lines] == [line["digest"] for line in alone]
+        for line in lines:
+            assert len(line["ranks"]) == len(set(line["ranks"])) == W
+            assert f"{sum(int(part, 16) for part in line['ranks']) % 2**64:016x}" == line["digest"]
+
+
+def test_digests_of_a_run_match_its_log(run_dir, capsys):
+    lines = json_lines(capsys, "digest", "--steps=0:10", f"--run={run_dir}", "--world-size=2")
+    assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
+
+
+def test_another_digest_in_the_log_is_an_error_that_names_the_step(run_dir, capsys):
+    with TrainLog(run_dir / "logs" / "train.jsonl") as log:
+        log.write(step=5, tokens=6 * R * T, digest="0123456789abcdef")
+    assert inspect_data.main(["digest", "--steps=4:7", f"--run={run_dir}"]) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["match"] for line in out.splitlines()] == [True, False, True]
+    assert "first at step 5" in err
+
+
+def test_a_batch_size_that_changed_at_a_resume_is_read_from_the_log(corpus, run_dir, capsys):
+    _, cursors = batches(corpus, "crop", 8)
+    with TrainLog(run_dir / "logs" / "train.jsonl") as log:
+        for step in (8, 9):
+            log.write(step=step, tokens=8 * R * T + (step - 7) * 2 * R * T, digest="0" * 16)
+    opened = inspect_data.open_stream(inspect_data.parse_args(["ledger", f"--run={run_dir}"]))
+    assert [opened.rows_per_step(s) for s in (0, 7, 8, 9, 50)] == [R, R, 2 * R, 2 * R, 2 * R]
+    assert opened.cursors_at(8) == cursors[-1]
+    assert [c["row"] for c in opened.cursors_at(10)] == [8 * R // V + 2 * 2 * R // V] * V
+    lines = json_lines(capsys, "digest", "--steps=7:9", f"--run={run_dir}", code=1)  # the batch size changes inside
+    doubled = json_lines(capsys, "digest", "--steps=4:5", *stream_flags(corpus), f"--rows-per-step={2 * R}")
+    assert lines[0]["match"] and lines[1]["digest"] == doubled[0]["digest"]
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
+    tokenizer = RustBPETokenizer.from_directory(corpus[1])
+    bos = tokenizer.get_bos_token_id()
+    files = {p.name: pq.ParquetFile(p) for p in corpus[0].iterdir()}
+    rows, _ = batches(corpus, shape, 61)
+    seen = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
+    for step in (0, 1, 5, 60):
+        lines = json_lines(capsys, "rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
+        assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
+        for line, (inputs, targets) in zip(lines, rows[step]):
+            told: list[int] = []
+            for d in line["documents"]:
+                texts = files[d["file"]].read()["text"].to_pylist()
+                in_group = files[d["file"]].read_row_group(d["group"])["text"].to_pylist()
+                assert texts[d["document"]] == in_group[d["document_in_group"]]
+                ids = tokenizer.encode_one(texts[d["document"]]).tolist()
+                part = ids[d["start"]:d["stop"]]
+                continued = d["start"] > 0 and shape != "concat"
+                assert d["at"] == len(told) and d["of"] == len(ids)
+                assert d["tokens"] == len(part) + continued
+                told += [bos] * continued + part
+                off = range(d["at"] + 1, d["at"] + 1 + d["off"])
+                assert all(targets[t - 1] == OFF for t in off)
+                seen["whole"] += len(part) == len(ids)
+                seen["continued"] += d["start"] > 0
+                seen["cut"] += d["stop"] < d["of"]
+                seen["later epoch"] += d["epoch"] > 0
+                seen["later group"] += d["group"] > 0
+                seen["off"] += d["off"]
+            assert sum(d["off"] for d in line["documents"]) == targets.count(OFF)
+            assert told[:-1] == inputs
+            assert all(x in (OFF, t) for x, t in zip(targets, told[1:]))
+    missing = {"crop": {"continued", "off"}, "split": set(), "concat": {"off"}}[shape]
+    assert {name for name, n in seen.items() if not n} == missing
+
+
+def test_text_is_that_of_the_placements(corpus, capsys):
+    tokenizer = RustBPETokenizer.from_directory(corpus[1])
+    (line,) = json_lines(capsys, "rows", "--step=3", "--row=4", "--text", "--json", *stream_flags(corpus, "split"))
+    inputs, targets = batches(corpus, "split", 4)[0][3][4]
+    tokens = np.array([*inputs, targets[-1]])
+    assert line["row"] == 4 and targets[-1] != OFF
+    for d in line["documents"]:
+        assert d["text"] == tokenizer.decode(tokens[d["at"]:d["at"] + d["tokens"]])
+    table = run(capsys, "rows", "--step=3", "--row=4", "--text", *stream_flags(corpus, "split"))
+    assert table.count("    | <|bos|>") == len(line["documents"]) > 0
+    assert table.split()[:4] == ["step", "row", "lane", "lane_row"]
+
+
+def test_rows_of_a_run_are_those_of_the_same_flags(corpus, run_dir, capsys):
+    for step in (2, 3, 5, 7, 8, 9):  # before, at and behind kept cursors, and past torn ones
+        there = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", f"--run={run_dir}")
+        assert there == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", *stream_flags(corpus))
+
+
+# ---- seeking --------------------------------------------------------------------------------------------------------
+
+def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch, caplog):
+    _, cursors = batches(corpus, "crop", 8)
+    opened = inspect_data.open_stream(inspect_data.parse_args(["ledger", f"--run={run_dir}"]))
+    packed: list[int] = []
+    next_rows = inspect_data.Stream.next_rows
+    monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
+    for step, steps_packed in ((1, 1), (3, 0), (4, 1), (7, 4), (8, 0)):  # the cursors of step 6 are torn
+        packed.clear()
+        assert opened.cursors_at(step) == cursors[step - 1]
+        assert packed == [R // V] * steps_packed
+    assert "step-00000006.json.gz" in caplog.text
+
+
+# ---- ledger ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
+    heading, names, values = run(capsys, "ledger", "--step=9", *stream_flags(corpus, shape)).splitlines()
+    assert "after 9 steps" in heading and names.split()[0] == "bucket"
+    read, bos, repeated, emitted, cropped, pending, rows, _, _, balance = (
+        int(v.replace(",", "")) for v in values.split()[1:-1])
+    assert balance == 0 and read + bos + repeated == emitted + cropped + pending
+    assert rows == 9 * R and emitted == rows * (T + 1) and pending > 0
+    assert (cropped > 0) == (shape == "crop") and (repeated > 0) == (shape != "crop")
+    assert float(values.split()[-1]) == round(100 * cropped / (emitted + cropped), 2)
+
+
+def test_ledger_of_a_run_is_of_its_newest_kept_cursors(run_dir, capsys):
+    assert run(capsys, "ledger", f"--run={run_dir}") == run(capsys, "ledger", f"--run={run_dir}", "--step=8")
+
+
+def test_accounts_that_do_not_balance_are_an_error(corpus, capsys, monkeypatch):
+    honest = inspect_data.ledger
+    monkeypatch.setattr(inspect_data, "ledger", lambda c, T: {b: {**a, "read": a["read"] + 1} for b, a in
+                                                              honest(c, T).items()})
+    assert " 1 " in run(capsys, "ledger", "--step=2", *stream_flags(corpus), code=1).splitlines()[-1]
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("argv", [
+    ["digest", "--steps=-1:3"], ["digest", "--steps=3:3"], ["digest", "--steps=5:2"], ["digest", "--steps=5"],
+    ["rows", "--step=-1"], ["rows", "--step=x"], ["ledger", "--step=-2"], ["digest"], ["rows"], []])
+def test_bad_steps_are_refused_by_the_parser(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        inspect_data.main(argv)
+    assert e.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["digest", "--steps=0:1", "--run=no-such-run"], "no run 'no-such-run'"),
+    (["digest", "--steps=0:1", "--run=x", "--seed=3"], "--run and --seed"),
+    (["digest", "--steps=0:1", "--world-size=4"], "4 processes but only 3 lanes"),
+    (["digest", "--steps=0:1", "--device-batch-size=0"], "--device-batch-size"),
+    (["rows", "--step=0", f"--row={R}"], f"rows 0 to {R - 1}"),
+    (["rows", "--step=0", "--total-batch-size=100"], "--total-batch-size"),
+    (["rows", "--step=0", "--total-batch-size=0"], "--total-batch-size"),
+    (["rows", "--step=0", "--lanes=4"], "--lanes 4"),
+    (["rows", "--step=0", "--packing=tight"], "--packing"),
+    (["rows", "--step=0", "--data-path=nowhere"], "nowhere"),
+    (["rows", "--step=0", "--tokenizer=nowhere"], "nowhere"),
+    (["ledger"], "--step")])
+def test_bad_input_is_an_error_that_says_what(corpus, argv, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    flags = [] if any(a.startswith("--run") for a in argv) else stream_flags(corpus)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        inspect_data.main([argv[0], *flags, *argv[1:]])
+
+
+def test_defaults_are_those_of_training():
+    theirs = vars(base_train.parse_args([]))
+    for flag, field in inspect_data.CONFIG_FLAGS.items():
+        assert theirs[flag] == inspect_data.DEFAULTS.get(flag, getattr(StreamConfig, field, None)), flag
+    assert theirs["lanes"] == inspect_data.DEFAULTS["lanes"]
+
+
+def test_open_run_reads_what_the_fixture_wrote(run_dir):
+    data, config, settings = open_run(run_dir)
+    assert (config, settings["total_batch_size"]) == (config_of("crop"), R * T) and list(data.train) == [BUCKET]

@@ -140,6 +140,8 @@ class _Slot:
         self.live[:num].fill(1)
         self.live[num:].fill(0)
         self.tokens[num:].fill(bos)
+        if self.doc_ids is not None:
+            self.doc_ids[num:].zero_()
         for i, row in enumerate(rows):
             row.copy(bos, self.tokens[i], self.live[i], None if self.doc_ids is None else self.doc_ids[i].numpy())
             if first is not None:
@@ -217,7 +219,7 @@ class DataLoader:
         n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
         rows = self.stream.next_rows(n)
         if len(rows) < n * len(lanes):
-            dry = min(set(lanes) - {row.lane for row in rows}, default=lanes[0])
+            dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
             raise Dry(f"step {step}: lane {dry} has no row left, its share of the data is used up")
         digest, index = 0, 0
         for leaf in self.layout.leaves:
@@ -247,6 +249,8 @@ class DataLoader:
         return self
 
     def __next__(self) -> MicroBatch:
+        if self._closed.is_set():
+            raise RuntimeError("this loader is closed")
         began = time.perf_counter()
         filled = self._filled.get()
         self.wait_s += time.perf_counter() - began
@@ -269,10 +273,10 @@ class DataLoader:
         return ledger(self.cursors(), self.config.T)
 
     def close(self) -> None:
-        """Stop the thread and the stream's pool, and wait for both."""
+        """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""
         self._closed.set()
-        self._thread.join()
         self.stream.close()
+        self._thread.join()
 
     def __enter__(self) -> "DataLoader":
         return self

@@ -1,0 +1,491 @@
+"""Batches of rows: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
+
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import nanochat.dataloader as module
+from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves, validation_config, validation_loader
+from nanochat.stream import Stream, StreamConfig, block, permutation
+from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
+
+CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
+R = 24
+
+
+def make_loader(config=CONFIG, source=None, **kwargs):
+    kwargs = {"rows_per_step": R, "device_batch_size": 4, "num_threads": 1, **kwargs}
+    return DataLoader(config, {"b": source or fixed_source()}, tokenizer=ByteTokenizer(), **kwargs)
+
+
+def take_step(loader):
+    return [next(loader) for _ in range(loader.micro_batches_per_step)]
+
+
+def step_rows(config=CONFIG, steps=1, n=3):
+    """[(tokens, live) of all rows in order] of each step, straight from the stream."""
+    with Ranks(config, {"b": fixed_source()}, n=n, W=1) as ranks:
+        return [ranks.rows() for _ in range(steps)]
+
+
+def alive(batch):
+    return (batch.targets != -100).any(dim=1)
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+def test_batches_have_the_stated_shapes_types_and_numbers():
+    with make_loader(with_doc_ids=True, start_step=5) as loader:
+        assert loader.micro_batches_per_step == 6
+        for step in (5, 6):
+            batches = take_step(loader)
+            assert [(b.step, b.index, b.last) for b in batches] == [(step, i, i == 5) for i in range(6)]
+            for b in batches:
+                assert b.inputs.shape == b.targets.shape == b.doc_ids.shape == (4, 16)
+                assert (b.inputs.dtype, b.targets.dtype, b.doc_ids.dtype) == (torch.int64, torch.int64, torch.int32)
+        assert loader.step == 7
+    with make_loader() as loader:
+        assert next(loader).doc_ids is None
+
+
+@pytest.mark.parametrize("layout", ["crop", "split", "concat"])
+def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_says(layout):
+    config = replace(CONFIG, layout="concat") if layout == "concat" else replace(CONFIG, long_docs=layout)
+    off = 0
+    with make_loader(config) as loader:
+        for rows in step_rows(config, steps=3):
+            batches = take_step(loader)
+            inputs = torch.cat([b.inputs for b in batches]).numpy()
+            targets = torch.cat([b.targets for b in batches]).numpy()
+            for i, (tokens, live) in enumerate(rows):
+                assert inputs[i].tolist() == tokens[:-1].tolist()
+                assert targets[i].tolist() == np.where(live[1:], tokens[1:].astype(int), -100).tolist()
+                off += int((live[1:] == 0).sum())
+    assert (off > 0) == (layout == "split"), "the case: repeated context"
+
+
+def test_doc_ids_say_which_document_of_its_row_an_input_belongs_to():
+    config = replace(CONFIG, T=64)
+    stream = Stream(config, {"b": fixed_source()}, range(8), tokenizer="t", num_threads=1)
+    with make_loader(config, with_doc_ids=True) as loader:
+        for _ in range(2):
+            doc_ids = torch.cat([b.doc_ids for b in take_step(loader)])
+            for row, ids in zip(stream.next_rows(3), doc_ids):
+                lengths = [length for _, _, length, _ in row.placements]
+                assert ids.tolist() == np.repeat(range(len(lengths)), lengths).tolist()[:-1]
+    stream.close()
+    assert doc_ids.max() > 0
+
+
+@pytest.mark.parametrize("W, K, B", [(1, 4, 5), (2, 4, 5), (4, 4, 4), (3, 4, 2), (1, 1, 7), (8, 8, 2), (5, 8, 4)])
+def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
+    """A row's place in the step is found by its tokens; the leaf of lane l's rows is known from `block` alone."""
+    config, n = replace(CONFIG, V=8), 3
+    rows = [tokens[:-1].tolist() for tokens, _ in step_rows(config, n=n)[0]]
+    assert len({tuple(row) for row in rows}) == len(rows)
+    num_leaves = K if K % W == 0 else W
+    leaf_of = {n * lane + i: j for j in range(num_leaves) for lane in block(j, num_leaves, 8) for i in range(n)}
+    order, counts, dead = [], set(), 0
+    for rank in range(W):
+        with make_loader(config, rows_per_step=n * 8, device_batch_size=B, rank=rank, world_size=W,
+                         num_leaves=K) as loader:
+            batches = take_step(loader)
+        counts.add(len(batches))
+        for batch in batches:
+            assert batch.inputs.shape == (B, 16)
+            live = alive(batch).tolist()
+            assert live == sorted(live, reverse=True), "dead rows come last"
+            dead += live.count(False)
+            found = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
+            assert len({leaf_of[i] for i in found}) <= 1
+            order += found
+    assert order == list(range(len(rows))) and len(counts) == 1
+    layout = Layout(8, n * 8, B, 0, W, K)
+    assert layout.dead_share == pytest.approx(dead / (dead + len(rows)))
+    if (W, K, B) == (1, 4, 5):
+        assert dead, "the case: leaves of 6 rows in batches of 5"
+
+
+def test_dead_rows_are_bos_with_all_targets_off_and_not_in_the_digest():
+    with make_loader(device_batch_size=24) as full, make_loader(device_batch_size=7, with_doc_ids=True) as padded:
+        for _ in range(3):
+            take_step(full)
+            last = take_step(padded)[-1]
+            assert alive(last).tolist() == [True] * 3 + [False] * 4
+            assert (last.inputs[3:] == BOS).all() and (last.targets[3:] == -100).all()
+            assert (last.doc_ids[3:] == 0).all()
+            assert padded.digest == full.digest != 0
+
+
+def test_digests_of_ranks_add_up_and_can_be_left_out():
+    with make_loader() as loader:
+        take_step(loader)
+        whole = loader.digest
+    parts = []
+    for rank in range(3):
+        with make_loader(rank=rank, world_size=3) as loader:
+            take_step(loader)
+            parts.append(loader.digest)
+    assert sum(parts) % 2**64 == whole and all(0 < part < 2**64 for part in parts)
+    with make_loader(with_digest=False) as loader:
+        take_step(loader)
+        assert loader.digest == 0
+
+
+# ---- layout ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kwargs, what", [
+    ({"world_size": 9}, r"9 processes but only 8 lanes.*--lanes"),
+    ({"rows_per_step": 25}, r"--lanes 8 does not divide the 25 rows"),
+    ({"device_batch_size": 0}, r"--device-batch-size: got 0"),
+])
+def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=what):
+        make_loader(**kwargs)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
+def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
+    assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W).K
+
+
+@pytest.mark.parametrize("W", range(1, 9))
+@pytest.mark.parametrize("K", [1, 2, 4, 8])
+def test_leaves_of_all_ranks_cover_the_lanes_in_order(W, K):
+    layouts = [Layout(11, 22, 4, rank, W, K) for rank in range(W)]
+    assert [lane for layout in layouts for leaf in layout.leaves for lane in leaf] == list(range(11))
+    for layout in layouts:
+        assert [lane for leaf in layout.leaves for lane in leaf] == list(layout.lanes)
+        assert all(len(leaf) * 2 <= layout.micro_batches_per_leaf * 4 for leaf in layout.leaves)
+    assert len({(len(layout.leaves), layout.micro_batches_per_leaf) for layout in layouts}) == 1
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+def test_what_was_prefetched_but_not_used_is_not_in_the_state():
+    with Ranks(CONFIG, {"b": fixed_source()}, n=3, W=1, tokenizer="bytes") as ranks:
+        before = ranks.cursors()
+        ranks.step()
+        after = ranks.cursors()
+    with make_loader(prefetch=60) as loader:
+        while loader._filled.qsize() < 40:
+            threading.Event().wait(0.001)
+        assert loader.cursors() == before and loader.step == 0
+        for batch in (next(loader) for _ in range(5)):
+            assert loader.cursors() == before and not batch.last, "in the middle of a step"
+        assert next(loader).last
+        assert json_copy(loader.cursors()) == after and loader.step == 1
+        account = loader.ledger()["b"]
+        assert account["rows"] == R
+        assert account["read"] + account["bos"] + account["repeated"] == sum(
+            account[k] for k in ("emitted", "cropped", "pending"))
+
+
+def test_a_loader_resumes_in_the_middle_of_a_run_on_any_world():
+    with make_loader() as loader:
+        digests, cursors = [], []
+        for _ in range(6):
+            take_step(loader)
+            digests.append(loader.digest)
+            cursors.append(json_copy(loader.cursors()))
+    for W in (1, 2, 5, 8):
+        with ExitStack() as stack:
+            loaders = [stack.enter_context(make_loader(rank=r, world_size=W, cursors=cursors[2], start_step=3))
+                       for r in range(W)]
+            for step in range(3, 6):
+                assert {b.step for loader in loaders for b in take_step(loader)} == {step}
+                assert sum(loader.digest for loader in loaders) % 2**64 == digests[step]
+
+
+def test_cursors_of_another_ranks_lanes_alone_are_refused():
+    with make_loader(rank=0, world_size=2) as loader:
+        take_step(loader)
+        cursors = loader.cursors()
+    with pytest.raises(ValueError, match="no cursor of lanes"):
+        make_loader(rank=1, world_size=2, cursors=cursors)
+    with pytest.raises(ValueError, match="no cursor of lanes"):
+        make_loader(cursors=cursors)
+
+
+# ---- ends and errors ------------------------------------------------------------------------------------------------
+
+class Failing:
+    """A source that fails when a unit of one group is fetched."""
+
+    def __init__(self, inner, group):
+        self.inner, self.group = inner, group
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def fetch(self, group, *args):
+        if group == self.group:
+            try:
+                raise OSError("the disk is on fire")
+            except OSError as e:
+                raise ValueError("shard_00003: cannot be read") from e
+        return self.inner.fetch(group, *args)
+
+
+def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins():
+    before = set(threading.enumerate())
+    third = int(permutation(20, 0, "b", 0)[2])
+    loader = make_loader(replace(CONFIG, V=1), Failing(fixed_source(num_groups=20), third), rows_per_step=1,
+                         device_batch_size=1)
+    good = 0
+    for _ in range(2):  # the second call too
+        with pytest.raises(ValueError, match="shard_00003: cannot be read") as caught:
+            while True:
+                next(loader)
+                good += 1
+        assert isinstance(caught.value.__cause__, OSError)
+    assert good > 0, "the case: it fails in the middle"
+    loader.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_no_thread_is_left_after_closing_wherever_that_is():
+    before = set(threading.enumerate())
+    for used in (0, 1, 6, 9):
+        loader = make_loader(num_threads=3, prefetch=4)
+        for _ in range(used):
+            next(loader)
+        assert any(t.name == "prefetch" for t in set(threading.enumerate()) - before)
+        loader.close()
+        loader.close()
+        assert set(threading.enumerate()) <= before
+
+
+def test_next_after_closing_is_an_error_not_a_hang():
+    loader = make_loader()
+    next(loader)
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        for _ in range(100):
+            next(loader)
+
+
+class Gated:
+    """A source that stands still at its n-th fetch until told to go on."""
+
+    def __init__(self, inner, n):
+        self.inner, self.n, self.count = inner, n, 0
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def fetch(self, *args):
+        self.count += 1
+        if self.count == self.n:
+            self.reached.set()
+            self.go_on.wait(20)
+        return self.inner.fetch(*args)
+
+
+def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read():
+    config = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2)
+    source = Gated(fixed_source(num_groups=30, group_size=20), 20)
+    before = set(threading.enumerate())
+    loader = make_loader(config, source, rows_per_step=160)
+    assert source.reached.wait(20)
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    while not loader.stream.pool._shutdown:
+        threading.Event().wait(0.001)
+    source.go_on.set()
+    closing.join(20)
+    assert not closing.is_alive() and set(threading.enumerate()) <= before
+    assert source.count <= 21
+
+
+def test_a_dry_lane_ends_the_loader_and_is_named():
+    config = StreamConfig(T=8, V=4, buffer_size=2, unit_size=1, max_epochs=1)
+    with make_loader(config, numbered([[7] * 100]), rows_per_step=8, device_batch_size=8) as loader:
+        steps = 0
+        with pytest.raises(Dry, match=r"step \d+: lane \d has no row left"):
+            while True:
+                take_step(loader)
+                steps += 1
+        assert 5 < steps <= 100 // 8 and loader.step == steps
+        assert loader.ledger()["b"]["rows"] == steps * 8
+
+
+def test_the_lane_that_is_named_is_the_one_that_gave_too_few_rows():
+    """Lane 1's share holds fewer tokens than lane 0's, and it runs dry after the first of its two rows of a step."""
+    lengths = [[7] * 16 + [1] * 16]
+    for seed in range(40):  # a seed with which lane 1 has an odd number of rows, and fewer than lane 0
+        config = StreamConfig(T=8, V=2, seed=seed, layout="concat", max_epochs=1, unit_size=1)
+        stream = Stream(config, {"b": numbered(lengths)}, range(2), tokenizer="t", num_threads=1)
+        rows = Counter(row.lane for row in stream.next_rows(100))
+        stream.close()
+        if rows[1] % 2 and rows[1] < rows[0] - 1:
+            break
+    assert rows[1] % 2 and rows[1] < rows[0] - 1, "the case"
+    with make_loader(config, numbered(lengths), rows_per_step=4) as loader:
+        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 "):
+            while True:
+                next(loader)
+
+
+# ---- validation -----------------------------------------------------------------------------------------------------
+
+def val_rows(source, T, **kwargs):
+    """Counter of the live rows of one rank, and the number of batches."""
+    found, batches = Counter(), list(validation_loader(source, tokenizer=ByteTokenizer(), T=T, device="cpu",
+                                                       num_threads=1, **kwargs))
+    for batch in batches:
+        assert batch.inputs.shape == batch.targets.shape == (kwargs["device_batch_size"], T)
+        for i in torch.nonzero(alive(batch)).flatten().tolist():
+            found[(*batch.inputs[i].tolist(), *batch.targets[i].tolist())] += 1
+    return found, len(batches)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 600, 10**9])
+def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens):
+    source = fixed_source(num_groups=20, group_size=13)
+    V = validation_config(source, 32).V
+    assert V == 8
+    reference, _ = val_rows(source, 32, device_batch_size=1, num_tokens=num_tokens)
+    for W in (1, 2, 3, 5, 8, 11):
+        for B in (1, 4, 50):
+            ranks = [val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
+                     for r in range(W)]
+            assert sum((rows for rows, _ in ranks), Counter()) == reference
+            assert all(batches == 0 for _, batches in ranks[V:]), "ranks beyond the lanes have none"
+    rows = sum(reference.values())
+    assert rows == (8 if num_tokens == 1 else 16 if num_tokens == 600 else rows)
+
+
+def test_validation_is_one_pass_at_most_and_drops_nothing():
+    source = numbered([[(7 * i) % 90 for i in range(40)] for _ in range(5)])
+    rows, _ = val_rows(source, 16, device_batch_size=3, num_tokens=10**9)
+    live = Counter(t for row, count in rows.items() for t in row[16:] if t not in (-100, BOS) for _ in range(count))
+    total = sum(len(ids) for group in source.documents for ids in group)
+    V = validation_config(source, 16).V
+    assert set(live.values()) == {1} and V == 4
+    assert total - V * 17 <= len(live) <= total  # less than a row of each lane is left over
+
+
+def test_a_tiny_validation_set_has_one_lane_and_some_rows():
+    rows, batches = val_rows(fixed_source(num_groups=1, group_size=9), 16, device_batch_size=4, num_tokens=10**9)
+    assert sum(rows.values()) > 3 and batches > 1
+
+
+def test_validation_closes_its_threads_when_left_in_the_middle():
+    before = set(threading.enumerate())
+    loader = validation_loader(fixed_source(num_groups=20), tokenizer=ByteTokenizer(), T=16, device="cpu",
+                               device_batch_size=2, num_tokens=10**9)
+    next(loader)
+    loader.close()
+    assert set(threading.enumerate()) <= before
+
+
+# ---- nanochat's loaders ---------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def nanochat_home(tmp_path, monkeypatch):
+    """The default data set and tokenizer, tiny; this process is the only one."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "get_tokenizer", ByteTokenizer)
+    for i, name in enumerate(("shard_00000", "shard_00001", "shard_06542")):
+        texts = [f"{name} {text}" for text in some_texts(60, seed=i)]
+        write_parquet(tmp_path / "data" / "climbmix" / f"{name}.parquet", texts, 16)
+    return tmp_path
+
+
+def be_rank(monkeypatch, rank, world_size):
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        monkeypatch.setenv(name, str(value))
+
+
+def bos_bestfit(split="train", B=4, T=32, **kwargs):
+    return module.tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        ByteTokenizer(), B, T, split, device="cpu", tokenizer_threads=1, **{"buffer_size": 64, **kwargs})
+
+
+def concat(split="train", B=4, T=32, **kwargs):
+    return module.tokenizing_distributed_data_loader_with_state(B, T, split, device="cpu", tokenizer_threads=1,
+                                                                **kwargs)
+
+
+def some(loader, n):
+    """The first n of what a loader yields; closes it."""
+    try:
+        return [next(loader) for _ in range(n)]
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("make", [bos_bestfit, concat])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_nanochat_loaders_yield_batches_and_a_state_of_plain_values(nanochat_home, make, split):
+    text = b""
+    for inputs, targets, state in some(make(split), 8):
+        text += bytes(t for t in inputs.flatten().tolist() if t < 256)
+        assert inputs.shape == targets.shape == (4, 32) and inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(inputs[:, 1:], targets[:, :-1]), "nothing is off"
+        assert make is concat or (inputs[:, 0] == BOS).all()
+        assert (state["rank"], state["world_size"]) == (0, 1) and json_copy(state) == state
+        assert state["epoch"] >= 1 and state["pq_idx"] in ((0, 1) if split == "train" else (2,))
+        assert state["rg_idx"] in range(4)
+    assert (b"06542" in text) == (split == "val")
+
+
+@pytest.mark.parametrize("make", [bos_bestfit, concat])
+def test_nanochat_loaders_resume_with_the_very_next_row(nanochat_home, make):
+    straight = some(make(), 134)
+    for at in (0, 3, 8, 130):
+        resumed = some(make(resume_state_dict=json_copy(straight[at][2])), 3)
+        for (x, y, state), (x2, y2, state2) in zip(straight[at + 1:], resumed):
+            assert torch.equal(x, x2) and torch.equal(y, y2) and json_copy(state) == json_copy(state2)
+    assert straight[130][2]["epoch"] > 1, "the case: past the first epoch"
+
+
+def test_nanochat_loaders_without_state_give_the_same_batches(nanochat_home):
+    pairs = [
+        (bos_bestfit(), module.tokenizing_distributed_data_loader_bos_bestfit(
+            ByteTokenizer(), 4, 32, "train", device="cpu", tokenizer_threads=1, buffer_size=64)),
+        (concat(), module.tokenizing_distributed_data_loader(4, 32, split="train", device="cpu", tokenizer_threads=1))]
+    for with_state, without in pairs:
+        for (x, y, _), batch in zip(some(with_state, 3), some(without, 3), strict=True):
+            assert len(batch) == 2 and torch.equal(batch[0], x) and torch.equal(batch[1], y)
+
+
+@pytest.mark.parametrize("make", [bos_bestfit, concat])
+def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_that_can(nanochat_home, monkeypatch,
+                                                                                       make):
+    be_rank(monkeypatch, 1, 2)
+    state = some(make(), 2)[1][2]
+    assert (state["rank"], state["world_size"]) == (1, 2)
+    assert len(some(make(resume_state_dict=state), 1)) == 1
+    for rank, world_size in ((0, 2), (1, 4), (0, 1)):
+        be_rank(monkeypatch, rank, world_size)
+        with pytest.raises(ValueError, match=rf"rank 1 of 2, here is rank {rank} of {world_size}.*DataLoader"):
+            next(make(resume_state_dict=state))
+
+
+def test_nanochat_loaders_of_the_ranks_share_the_data(nanochat_home, monkeypatch):
+    rows = []
+    for rank in range(2):
+        be_rank(monkeypatch, rank, 2)
+        rows += [row for x, _, _ in some(concat(), 3) for row in x.tolist()]
+    be_rank(monkeypatch, 0, 1)
+    assert len({tuple(row) for row in rows}) == len(rows) == 2 * 3 * 4
+
+
+def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_home):
+    with pytest.raises(ValueError, match="split: got 'test'"):
+        next(bos_bestfit("test"))
+    state = some(bos_bestfit(), 1)[0][2]
+    with pytest.raises(ValueError, match="T: 32 there, 16 here"):
+        next(bos_bestfit(T=16, resume_state_dict=state))

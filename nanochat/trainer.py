@@ -23,15 +23,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import load_checkpoint, newest_good, save_checkpoint, to_host
+from nanochat.checkpoint import list_checkpoints, load_checkpoint, newest_good, save_checkpoint, to_host
 from nanochat.common import DummyWandb, get_dist_info
 from nanochat.dataloader import DataLoader
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
-from nanochat.run_data import pin_data
+from nanochat.run_data import MANIFEST_NAME, pin_data
 from nanochat.run_dir import clean_stale, is_run_dir, read_config, write_config
 from nanochat.schedule import Schedule
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes
+from nanochat.sources import split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,26 @@ def on_rank0(function: Callable[[], T]) -> T:
     if box[1] is not None:
         raise SystemExit(1)
     return box[0]
+
+
+def agree(function: Callable[[], T]) -> T:
+    """Collective. `function()` on every rank, for what may fail on all of them alike, such as a bad flag. Where it
+    raises ValueError or OSError, all leave: the first rank where it did raises that, the others have exit code 1."""
+    _, rank, _, world_size = get_dist_info()
+    if world_size == 1:
+        return function()
+    error: Exception | None = None
+    try:
+        value = function()
+    except (ValueError, OSError) as e:
+        error = e
+    failed: list[bool | None] = [None] * world_size
+    dist.all_gather_object(failed, error is not None)
+    if error is not None and failed.index(True) == rank:
+        raise error
+    if any(failed):
+        raise SystemExit(1)
+    return value
 
 
 def gather(value: T) -> list[T]:
@@ -107,22 +128,21 @@ def add_up(loss_sum: torch.Tensor, live: torch.Tensor, digest: int) -> StepTotal
 
 # ---- begin ----------------------------------------------------------------------------------------------------------
 
-HORIZON = ("num_iterations", "target_flops", "target_param_data_ratio")
-
-
 @dataclass(frozen=True)
 class Start:
-    """How a run goes on. `checkpoint` is None for step 0; `completed`: there is nothing to do."""
+    """How a run goes on. `checkpoint` is None for step 0. `completed_steps`: a completed run did so many, so there is
+    nothing to do unless its horizon has moved beyond them; 0 for an unfinished one."""
 
     settings: dict[str, Any]
     checkpoint: Path | None
-    completed: bool
+    completed_steps: int
     wipe: bool
     notices: list[str]
 
 
 def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
-    """Find out where the run in a run directory stands, changing nothing. For rank 0.
+    """Find out where the run in a run directory stands, changing nothing (but for what a crash left half renamed). For
+    rank 0.
 
     `resume` is auto (newest good checkpoint, or from the start), scratch (an error if there is a run, unless `force`
     allows to wipe it), or a checkpoint's path. Settings that are left to the program (-1) take the run's own values.
@@ -133,21 +153,36 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         if exists and not force:
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
-        return Start(settings, None, False, exists, [])
+        return Start(settings, None, 0, exists, [])
     changes = Changes((), ())
     if (run_dir / "config.json").exists():
         old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+        _check_tokenizer(run_dir, old, settings)
         changes = compare_settings(old, settings)
         refuse_changes(changes, run_name=run_dir.name)
         settings = inherit_settings(old, settings)
-    checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume)
-    completed = False
+    clean_stale(run_dir)  # first, so that no checkpoint found is renamed later
+    checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
+    completed_steps = 0
     if checkpoint is not None:
+        if not checkpoint.is_dir():
+            there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
+            raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a checkpoint's "
+                                    f"path; checkpoints in {run_dir / 'checkpoints'}: {there}")
         loaded = load_checkpoint(checkpoint, verify=resume != "auto")
         loaded.check_tokenizer(settings["tokenizer_fingerprint"])
-        completed = loaded.trainer_state["status"] == "completed"
-        completed = completed and not any(change.name in HORIZON for change in changes.allowed)
-    return Start(settings, checkpoint, completed, False, changes.notices())
+        if loaded.trainer_state["status"] == "completed":
+            completed_steps = loaded.step
+    return Start(settings, checkpoint, completed_steps, False, changes.notices())
+
+
+def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
+    """ValueError unless both settings have the same tokenizer: people have no flag for fingerprints."""
+    then, now = old["tokenizer_fingerprint"], settings["tokenizer_fingerprint"]
+    if then != now:
+        raise ValueError(f"--tokenizer-dir: the run {run_dir.name!r} was started with the tokenizer {then}, the "
+                         f"command brings {now}; the run has its own copy, --tokenizer-dir {run_dir / 'tokenizer'}, "
+                         f"or start a new run with --model-tag NAME")
 
 
 def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: RustBPETokenizer,
@@ -155,9 +190,11 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
     the resolved settings; `derived` is what follows from them, for people."""
     if start.wipe:
+        split_train_val(settings["data_path"], settings["val_path"], strict=settings["strict"])  # bad data: keep the old
         log.warning("deleting the run in %s, as asked", run_dir)
         shutil.rmtree(run_dir)
-    clean_stale(run_dir)
+    if not is_run_dir(run_dir):
+        (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
     pin_data(run_dir, settings["data_path"], settings["val_path"], strict=settings["strict"])
     tokenizer.save(run_dir / "tokenizer")
     if not (run_dir / "config.json").exists():

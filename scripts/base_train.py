@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import load_checkpoint
+from nanochat.checkpoint import list_checkpoints, load_checkpoint
 from nanochat.common import (
     DummyWandb,
     autodetect_device_type,
@@ -36,7 +36,7 @@ from nanochat.common import (
     run_main,
     setup_logging,
 )
-from nanochat.dataloader import DataLoader, default_leaves, validation_loader
+from nanochat.dataloader import DataLoader, Layout, default_leaves, validation_loader
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
@@ -47,7 +47,7 @@ from nanochat.run_dir import TrainLog, run_path
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, Schedule, resolve_horizon
 from nanochat.stream import StreamConfig, default_lanes
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat.trainer import Progress, add_up, begin, on_rank0, prepare, save, start_wandb
+from nanochat.trainer import Progress, add_up, agree, begin, on_rank0, prepare, save, start_wandb
 
 SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water boils when", "import os\n",
                   "If 3*x + 2 = 11, then x is")
@@ -129,7 +129,14 @@ def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tu
         flops_per_token=model.estimate_flops())
     rows = horizon.total_batch_size // settings["max_seq_len"]
     lanes = default_lanes(rows) if settings["lanes"] == -1 else settings["lanes"]
+    if lanes < 1:
+        raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
+    if settings["tokenizer_threads"] < 1:
+        raise ValueError(f"--tokenizer-threads: got {settings['tokenizer_threads']}, expected at least 1")
     leaves = default_leaves(world_size, lanes) if settings["leaves"] == -1 else settings["leaves"]
+    if leaves < 1 or leaves & (leaves - 1) or leaves > lanes:
+        raise ValueError(f"--leaves: got {leaves}, expected a power of two, at most the {lanes} lanes")
+    Layout(lanes, rows, settings["device_batch_size"], 0, world_size, leaves)  # says what does not fit
     return {**settings, "total_batch_size": horizon.total_batch_size, "lanes": lanes, "leaves": leaves,
             "dtype": str(dtype).removeprefix("torch.")}, horizon, model
 
@@ -171,22 +178,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
     # ---- the run: new, or the one that is there
-    tokenizer = get_tokenizer(args.tokenizer_dir)
+    tokenizer = agree(lambda: get_tokenizer(args.tokenizer_dir))
     args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
     args.model_tag = args.model_tag or f"d{args.depth}"
-    run_dir = run_path(args.model_tag)
+    run_dir = agree(lambda: run_path(args.model_tag))
     settings = {**vars(args), "vocab_size": tokenizer.get_vocab_size(), "tokenizer_fingerprint": tokenizer.fingerprint,
                 "world_size": world_size, "packer_version": VERSION, "device_type": device.type}
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")
-    if start.completed:
+    dtype = agree(lambda: get_compute_dtype(device, start.settings["dtype"]))
+    settings, horizon, model = agree(lambda: resolve(start.settings, world_size, dtype))
+    if start.completed_steps >= horizon.num_iterations:
         print0(f"{run_dir}: completed ({start.checkpoint}), nothing to do; --model-tag NAME starts another run")
         return 0
-    dtype = get_compute_dtype(device, start.settings["dtype"])
-    settings, horizon, model = resolve(start.settings, world_size, dtype)
     T, rows_per_step = settings["max_seq_len"], horizon.total_batch_size // settings["max_seq_len"]
-    config: StreamConfig = stream_config(settings)
+    config: StreamConfig = agree(lambda: stream_config(settings))
+    schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
+                                      args.final_lr_frac, horizon.weight_decay_scaled))
     flops_per_token = model.estimate_flops()
     derived = {"num_iterations": horizon.num_iterations, "total_tokens": horizon.total_tokens,
                "tokens_per_step": horizon.total_batch_size, "flops_per_token": flops_per_token,
@@ -203,8 +212,6 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     optimizer = model.setup_optimizer(
         unembedding_lr=args.unembedding_lr * scale, embedding_lr=args.embedding_lr * scale,
         scalar_lr=args.scalar_lr * scale, matrix_lr=args.matrix_lr * scale, weight_decay=horizon.weight_decay_scaled)
-    schedule = Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio, args.final_lr_frac,
-                        horizon.weight_decay_scaled)
     progress, cursors, extra = Progress(), None, {"tokenizer_fingerprint": tokenizer.fingerprint, "wandb_id": None,
                                                   "K": settings["leaves"]}
     if start.checkpoint is not None:
@@ -215,11 +222,6 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         progress, cursors = Progress(**checkpoint.trainer_state["progress"]), checkpoint.cursors
         extra["wandb_id"] = checkpoint.trainer_state["wandb_id"]
         print0(f"resuming from {start.checkpoint} at step {progress.step:,}")
-    loader = DataLoader(config, data.train, tokenizer=tokenizer, rows_per_step=rows_per_step,
-                        device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-                        num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
-                        num_threads=args.tokenizer_threads)
-    introduce(settings, derived, loader, world_size)
     compiled: Any = torch.compile(model, dynamic=False) if (
         args.compile == "on" or (args.compile == "auto" and device.type == "cuda")) else model
     token_bytes = tokenizer.token_bytes()
@@ -241,8 +243,13 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
         event("saved", checkpoint=name, status=status)
 
-    event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived)
+    loader = DataLoader(config, data.train, tokenizer=tokenizer, rows_per_step=rows_per_step,
+                        device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
+                        num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
+                        num_threads=args.tokenizer_threads)
     try:
+        introduce(settings, derived, loader, world_size)
+        event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived)
         # ---- the loop: look, save, step
         while True:
             last = progress.step >= horizon.num_iterations
@@ -293,8 +300,11 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
                 gc.freeze()  # what set-up left is not looked at again
     except ArithmeticError as e:
         event("failed", reason=str(e))
-        raise ValueError(f"{e}; stopped, weights untouched by that step. The last good checkpoint is kept: lower the "
-                         f"learning rates in a new run (--model-tag)") from e
+        if rank != 0:
+            raise SystemExit(1) from e  # all ranks know; one says so
+        kept = next((f"{path} is kept" for path in list_checkpoints(run_dir)), "nothing was saved before it")
+        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
+                         f"run (--model-tag NAME)") from e
     finally:
         loader.close()
         wandb_run.finish()

@@ -1,0 +1,319 @@
+"""The main job: it learns, logs, evaluates and ends as it says, on one process and on several alike."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat import run_data
+from nanochat.checkpoint import load_checkpoint, load_model
+from nanochat.dataloader import OFF, DataLoader
+from nanochat.gpt import GPT
+from nanochat.loss_eval import unigram_bpb
+from nanochat.run_dir import read_config, read_log
+from nanochat.settings import unknown_settings
+from scripts import base_train
+from tests import training
+from tests.toy import write_jsonl
+from tests.training import checkpoints, digests, losses, refuse, steps, succeed
+
+ROOT = Path(__file__).parent.parent
+FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", "wait_s", "tokens",
+          "tokens_per_s", "mfu"}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        yield path
+
+
+def final(tag: str = "run") -> Path:
+    return training.run_dir(tag) / "checkpoints" / "final"
+
+
+def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
+    return [r for r in read_log(training.run_dir(tag) / "logs" / "train.jsonl") if r.get("event") == name]
+
+
+def in_a_shell(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          timeout=training.PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
+    sentence = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
+    for i in range(3):
+        training.write_shard(workplace / "fox" / f"shard_{i}.parquet", [sentence * 3] * 40)
+    outcome = succeed(data_path=workplace / "fox", num_iterations=40, eval_every=20, eval_tokens=160 * 8, save_every=-1,
+                      sample_every=100, total_batch_size=160 * 4, warmdown_ratio=0.3,
+                      matrix_lr=1.0, embedding_lr=10, unembedding_lr=0.3)
+    assert losses()[0] > 5.5 and losses()[-1] < 0.5
+    bpb = [event["bpb"] for event in events("val")]
+    assert [event["step"] for event in events("val")] == [0, 20, 40]
+    assert bpb[0] > 3 > bpb[1] > bpb[2] and bpb[2] < 0.5
+    tokenizer = run_data.open_data(training.run_dir()).tokenizer
+    ids = tokenizer.encode(sentence * 3)
+    counts = np.bincount(ids, minlength=training.VOCAB_SIZE)
+    assert bpb[2] < 0.3 * unigram_bpb(counts, np.array(ids), tokenizer.token_bytes().numpy())
+    assert outcome.out.count("  > ") == len(base_train.SAMPLE_PROMPTS)
+    assert f"{bpb[0]} -> {bpb[2]}" in outcome.out
+
+
+# ---- flags, configuration, log --------------------------------------------------------------------------------------
+
+def test_every_flag_is_in_the_table_of_settings() -> None:
+    assert unknown_settings(vars(base_train.parse_args([]))) == []
+
+
+def test_what_a_run_leaves(workplace: Path) -> None:
+    outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
+    records = steps()
+    assert sorted(records) == [0, 1, 2, 3]
+    assert all(record.keys() == FIELDS for record in records.values())
+    assert [record["tokens"] for record in records.values()] == [1280, 2560, 3840, 5120]
+    assert all(len(record["digest"]) == 16 for record in records.values())
+    assert records[0]["smooth_loss"] == pytest.approx(records[0]["loss"])
+    assert [event["step"] for event in events("started")] == [0]
+    assert [event["checkpoint"] for event in events("saved")] == ["checkpoint-2", "final"]
+    assert [event["step"] for event in events("val")] == [0, 2, 4]
+    config = read_config(training.run_dir())
+    assert config["lanes"] == 4 and config["leaves"] == 1 and config["dtype"] == "float32"
+    assert config["vocab_size"] == training.VOCAB_SIZE
+    assert config["derived"]["num_iterations"] == 4 and config["derived"]["total_tokens"] == 5120
+    for word in ('"tokenizer_fingerprint"', "params_total", "flops_per_token", "tokens_per_step",
+                 "8 rows from 4 lanes; 1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
+        assert word in outcome.out, word
+    lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
+    assert len(lines) == 4
+    for word in ("loss", "lr", "grad norm", "ms", "tok/s", "mfu", "data wait", "eta"):
+        assert word in lines[0], word
+    assert checkpoints() == ["checkpoint-2", "final"]
+    state = load_checkpoint(final()).trainer_state
+    assert state["status"] == "completed" and state["progress"]["tokens"] == 5120
+    model, tokenizer, meta = load_model("run", "cpu")
+    assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]
+    logits = model(torch.tensor([[tokenizer.get_bos_token_id()]]))
+    assert logits.shape == (1, 1, training.VOCAB_SIZE) and logits.isfinite().all()
+
+
+def test_horizons(workplace: Path) -> None:
+    succeed(num_iterations=None, target_param_data_ratio=0.2, save_every=-1)
+    derived = read_config(training.run_dir())["derived"]
+    scaling = derived["params_transformer_matrices"] + derived["params_lm_head"]
+    assert len(steps()) == derived["num_iterations"] == int(0.2 * scaling) // 1280 > 0
+    flops = 2.5 * derived["flops_per_token"] * 1280
+    succeed(num_iterations=None, target_flops=flops, target_param_data_ratio=1e9, save_every=-1, model_tag="flops")
+    assert len(steps("flops")) == round(2.5)
+    succeed(num_iterations=1, target_flops=flops, save_every=-1, model_tag="both")
+    assert len(steps("both")) == 1, "iterations count first"
+
+
+def test_importing_does_nothing_and_without_a_name_nothing_of_wandb_starts(workplace: Path) -> None:
+    """In a process of its own: the files that an import makes, the environment it reads, and what a run imports."""
+    program = f"""
+import os, sys
+from pathlib import Path
+import torch, pyarrow, numpy, requests, tiktoken, rustbpe, tqdm
+home = Path({str(workplace)!r})
+def listing():
+    return sorted(map(str, home.rglob('*')))
+before, read, kept = listing(), [], os.environ
+class Watched(type(os.environ)):
+    def __getitem__(self, key):
+        read.append(key)
+        return kept[key]
+os.environ = Watched(kept._data, kept.encodekey, kept.decodekey, kept.encodevalue, kept.decodevalue)
+import scripts.base_train
+os.environ = kept
+assert not [key for key in read if key.startswith(('NANOCHAT', 'RANK', 'WORLD', 'LOCAL', 'HF_', 'WANDB'))], read
+assert listing() == before and not torch.distributed.is_initialized()
+code = scripts.base_train.main({training.flags(num_iterations=1, save_every=-1)!r})
+assert code == 0 and listing() != before
+assert 'wandb' not in sys.modules
+"""
+    done = in_a_shell("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+def test_jsonl_is_trained_on_like_the_parquet_with_the_same_documents(workplace: Path) -> None:
+    for i in range(4):
+        ending = "jsonl.gz" if i % 2 else "jsonl"
+        write_jsonl(workplace / "lines" / f"shard_{i}.{ending}", training.texts(96, seed=i))
+        training.write_shard(workplace / "columns" / f"shard_{i}.parquet", training.texts(96, seed=i))
+    succeed(data_path=workplace / "lines", num_iterations=3, model_tag="lines")
+    assert len(list((workplace / "converted").rglob("*.parquet"))) == 4
+    assert len(set(digests("lines"))) == 3
+    documents = training.texts(96, seed=3)
+    written = training.write_shard(workplace / "val" / "v.parquet", documents)
+    succeed(data_path=workplace / "lines", val_path=written, num_iterations=1, model_tag="val")
+    assert events("val", "val")[0]["bpb"] == pytest.approx(_first_bpb("lines"), rel=0.05)
+
+
+def _first_bpb(tag: str) -> float:
+    return float(events("val", tag)[-1]["bpb"])
+
+
+@pytest.mark.parametrize("layout", [{"packing": "concat"}, {"long_docs": "split"}])
+def test_other_layouts_train_and_resume(workplace: Path, layout: dict[str, str]) -> None:
+    succeed(num_iterations=3, save_every=2, **layout)
+    succeed(num_iterations=3, model_tag="crop")
+    assert digests() != digests("crop")
+    whole = training.state_of(final())
+    (final() / "trainer_state.json").unlink()
+    assert "at step 2" in succeed(num_iterations=3, save_every=2, **layout).out
+    assert training.state_of(final()) == whole
+
+
+# ---- on one process and on several ----------------------------------------------------------------------------------
+
+def live_targets(W: int, steps: int) -> np.ndarray:
+    """(steps, W): live targets of each rank in each of the first steps of a run that was made."""
+    data, config, _ = run_data.open_run(training.run_dir())
+    counts = np.zeros((steps, W), np.int64)
+    for rank in range(W):
+        with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=8, device_batch_size=4, rank=rank,
+                        world_size=W, num_threads=1) as loader:
+            for step in range(steps):
+                for _ in range(loader.micro_batches_per_step):
+                    counts[step, rank] += int((next(loader).targets != OFF).sum())
+    return counts
+
+
+def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace: Path) -> None:
+    """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows: neither
+    may move loss or gradient. Weights at step 0 are the same, so bits per byte must be too."""
+    settings = {"long_docs": "split", "overlap": 120, "num_iterations": 6, "eval_every": 6, "save_every": -1}
+    succeed(**settings)
+    on_one, on_two, on_three = (live_targets(W, 6) for W in (1, 2, 3))
+    assert (on_one[:, 0] == on_two.sum(1)).all() and (on_one[:, 0] == on_three.sum(1)).all()
+    assert abs(on_two[:, 0] - on_two[:, 1]).max() > 100, "the ranks have as many: a mean of means would pass"
+    assert "dead" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
+    assert "dead" in training.finish(3, model_tag="three", **settings)
+    for tag in ("two", "three"):
+        assert digests(tag) == digests()
+        assert losses(tag) == pytest.approx(losses(), abs=2e-5)
+        norms = [[record["grad_norm"] for record in steps(t).values()] for t in ("run", tag)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+        assert events("val", tag)[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
+    for B in (1, 7):
+        succeed(model_tag=f"B{B}", **{**settings, "device_batch_size": B, "num_iterations": 1})
+        assert events("val", f"B{B}")[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
+        assert losses(f"B{B}")[0] == pytest.approx(losses()[0], abs=2e-6)
+
+
+def test_lanes_decide_the_data_and_leaves_do_not(workplace: Path) -> None:
+    settings = {"num_iterations": 3, "save_every": -1}
+    succeed(**settings)
+    succeed(**settings, model_tag="lanes", lanes=8)
+    succeed(**settings, model_tag="leaves", leaves=4)
+    assert digests("leaves") == digests() and losses("leaves") == pytest.approx(losses(), abs=2e-5)
+    assert not set(digests("lanes")) & set(digests())
+
+
+def test_under_torchrun(workplace: Path) -> None:
+    settings = {"num_iterations": 2, "save_every": -1}
+    done = in_a_shell("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train",
+                      "--", *training.flags(**settings))
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stdout and done.stdout.count("completed: ") == 1
+    succeed(**settings, model_tag="one")
+    assert digests() == digests("one") and losses() == pytest.approx(losses("one"), abs=1e-5)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+def all_finite(checkpoint: Path) -> bool:
+    loaded = load_checkpoint(checkpoint)
+    tensors = [*loaded.model_state().values(),
+               *(t for state in loaded.optimizer_state()["state"].values() for t in state.values())]
+    return bool(len(tensors) > 20 and all(tensor.isfinite().all() for tensor in tensors))
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(
+        workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = GPT.forward, iter(range(100))
+
+    def broken(self: GPT, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = forward(self, *args, **kwargs)
+        return loss * float("nan") if next(calls) == 11 else loss  # the second micro-batch of step 5
+
+    monkeypatch.setattr(GPT, "forward", broken)
+    message = refuse(num_iterations=8, save_every=2)
+    assert message.startswith("step 5: the loss is nan") and "--model-tag" in message
+    assert str(training.run_dir() / "checkpoints" / "checkpoint-4") in message
+    assert checkpoints() == ["checkpoint-2", "checkpoint-4"] and sorted(steps()) == [0, 1, 2, 3, 4]
+    assert all_finite(training.run_dir() / "checkpoints" / "checkpoint-4")
+    assert [event["step"] for event in events("failed")] == [5]
+    monkeypatch.setattr(GPT, "forward", forward)
+    succeed(num_iterations=8, save_every=2)  # as if it had not happened
+    succeed(num_iterations=8, save_every=2, model_tag="whole")
+    assert training.state_of(final()) == training.state_of(final("whole"))
+
+
+def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace: Path) -> None:
+    group = training.start(2, num_iterations=8, embedding_lr=1e30, save_every=-1)
+    assert group.wait() == [1, 1]
+    text = group.text()
+    assert text.count("error: ") == 1 and "the loss is nan" in text and "nothing was saved before it" in text
+    assert "Traceback" not in text and checkpoints() == []
+
+
+class FakeWandb(types.ModuleType):
+    """Just enough of wandb to fail at a chosen call."""
+
+    def __init__(self, fail_at: str):
+        super().__init__("wandb")
+        self.fail_at, self.id, self.calls = fail_at, "id-of-this-run", []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fail_at:
+            raise RuntimeError(f"no {name} today")
+
+    def init(self, **kwargs: Any) -> "FakeWandb":
+        self._call("init")
+        self.given = kwargs
+        return self
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._call("log")
+        json.dumps(record)
+
+    def finish(self) -> None:
+        self._call("finish")
+
+
+@pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
+def test_a_failure_of_wandb_never_stops_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, fail_at: str) -> None:
+    fake = FakeWandb(fail_at)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    outcome = succeed(run="name", num_iterations=2, save_every=1)
+    assert len(steps()) == 2 and checkpoints() == ["checkpoint-1", "final"]
+    told = [line for line in outcome.err.splitlines() if "going on without it" in line]
+    assert len(told) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in told)
+    assert fake.calls.count("log") == {"init": 0, "log": 1}.get(fail_at, 6)  # started, 2 steps, val, 2 saved
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == (None if fail_at == "init" else fake.id)
+    if fail_at == "nothing":
+        assert fake.given["config"]["lanes"] == 4 and fake.given["id"] is None and fake.calls[-1] == "finish"
+        succeed(run="name", num_iterations=3)
+        assert fake.given["id"] == fake.id, "a resumed run goes on in the same wandb run"
+
+
+def test_wandb_offline_needs_no_account(workplace: Path) -> None:
+    outcome = succeed(run="name", num_iterations=2, save_every=-1)
+    assert "going on without it" not in outcome.err
+    assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert load_checkpoint(final()).trainer_state["wandb_id"]

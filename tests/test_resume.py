@@ -1,0 +1,220 @@
+"""N short jobs equal one long job: killed anywhere, continued on any number of processes, with any batch size per
+device, a run has the same batches and, where the arithmetic can be the same, ends with the same bits."""
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import checkpoint
+from nanochat.gpt import GPTConfig
+from nanochat.run_dir import iter_log
+from tests import training
+from tests.training import checkpoints, die_after_step, die_in, digests, losses, refuse, state_of, steps, succeed
+
+STEPS = training.SETTINGS["num_iterations"]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of all tests here, not interrupted, on one process."""
+    with training.workplace(tmp_path_factory.mktemp("reference")):
+        succeed()
+        return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
+
+
+def final(tag: str = "run") -> Path:
+    return training.run_dir(tag) / "checkpoints" / "final"
+
+
+def events(name: str) -> list[dict[str, Any]]:
+    return [record for record in iter_log(training.run_dir() / "logs" / "train.jsonl") if record.get("event") == name]
+
+
+def all_steps() -> list[dict[str, Any]]:
+    """The lines of steps in the order written, repeated ones too."""
+    return [record for record in iter_log(training.run_dir() / "logs" / "train.jsonl") if "event" not in record]
+
+
+def take_over(reference: dict[str, Any], *names: str) -> None:
+    """Make `runs/run` the reference run as it was when it had only the checkpoints `names`."""
+    shutil.copytree(reference["path"], training.run_dir())
+    for name in set(checkpoints()) - set(names):
+        shutil.rmtree(training.run_dir() / "checkpoints" / name)
+
+
+def test_the_reference_model_has_all_that_could_be_forgotten(reference: dict[str, Any]) -> None:
+    loaded = checkpoint.load_checkpoint(reference["path"] / "checkpoints" / "final")
+    optimizer = loaded.optimizer_state()
+    assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"}
+    assert optimizer["step"] == loaded.step == STEPS
+    assert any("value_embeds" in name for name in loaded.model_state())
+    assert any(0 < size < loaded.model_config["sequence_len"] for size in GPTConfig(**loaded.model_config).window_sizes)
+    assert len(reference["digests"]) == len(set(reference["digests"])) == STEPS
+
+
+# ---- killed ---------------------------------------------------------------------------------------------------------
+
+def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits(reference: dict[str, Any]) -> None:
+    rng = random.Random(time.time_ns())
+
+    def kill(hook: Any) -> None:
+        training.start(hook=hook).wait_for_death()
+        assert "final" not in checkpoints()
+
+    kill(partial(die_in, "nanochat.common.fsync_dir", 2))  # while setting up
+    assert training.run_dir().exists() and not (training.run_dir() / "config.json").exists()
+    kill(partial(die_after_step, rng.randrange(2), rng.uniform(0, 0.01)))  # before the first save
+    assert len(steps()) >= 1
+    kill(partial(die_in, "nanochat.checkpoint._Folder.put_state", 2))  # half of the first checkpoint is written
+    assert len(checkpoints()) == 1 and checkpoints()[0].startswith(".tmp-checkpoint-4-")
+    kill(partial(die_in, "nanochat.checkpoint.put_in_place", 2))  # all of the second is, but it has no name
+    assert len(checkpoints()) == 2 and checkpoints()[0].startswith(".tmp-checkpoint-8-")
+    for _ in range(4):
+        done = max(steps())
+        kill(partial(die_after_step, min(STEPS - 5, done + rng.randrange(2, 5)), rng.uniform(0, 0.05)))
+        assert max(steps()) > done
+    assert len(events("started")) == 7 < len({record["step"] for record in events("started")}) + 4
+    assert len(all_steps()) > len(steps()), "no step was done twice"
+    succeed()
+    assert state_of(final()) == reference["final"]
+    assert digests() == reference["digests"]
+    assert losses() == reference["losses"]
+    assert not [name for name in checkpoints() if name.startswith(".")]
+
+
+def test_killed_between_the_renames_of_a_checkpoint_that_is_written_again(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-8", "checkpoint-12")
+    from_8 = {"resume": training.run_dir() / "checkpoints" / "checkpoint-8"}
+    training.start(hook=partial(die_in, "os.rename", 2), **from_8).wait_for_death()
+    old, new, first = checkpoints()
+    assert old.startswith(".old-checkpoint-12-") and new.startswith(".tmp-checkpoint-12-") and first == "checkpoint-8"
+    assert "at step 12" in succeed().out  # what was put aside counts
+    assert state_of(final()) == reference["final"]
+
+
+# ---- on any number of processes -------------------------------------------------------------------------------------
+
+def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict[str, Any]) -> None:
+    """One killed run, copied, goes on three times. On two processes its bits are those of the run on two that was
+    never killed; on one, which divides the leaves too, and on four the data are the same and the losses close."""
+    training.finish(2, model_tag="whole")
+    training.start(2, hook=partial(die_after_step, 9)).wait_for_death()
+    assert "final" not in checkpoints() and max(steps()) == 9
+    for tag in ("on-one", "on-four"):
+        shutil.copytree(training.run_dir(), training.run_dir(tag))
+
+    training.finish(2)
+    assert state_of(final()) == state_of(final("whole"))
+    assert losses() == losses("whole") and digests() == digests("whole") == reference["digests"]
+    on_one = succeed(model_tag="on-one").out
+    on_four = training.finish(4, model_tag="on-four")
+    assert "--world-size: the run has 2, the command says 1" in on_one
+    assert "--world-size: the run has 2, the command says 4" in on_four
+    assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
+    assert "do not divide" not in on_one
+    for tag in ("whole", "on-one", "on-four"):
+        assert digests(tag) == reference["digests"]
+        assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
+        assert checkpoint.load_checkpoint(final(tag)).trainer_state["K"] == 2
+        assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
+
+
+# ---- with other settings --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_another_device_batch_size_has_the_same_data(reference: dict[str, Any], B: int) -> None:
+    take_over(reference, "checkpoint-24")
+    outcome = succeed(device_batch_size=B)
+    assert "--device-batch-size: the run has 4" in outcome.out
+    assert digests() == reference["digests"]
+    assert losses() == pytest.approx(reference["losses"], abs=1e-4)
+
+
+def test_a_larger_batch_goes_on_where_the_smaller_ended(reference: dict[str, Any]) -> None:
+    """V lanes give more rows each: the lanes' rows are the same, only the steps are cut differently."""
+    take_over(reference, "checkpoint-20")
+    larger = training.SETTINGS["total_batch_size"] * 2
+    outcome = succeed(total_batch_size=larger, num_iterations=25)
+    assert "--total-batch-size: the run has" in outcome.out
+    assert sorted(steps()) == list(range(STEPS))  # those from 25 on are from before
+    assert digests()[:20] == reference["digests"][:20]
+    assert not set(digests()[20:25]) & set(reference["digests"])
+    smaller, now = reference["final"]["cursors"], state_of(final())["cursors"]
+    assert [c["row"] for c in smaller] == [c["row"] for c in now] == [STEPS * 2] * 4  # 20 x 2 + 5 x 4 rows
+    assert now == smaller
+    assert steps()[24]["tokens"] == 20 * larger // 2 + 5 * larger
+
+
+def test_a_batch_that_the_lanes_do_not_divide_is_refused(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-20")
+    message = refuse(total_batch_size=160 * 6)
+    assert "--total-batch-size" in message and "multiple of 640" in message and "--model-tag" in message
+
+
+def test_a_longer_horizon_goes_on(reference: dict[str, Any]) -> None:
+    take_over(reference, "final")
+    longer = {"num_iterations": STEPS + 3}
+    outcome = succeed(**longer)
+    assert f"--num-iterations: the run has {STEPS}, the command says {STEPS + 3}" in outcome.out
+    assert digests()[:STEPS] == reference["digests"] and len(digests()) == STEPS + 3
+    assert_nothing_happens(**longer)
+    assert_nothing_happens()  # nor with the first horizon, which is behind it
+
+
+# ---- completed, from the start, from a certain checkpoint -----------------------------------------------------------
+
+def assert_nothing_happens(**settings: Any) -> None:
+    before = training.fingerprint(training.run_dir())
+    outcome = succeed(**settings)
+    assert "completed" in outcome.out and "nothing to do" in outcome.out and "--model-tag" in outcome.out
+    assert training.fingerprint(training.run_dir()) == before
+
+
+def test_a_completed_run_says_so_and_changes_nothing(reference: dict[str, Any]) -> None:
+    take_over(reference, *(path.name for path in (reference["path"] / "checkpoints").iterdir()))
+    assert_nothing_happens()
+    assert_nothing_happens(save_every=2, device_batch_size=2)
+    assert_nothing_happens(resume=final())
+
+
+def test_a_named_checkpoint_is_where_it_goes_on(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-8", "checkpoint-20", "final")
+    lines = len(all_steps())
+    outcome = succeed(resume=training.run_dir() / "checkpoints" / "checkpoint-8")
+    assert "at step 8" in outcome.out
+    assert [record["step"] for record in all_steps()[lines:]] == list(range(8, STEPS))
+    assert state_of(final()) == reference["final"] and losses() == reference["losses"]
+
+
+def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-20")
+    before = training.fingerprint(training.run_dir())
+    message = refuse(resume="scratch")
+    assert "--resume scratch" in message and "--force" in message and "--model-tag" in message
+    assert training.fingerprint(training.run_dir()) == before
+    outcome = succeed(resume="scratch", force=True, num_iterations=4, save_every=-1)
+    assert "resuming" not in outcome.out
+    assert checkpoints() == ["final"] and sorted(steps()) == [0, 1, 2, 3]
+    assert digests() == reference["digests"][:4]
+    succeed(resume="scratch", num_iterations=1, model_tag="fresh")
+    assert digests("fresh") == reference["digests"][:1]
+
+
+def test_a_step_that_differs_when_it_is_repeated_stops_the_run(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-20")
+    log = training.run_dir() / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace(reference["digests"][22], "0" * 16))
+    message = refuse()
+    assert "step 22" in message and reference["digests"][22] in message and "0" * 16 in message

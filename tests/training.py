@@ -1,0 +1,320 @@
+"""What the tests of the training job share: a small corpus with its tokenizer, and ways to run the job.
+
+    run      in this process, through the same door as the command line: exit code, output, errors
+    start    in child processes, one a rank, which can be killed; they are forked from a server that has imported torch
+             once, so a process costs a fraction of a second
+"""
+
+import contextlib
+import functools
+import gc
+import hashlib
+import io
+import logging
+import multiprocessing
+import os
+import pkgutil
+import pydoc_data.topics
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from nanochat import trainer
+from nanochat.common import run_main
+from nanochat.run_dir import TrainLog, read_log
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_train
+
+VOCAB_SIZE = 320
+PATIENCE_S = 120  # a child that takes longer than this hangs
+
+SETTINGS: dict[str, Any] = {  # of a run that takes a second: sliding windows, value embeddings, documents that are cut
+    "depth": 2, "aspect_ratio": 12, "head_dim": 12, "window_pattern": "SL", "max_seq_len": 160, "device_type": "cpu",
+    "total_batch_size": 160 * 8, "device_batch_size": 4, "lanes": 4, "buffer_size": 16, "overlap": 32,
+    "tokenizer_threads": 1, "num_iterations": 30, "warmup_steps": 2, "eval_every": -1, "eval_tokens": 160 * 16,
+    "sample_every": -1, "save_every": 4, "model_tag": "run",
+}
+
+
+# ---- what the runs need ---------------------------------------------------------------------------------------------
+
+def texts(num: int, *, seed: int) -> list[str]:
+    """Pieces of English prose, 20 to 1,500 characters, the same on every call."""
+    prose = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(prose) - 1500) for _ in range(num)]
+    return [prose[at:at + rng.choice((20, 100, 200, 400, 1500))] for at in starts]
+
+
+def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(documents, pa.string())}), path, row_group_size=32, **kwargs)
+    return path
+
+
+@functools.cache
+def _assets() -> tempfile.TemporaryDirectory[str]:
+    """data/ (three shards and one for validation) and tokenizer/, made once."""
+    folder = tempfile.TemporaryDirectory(prefix="training-assets-")
+    for i in range(4):
+        write_shard(Path(folder.name) / "data" / f"shard_{i}.parquet", texts(96, seed=i))
+    RustBPETokenizer.train_from_iterator(texts(200, seed=99), VOCAB_SIZE).save(Path(folder.name) / "tokenizer")
+    return folder
+
+
+@contextlib.contextmanager
+def workplace(path: Path) -> Iterator[Path]:
+    """A base directory of its own with data/ and tokenizer/ in it, used by what runs inside; one CPU thread, and
+    nothing of torchrun in the environment."""
+    shutil.copytree(_assets().name, path, dirs_exist_ok=True)
+    kept, threads = dict(os.environ), torch.get_num_threads()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ.update(NANOCHAT_BASE_DIR=str(path), OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
+    os.environ.update({f"WANDB_{name}_DIR": str(path / "wandb") for name in ("CONFIG", "CACHE", "DATA")})
+    torch.set_num_threads(1)
+    try:
+        yield path
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+        torch.set_num_threads(threads)
+
+
+def flags(**changed: Any) -> list[str]:
+    """The command line of `SETTINGS` with some changed (None leaves one out, True is a bare flag)."""
+    settings = {"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed}
+    named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items() if value is not None]
+    return [flag if value is True else f"{flag}={value}" for flag, value in named]
+
+
+def run_dir(tag: str = "run") -> Path:
+    return Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / tag
+
+
+# ---- in this process ------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command came to. `err` has the log's lines and the sentence of an error."""
+    code: int
+    out: str
+    err: str
+
+
+def run(**changed: Any) -> Outcome:
+    """Run the job in this process. An exception other than those for bad input comes through: it is a bug."""
+    out, err = io.StringIO(), io.StringIO()
+    handler, root = logging.StreamHandler(err), logging.getLogger()
+    before = set(threading.enumerate())
+    gc.freeze()  # the run collects garbage once: not the test runner's objects
+    root.addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            run_main(lambda: base_train.main(flags(**changed)))
+    except SystemExit as e:
+        left = [thread.name for thread in set(threading.enumerate()) - before if thread.name == "prefetch"]
+        assert not left, "the loader was not closed"
+        return Outcome(int(e.code or 0), out.getvalue(), err.getvalue())
+    finally:
+        root.removeHandler(handler)
+        gc.unfreeze()
+    raise AssertionError("run_main returned")
+
+
+def succeed(**changed: Any) -> Outcome:
+    """`run` that must end well."""
+    outcome = run(**changed)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def refuse(**changed: Any) -> str:
+    """`run` that must end with exit code 1 and one sentence, which is returned; no traceback."""
+    outcome = run(**changed)
+    errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert outcome.code == 1 and len(errors) == 1 and "Traceback" not in outcome.err, outcome.err
+    return outcome.err[outcome.err.index("error: ") + len("error: "):].strip()
+
+
+# ---- in processes of their own --------------------------------------------------------------------------------------
+
+@functools.cache
+def _server() -> Any:
+    """The context whose processes are forked from one that has torch and this module loaded."""
+    context = multiprocessing.get_context("forkserver")
+    lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them when first used
+    context.set_forkserver_preload(["pytest", "tests.training", *lazy])
+    return context
+
+
+def _child(argv: list[str], env: dict[str, str], hook: Callable[[], None] | None, output: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w")
+    torch.set_num_threads(1)
+    gc.freeze()
+    if hook is not None:
+        hook()
+    run_main(lambda: base_train.main(argv))
+
+
+@dataclass
+class Group:
+    """The processes of one command."""
+    processes: list[Any]
+    outputs: list[Path]
+
+    def wait(self) -> list[int]:
+        """Their exit codes, when all have ended by themselves. A rank that outlives the patience fails the test."""
+        deadline = time.monotonic() + PATIENCE_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
+        self.kill()
+        assert not alive, f"rank {alive} hangs:\n{self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def wait_for_death(self) -> None:
+        """Until a rank has killed itself (see the hooks below); then the others are killed, as torchrun would."""
+        deadline = time.monotonic() + PATIENCE_S
+        while all(process.exitcode is None for process in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.kill()
+        assert -signal.SIGKILL in [process.exitcode for process in self.processes], f"no kill:\n{self.text()}"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()
+            process.join()
+
+    def text(self) -> str:
+        """What all ranks printed."""
+        return "".join(path.read_text() for path in self.outputs if path.exists())
+
+
+def start(world_size: int = 1, *, hook: Callable[[], None] | None = None, **changed: Any) -> Group:
+    """Run the job in processes of its own, as torchrun sets them up if there are several. `hook` is called in each
+    before it begins: a function that can be pickled."""
+    base = Path(os.environ["NANOCHAT_BASE_DIR"])
+    outputs = [base / f"output-{time.monotonic_ns()}-{rank}.txt" for rank in range(world_size)]
+    env = dict(os.environ)
+    if world_size > 1:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(world_size))
+    processes = []
+    for rank, output in enumerate(outputs):
+        ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+        processes.append(_server().Process(target=_child, daemon=True,
+                                           args=(flags(**changed), {**env, **ranked}, hook, str(output))))
+        processes[-1].start()
+    return Group(processes, outputs)
+
+
+def finish(world_size: int = 1, **changed: Any) -> str:
+    """`start` that must end well; what it printed."""
+    group = start(world_size, **changed)
+    codes = group.wait()
+    assert codes == [0] * world_size, group.text()
+    return group.text()
+
+
+# ---- hooks: where a process kills itself ----------------------------------------------------------------------------
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_step(step: int, delay_s: float = 0.0) -> None:
+    """Kill the process once this step is in the log, and so much later, wherever it is by then."""
+    write = TrainLog.write
+
+    def watched(self: TrainLog, **record: Any) -> None:
+        write(self, **record)
+        if record.get("step") == step and "event" not in record:
+            threading.Timer(delay_s, die).start() if delay_s else die()
+
+    TrainLog.write = watched  # type: ignore[method-assign]
+
+
+def die_in(function: str, call: int) -> None:
+    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
+    place, name = function.rsplit(".", 1)
+    owner = pkgutil.resolve_name(place)
+    original, calls = getattr(owner, name), iter(range(1, call + 1))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, call) == call:
+            die()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+# ---- what a run left ------------------------------------------------------------------------------------------------
+
+def steps(tag: str = "run") -> dict[int, dict[str, Any]]:
+    """{step: its line that counts} of the log."""
+    return {record["step"]: record for record in read_log(run_dir(tag) / "logs" / "train.jsonl")
+            if "event" not in record}
+
+
+def digests(tag: str = "run") -> list[str]:
+    """The batch digests from step 0 on; every step must be there."""
+    found = steps(tag)
+    assert sorted(found) == list(range(len(found)))
+    return [found[step]["digest"] for step in sorted(found)]
+
+
+def losses(tag: str = "run") -> list[float]:
+    return [record["loss"] for _, record in sorted(steps(tag).items())]
+
+
+def checkpoints(tag: str = "run") -> list[str]:
+    folder = run_dir(tag) / "checkpoints"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """Everything of a checkpoint that must not depend on crashes, tensors as bytes."""
+    loaded = trainer.load_checkpoint(checkpoint)
+    kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress")}
+    progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
+    return {"model": as_bytes(loaded.model_state()), "optimizer": as_bytes(loaded.optimizer_state()),
+            "scheduler": loaded.scheduler_state(), "cursors": loaded.cursors, "trainer": kept, "progress": progress}
+
+
+def as_bytes(value: Any) -> Any:
+    """A value whose tensors are replaced by (dtype, shape, bytes), so that == compares bits."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {k: as_bytes(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_bytes(v) for v in value]
+    return value
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """{relative path: hash, with size and time of change} of all files below a folder."""
+    return {str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
+            + f" {path.stat().st_mtime_ns}" for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -190,7 +190,7 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
     the resolved settings; `derived` is what follows from them, for people."""
     if start.wipe:
-        split_train_val(settings["data_path"], settings["val_path"], strict=settings["strict"])  # bad data: keep the old
+        split_train_val(settings["data_path"], settings["val_path"], strict=settings["strict"])  # or keep the old
         log.warning("deleting the run in %s, as asked", run_dir)
         shutil.rmtree(run_dir)
     if not is_run_dir(run_dir):

@@ -4,12 +4,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat.packing import BestFit, Concat
 
-LAW = settings(max_examples=80, deadline=None)
+# the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide
+LAW = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+OVERLAPS = st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12))
 
 
 def new_packer(kind, T, overlap=3, max_wait=6):
@@ -74,7 +76,7 @@ def test_law_every_row_has_exactly_T_plus_1_tokens_and_the_ledger_balances_at_ev
     seen = Counter()
 
     @LAW
-    @given(streams(), st.integers(0, 10))
+    @given(streams(), OVERLAPS)
     def law(stream, overlap):
         T, lengths, buffer = stream
         drive = Drive(new_packer(kind, T, overlap), lengths, buffer)
@@ -144,7 +146,7 @@ def test_law_split_every_token_but_bos_is_a_live_target_exactly_once():
     seen = Counter()
 
     @LAW
-    @given(streams(), st.integers(0, 12))
+    @given(streams(), OVERLAPS)
     def law(stream, overlap):
         T, lengths, buffer = stream
         drive = Drive(new_packer("split", T, overlap), lengths, buffer)
@@ -171,7 +173,7 @@ def test_law_split_context_is_the_last_used_tokens_and_is_off():
     seen = Counter()
 
     @LAW
-    @given(streams(), st.integers(0, 12))
+    @given(streams(), OVERLAPS)
     def law(stream, overlap):
         T, lengths, buffer = stream
         packer = new_packer("split", T, overlap)
@@ -213,7 +215,7 @@ def test_law_pushing_what_waits_again_at_every_row_changes_no_later_placement(ki
     seen = Counter()
 
     @LAW
-    @given(streams(), st.integers(0, 10), st.integers(0, 5))
+    @given(streams(), OVERLAPS, st.integers(0, 5))
     def law(stream, overlap, max_wait):
         T, lengths, buffer = stream
         straight = list(Drive(new_packer(kind, T, overlap, max_wait), lengths, buffer))
@@ -403,7 +405,7 @@ class Naive:
 def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
     seen = Counter()
 
-    @settings(max_examples=200, deadline=None)
+    @settings(LAW, max_examples=200)
     @given(streams(), st.integers(0, 5), st.integers(0, 6))
     def law(stream, overlap, max_wait):
         T, lengths, buffer = stream

@@ -1,0 +1,367 @@
+"""Bad input to the main job: each kind is one sentence that names the file or the flag and the way out, an exit code
+that is not 0, and nothing half-written."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import checkpoint
+from nanochat.tokenizer import RustBPETokenizer
+from tests import training
+from tests.training import checkpoints, digests, fingerprint, refuse, state_of, succeed, texts, write_shard
+
+SHORT: dict[str, Any] = {"num_iterations": 6, "save_every": 2}
+LINES = [json.dumps({"text": text}).encode() + b"\n" for text in texts(80, seed=5)]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A completed run of six steps with checkpoints 2, 4 and final."""
+    with training.workplace(tmp_path_factory.mktemp("reference")):
+        succeed(**SHORT)
+        return training.run_dir()
+
+
+@pytest.fixture
+def half_done(workplace: Path, reference: Path) -> Path:
+    """That run as it was after step 4, in this test's workplace."""
+    shutil.copytree(reference, training.run_dir())
+    shutil.rmtree(training.run_dir() / "checkpoints" / "final")
+    return training.run_dir()
+
+
+def refuse_new(*words: str, **settings: Any) -> None:
+    """A run that does not begin: all words are in the sentence, and no run is left that would be in the way."""
+    message = refuse(**{**SHORT, **settings})
+    for word in words:
+        assert word in message, message
+    assert not (training.run_dir() / "config.json").exists() and checkpoints() == []
+    assert not (training.run_dir() / "data_manifest.json").exists()
+
+
+def refuse_old(*words: str, **settings: Any) -> None:
+    """A run that does not go on: all words are in the sentence, and no file of it has changed."""
+    before = fingerprint(training.run_dir())
+    message = refuse(**{**SHORT, **settings})
+    for word in words:
+        assert word in message, message
+    assert fingerprint(training.run_dir()) == before
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+def test_no_data(workplace: Path) -> None:
+    refuse_new(str(workplace / "nowhere"), "no such data folder", "nanochat.dataset", data_path=workplace / "nowhere")
+    (workplace / "empty").mkdir()
+    refuse_new(str(workplace / "empty"), ".parquet", "--data-path", data_path=workplace / "empty")
+    refuse_new(str(workplace / "nowhere"), val_path=workplace / "nowhere")
+    refuse_new("climbmix", "nanochat.dataset", data_path=None)  # the download that never was
+
+
+def test_one_shard_only(workplace: Path) -> None:
+    write_shard(workplace / "one" / "only.parquet", texts(40, seed=1))
+    refuse_new("only.parquet", "--val-path", data_path=workplace / "one")
+    succeed(data_path=workplace / "one", val_path=workplace / "data" / "shard_3.parquet", num_iterations=1)
+
+
+def make_other_column(path: Path) -> None:
+    pq.write_table(pa.table({"content": texts(40, seed=1)}), path)
+
+
+def make_numbers(path: Path) -> None:
+    pq.write_table(pa.table({"text": [1, 2, 3]}), path)
+
+
+def make_nulls(path: Path) -> None:
+    write_shard(path, [*texts(40, seed=1), None, None])
+
+
+def make_empty(path: Path) -> None:
+    write_shard(path, [])
+
+
+def make_zero_bytes(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def make_truncated(path: Path) -> None:
+    write_shard(path, texts(96, seed=1))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (make_other_column, ("no `text` column", "content", "rename")),
+    (make_numbers, ("column `text`", "int64", "expected string")),
+    (make_nulls, ("2 null(s)", "row group 1", "dev.repackage_data_reference")),
+    (make_empty, ("0 rows", "delete it")),
+    (make_zero_bytes, ("0 bytes", "fetch or make it again")),
+    (make_truncated, ("not a whole parquet file", "fetch or make it again")),
+], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("place", ["shard_1", "shard_9"], ids=["training", "validation"])
+def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: tuple[str, ...], place: str) -> None:
+    path = workplace / "data" / f"{place}.parquet"
+    make(path)
+    refuse_new(str(path), *words)
+    path.unlink()
+    if place == "shard_9":
+        succeed(num_iterations=1)  # the way out is one
+
+
+def test_nulls_that_no_statistics_tell_of(workplace: Path) -> None:
+    """Such a file looks well until the row group is read; by then there is a run."""
+    for i in range(3):
+        write_shard(workplace / "data" / f"shard_{i}.parquet", [*texts(30, seed=i), None], write_statistics=False)
+    message = refuse(**SHORT)
+    assert "null" in message and "shard_" in message and "row group 0" in message
+    assert checkpoints() == []
+
+
+def test_text_that_is_not_utf8(workplace: Path) -> None:
+    for i in range(3):
+        raw = pa.array([*(text.encode() for text in texts(30, seed=i)), b"caf\xe9 " * 9], pa.binary())
+        table = pa.table({"text": pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())})
+        pq.write_table(table, workplace / "data" / f"shard_{i}.parquet")
+    message = refuse(**SHORT)
+    assert "not UTF-8" in message and "shard_" in message and "dev.repackage_data_reference" in message
+    assert checkpoints() == []
+
+
+def test_broken_lines_of_jsonl_are_counted_and_with_strict_fatal(workplace: Path) -> None:
+    folder = workplace / "lines"
+    folder.mkdir()
+    broken = [*LINES]
+    broken[2], broken[7], broken[11] = b'{"text": "torn\n', b'{"content": "x"}\n', b'{"text": "caf\xe9"}\n'
+    (folder / "a.jsonl").write_bytes(b"".join(broken))
+    (folder / "b.jsonl").write_bytes(b"".join(LINES))
+    refuse_new("a.jsonl: line 3", "--strict", data_path=folder, strict=True)
+    outcome = succeed(data_path=folder, num_iterations=1, save_every=-1)
+    for number in (3, 8, 12):
+        assert f"a.jsonl: line {number} skipped" in outcome.err
+    assert "3 broken line(s) skipped" in outcome.err and "b.jsonl" not in outcome.err
+    message = refuse(data_path=folder, strict=True, model_tag="later", **SHORT)  # it was converted, and still is broken
+    assert "a.jsonl: line 3" in message and not training.run_dir("later").exists()
+
+
+def test_jsonl_without_any_document(workplace: Path) -> None:
+    (workplace / "lines").mkdir()
+    (workplace / "lines" / "a.jsonl").write_bytes(b'{"content": 1}\n')
+    (workplace / "lines" / "b.jsonl").write_bytes(b"".join(LINES))
+    refuse_new("a.jsonl", "no document in it", "line 1", data_path=workplace / "lines")
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"total_batch_size": 1000}, ("--total-batch-size", "1,000", "multiple of --max-seq-len 160")),
+    ({"lanes": 3}, ("--lanes 3", "8 rows", "divisor")),
+    ({"lanes": 0}, ("--lanes", "at least 1")),
+    ({"leaves": 3}, ("--leaves", "power of two")),
+    ({"leaves": 8}, ("--leaves", "4 lanes")),
+    ({"leaves": 0}, ("--leaves", "got 0")),
+    ({"device_batch_size": 0}, ("--device-batch-size", "at least 1")),
+    ({"tokenizer_threads": 0}, ("--tokenizer-threads", "at least 1")),
+    ({"num_iterations": None, "target_param_data_ratio": -1}, ("--num-iterations", "--target-flops")),
+    ({"num_iterations": None, "target_flops": 1.0}, ("--target-flops", "less than one step")),
+    ({"warmdown_ratio": 1.5}, ("--warmdown-ratio", "0 to 1")),
+    ({"overlap": 159, "long_docs": "split"}, ("--overlap", "158")),
+    ({"dtype": "float64"}, ("--dtype", "bfloat16")),
+    ({"device_type": "gpu"}, ("--device-type", "cuda, mps or cpu")),
+    ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),
+    ({"window_pattern": "SXL"}, ("window_pattern", "letters S")),
+    ({"depth": 0}, ("depth", "expected >= 1")),
+    ({"resume": "nowhere/checkpoint-3"}, ("--resume nowhere/checkpoint-3", "no such folder", "none")),
+], ids=lambda value: ",".join(value) if isinstance(value, dict) else "")
+def test_a_flag_that_cannot_be(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    refuse_new(*words, **settings)
+
+
+# ---- tokenizer ------------------------------------------------------------------------------------------------------
+
+def test_no_tokenizer(workplace: Path) -> None:
+    shutil.rmtree(workplace / "tokenizer")
+    refuse_new(str(workplace / "tokenizer"), "scripts.tok_train")
+
+
+def test_a_tokenizer_that_is_not_the_runs(workplace: Path, half_done: Path) -> None:
+    other = workplace / "other"
+    RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
+    refuse_old("--tokenizer-dir", str(half_done / "tokenizer"), "--model-tag", tokenizer_dir=other)
+    succeed(tokenizer_dir=half_done / "tokenizer", **SHORT)
+
+
+def test_a_run_whose_own_tokenizer_was_exchanged(workplace: Path, half_done: Path) -> None:
+    ranks = half_done / "tokenizer" / "tokenizer.ranks"
+    ranks = ranks if ranks.exists() else next(p for p in (half_done / "tokenizer").iterdir() if p.suffix != ".json")
+    ranks.write_bytes(ranks.read_bytes()[:-20])
+    message = refuse(tokenizer_dir=half_done / "tokenizer", **SHORT)
+    assert str(ranks) in message and "put the original back" in message
+
+
+# ---- a run that goes on ---------------------------------------------------------------------------------------------
+
+def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> None:
+    path = workplace / "data" / "shard_1.parquet"
+    kept = path.read_bytes()
+    write_shard(path, texts(96, seed=77))
+    refuse_old(str(path), "changed since this run began", "--model-tag")
+    path.unlink()
+    refuse_old(str(path), "gone", "--model-tag")
+    path.write_bytes(kept)
+    write_shard(workplace / "data" / "shard_2b.parquet", texts(96, seed=78))  # one that came later does not matter
+    succeed(**SHORT)
+
+
+def test_changed_settings(half_done: Path) -> None:
+    refuse_old("--seed: the run has 42, the command says 43", "--depth: the run has 2, the command says 4",
+               "--model-tag NAME", seed=43, depth=4)
+    refuse_old("--lanes", lanes=8)
+    refuse_old("--packing", packing="concat")
+
+
+def test_a_checkpoint_that_is_not_there(half_done: Path) -> None:
+    wrong = half_done / "checkpoints" / "checkpoint-5"
+    refuse_old(str(wrong), "no such folder", "checkpoint-4, checkpoint-2", resume=wrong)
+    refuse_old(str(half_done / "logs"), "trainer_state.json", resume=half_done / "logs")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(("damage", "name", "word"), [
+    (cut, checkpoint.MODEL_NAME, "torn"), (flip, checkpoint.OPTIMIZER_NAME, "rotten"),
+    (flip, checkpoint.CURSORS_NAME, "rotten"), (lose, checkpoint.STATE_NAME, "never finished"),
+])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+        workplace: Path, reference: Path, half_done: Path, damage: Any, name: str, word: str) -> None:
+    path = half_done / "checkpoints" / "checkpoint-4"
+    damage(path / name)
+    refuse_old(str(path / name), word, resume=path)
+    outcome = succeed(**SHORT)
+    assert "checkpoint checkpoint-4 is passed over" in outcome.err and word in outcome.err
+    assert str(path / name) in outcome.err and "at step 2" in outcome.out
+    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+def test_with_no_good_checkpoint_left_it_begins_again(workplace: Path, reference: Path, half_done: Path) -> None:
+    for name in ("checkpoint-2", "checkpoint-4"):
+        flip(half_done / "checkpoints" / name / checkpoint.MODEL_NAME)
+    outcome = succeed(**SHORT)
+    assert outcome.err.count("is passed over") == 2 and "resuming" not in outcome.out
+    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace: Path, half_done: Path) -> None:
+    refuse_old("no such data folder", resume="scratch", force=True, data_path=workplace / "nowhere")
+    refuse_old("--total-batch-size", resume="scratch", force=True, total_batch_size=1000)
+
+
+# ---- a full disk ----------------------------------------------------------------------------------------------------
+
+def limit_files(num_bytes: int) -> None:
+    """No file of this process can be larger: the system call fails as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_a_disk_that_is_full_while_saving(workplace: Path, reference: Path, half_done: Path) -> None:
+    before = fingerprint(half_done / "checkpoints")
+    model = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size
+    log = (half_done / "logs" / "train.jsonl").stat().st_size
+    assert log + 4096 < model // 2, "the log would fail first"
+    group = training.start(hook=partial(limit_files, model // 2), **SHORT)
+    assert group.wait() == [1]
+    text = group.text()
+    assert text.count("error: ") == 1 and "Traceback" not in text
+    sentence = text[text.index("error: "):]
+    assert "checkpoint final could not be written to" in sentence and "older checkpoints are untouched" in sentence
+    assert fingerprint(half_done / "checkpoints") == before
+    succeed(**SHORT)
+    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+def test_a_disk_that_is_full_while_logging(workplace: Path, half_done: Path) -> None:
+    log = half_done / "logs" / "train.jsonl"
+    group = training.start(hook=partial(limit_files, log.stat().st_size + 100), **SHORT)
+    assert group.wait() == [1]
+    assert "error: " in group.text() and "Traceback" not in group.text()
+    succeed(**SHORT)
+    assert len(digests()) == 6
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_no_run(workplace: Path) -> None:
+    group = training.start(hook=partial(limit_files, 2000), **SHORT)
+    assert group.wait() == [1]
+    assert "error: " in group.text() and "Traceback" not in group.text()
+    assert not (training.run_dir() / "config.json").exists()
+    succeed(**SHORT, data_path=move_data(workplace))  # and what it left binds nobody
+
+
+def move_data(workplace: Path) -> Path:
+    """Other data elsewhere."""
+    for i in range(2):
+        write_shard(workplace / "new" / f"{i}.parquet", texts(96, seed=50 + i))
+    return workplace / "new"
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+def fails_on_two(*words: str, **settings: Any) -> str:
+    """Both processes end by themselves with an exit code that is not 0, and the sentence stands there once."""
+    group = training.start(2, **{**SHORT, **settings})
+    codes = group.wait()
+    assert all(code == 1 for code in codes), (codes, group.text())
+    text = group.text()
+    assert text.count("error: ") == 1 and "Traceback" not in text, text
+    for word in words:
+        assert word in text, text
+    return text
+
+
+def test_more_processes_than_lanes(workplace: Path) -> None:
+    fails_on_two("2 processes but only 1 lanes", "--lanes", lanes=1)
+    assert not training.run_dir().exists()
+
+
+def test_an_error_ends_all_processes_and_is_told_once(workplace: Path, half_done: Path) -> None:
+    before = fingerprint(half_done)
+    shutil.move(workplace / "tokenizer", workplace / "away")
+    fails_on_two("scripts.tok_train")
+    shutil.move(workplace / "away", workplace / "tokenizer")
+    fails_on_two("--seed", "--model-tag", seed=1)
+    (workplace / "data" / "shard_0.parquet").unlink()
+    fails_on_two("shard_0.parquet", "gone")
+    assert fingerprint(half_done) == before
+
+
+def test_a_full_disk_ends_all_processes(workplace: Path, half_done: Path) -> None:
+    before = fingerprint(half_done / "checkpoints")
+    model = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size
+    group = training.start(2, hook=partial(limit_files, model // 2), **SHORT)
+    assert group.wait() == [1, 1]
+    assert group.text().count("error: ") == 1 and "older checkpoints are untouched" in group.text()
+    assert "Traceback" not in group.text()
+    assert fingerprint(half_done / "checkpoints") == before

@@ -1,0 +1,216 @@
+"""
+Evaluate a trained model: bits per byte on validation and on training data, a floor to compare with, samples.
+
+    python -m scripts.base_eval --run d12
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run d24
+    python -m scripts.base_eval --checkpoint RUN/checkpoints/checkpoint-1000 --json eval.json
+
+Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With the run's own
+--eval-tokens, the default, the validation result is the one that training printed at that step. The floor is a
+unigram model: it knows how often each token occurs in the first rows of training, and nothing else.
+
+The result goes to RUN/eval.json. Where that holds this very evaluation of this checkpoint, it is shown, not repeated.
+CORE and other benchmarks that are downloaded are left out.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nanochat.checkpoint import STATE_NAME, find_checkpoint, load_model
+from nanochat.common import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    get_compute_dtype,
+    print0,
+    read_json,
+    run_main,
+    setup_logging,
+    write_json,
+)
+from nanochat.dataloader import DataLoader, validation_loader
+from nanochat.engine import Engine
+from nanochat.gpt import GPT
+from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+from nanochat.run_data import RunData, open_run
+from nanochat.run_dir import list_runs, read_config
+from nanochat.stream import StreamConfig
+from nanochat.tokenizer import RustBPETokenizer
+from nanochat.trainer import on_rank0
+from scripts.sample import PROMPTS
+
+FORMAT = 1  # of eval.json
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description="Evaluate a trained model.", epilog=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
+    which.add_argument("--checkpoint", help="a checkpoint directory")
+    p.add_argument("--eval-tokens", type=int, default=-1, help="tokens of each split; -1: as the run did")
+    p.add_argument("--unigram-tokens", type=int, default=2**22, help="training tokens that the floor is counted from")
+    p.add_argument("--device-batch-size", type=int, default=-1, help="rows in one forward pass; -1: as the run did")
+    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best there is)")
+    p.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
+    p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
+    p.add_argument("--force", action="store_true", help="evaluate again what has been evaluated")
+    args = p.parse_args(argv)
+    for flag in ("eval_tokens", "device_batch_size"):
+        if getattr(args, flag) < 1 and getattr(args, flag) != -1:
+            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at least 1, or -1")
+    if args.unigram_tokens < 1:
+        raise ValueError(f"--unigram-tokens: got {args.unigram_tokens}, expected at least 1")
+    return args
+
+
+# ---- bits per byte --------------------------------------------------------------------------------------------------
+
+def count_targets(targets: Any, counts: np.ndarray) -> None:
+    """Add the live targets of a batch to `counts` (vocab_size,) int64."""
+    ids = targets.cpu().numpy().ravel()
+    counts += np.bincount(ids[ids >= 0], minlength=len(counts))
+
+
+def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
+    """Hand batches through, counting their targets."""
+    for batch in batches:
+        count_targets(batch.targets, counts)
+        yield batch
+
+
+def add_over_ranks(counts: np.ndarray, device: torch.device) -> np.ndarray:
+    """Collective. The sum of all ranks' counts, on every rank."""
+    if not dist.is_initialized():
+        return counts
+    total = torch.from_numpy(counts).to(device)
+    dist.all_reduce(total)
+    return total.cpu().numpy()
+
+
+def count_training_tokens(data: RunData, config: StreamConfig, num_tokens: int) -> np.ndarray:
+    """How often each token is a target in the first rows of the run's stream, as many rows from each lane, together at
+    least `num_tokens` tokens: (vocab_size,) int64."""
+    counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
+    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V, device_batch_size=config.V,
+                    with_digest=False) as loader:
+        for _ in range(-(-num_tokens // (config.V * config.T))):
+            count_targets(next(loader).targets, counts)
+    return counts
+
+
+def measure_bpb(model: Any, data: RunData, config: StreamConfig, *, eval_tokens: int, device_batch_size: int,
+                unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram
+    model on the same validation tokens."""
+    token_bytes = data.tokenizer.token_bytes()
+    seen = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
+
+    def bpb(source: Any, counts: np.ndarray) -> float:
+        batches = validation_loader(source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size,
+                                    num_tokens=eval_tokens, device=device, rank=rank, world_size=world_size)
+        return evaluate_bpb(model, counting(batches, counts), None, token_bytes)
+
+    val = bpb(data.val, seen)
+    train = {name: bpb(source, np.zeros_like(seen)) for name, source in data.train.items()}
+    seen = add_over_ranks(seen, device)
+    trained = on_rank0(lambda: count_training_tokens(data, config, unigram_tokens))
+    targets = np.repeat(np.arange(len(seen), dtype=data.tokenizer.token_dtype), seen)
+    return {"val_bpb": val, "train_bpb": train, "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
+            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+def draw_samples(model: GPT, tokenizer: RustBPETokenizer) -> dict[str, list[str]]:
+    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
+    engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
+    prompted = [engine.generate_batch(tokenizer.encode(prompt, prepend=bos), max_tokens=32, temperature=0.0)[0][0]
+                for prompt in PROMPTS]
+    free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
+    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
+            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+def pick_checkpoint(args: argparse.Namespace) -> Path:
+    """The checkpoint meant by the flags. ValueError where neither flag is given and there is not one run."""
+    runs = list_runs()
+    if args.checkpoint is None and args.run is None and len(runs) != 1:
+        raise ValueError(f"--run: not given, and there are {len(runs)} runs ({', '.join(runs) or 'none'}); name one")
+    return find_checkpoint(args.checkpoint or args.run or runs[0]).absolute()
+
+
+def stored_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
+    """What the file holds, if it is this evaluation and whole."""
+    try:
+        result = read_json(path)
+    except (ValueError, OSError):
+        return None
+    return result if isinstance(result, dict) and result.get("of") == of else None
+
+
+def show(result: dict[str, Any], path: Path) -> None:
+    """Print a result."""
+    for text in result["samples"]["prompted"] + result["samples"]["unprompted"]:
+        print0(f"{'-' * 80}\n{text}")
+    print0("-" * 80)
+    print0(f"{result['of']['checkpoint']}, step {result['step']:,}; bits per byte:")
+    rows = [("validation", result["val_bpb"]), *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
+            ("validation, unigram model", result["unigram_bpb"])]
+    for name, bpb in rows:
+        print0(f"  {name:28s} {bpb:.6f}")
+    print0(f"result: {path}")
+
+
+def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
+             device: torch.device) -> dict[str, Any]:
+    """Collective. The whole result."""
+    began = time.perf_counter()
+    dtype = get_compute_dtype(device, of["dtype"])
+    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
+    data, config, settings = open_run(checkpoint.parent.parent)
+    B = settings["device_batch_size"] if args.device_batch_size == -1 else args.device_batch_size
+    bpb = measure_bpb(model, data, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
+                      unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size)
+    samples = draw_samples(model, tokenizer) if rank == 0 else {}
+    return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,
+            "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate, print, write. Raises ValueError and OSError for bad flags and for what cannot be opened."""
+    args = parse_args(argv)
+    setup_logging()
+    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        checkpoint = on_rank0(lambda: pick_checkpoint(args))
+        settings = read_config(checkpoint.parent.parent)
+        path = args.json or checkpoint.parent.parent / "eval.json"
+        dtype = str(get_compute_dtype(device, args.dtype)).removeprefix("torch.")
+        of = {"checkpoint": str(checkpoint), "checksum": read_json(checkpoint / STATE_NAME)["checksum"],
+              "eval_tokens": settings["eval_tokens"] if args.eval_tokens == -1 else args.eval_tokens,
+              "unigram_tokens": args.unigram_tokens, "device": device.type, "dtype": dtype}
+        result = None if args.force else on_rank0(lambda: stored_result(path, of))
+        if result is None:
+            result = evaluate(args, checkpoint, of, rank, world_size, device)
+            on_rank0(lambda: write_json(path, result))
+        else:
+            print0(f"{path}: evaluated before, --force does it again")
+        if rank == 0:
+            show(result, path)
+    finally:
+        compute_cleanup()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,175 @@
+#!/usr/bin/env bash
+# From an empty machine to a trained model: data, tokenizer, training, evaluation, samples, report. Two profiles:
+#
+#   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of CUDA GPUs works
+#        and sees the same batches. By arithmetic (below), at 40 % utilization: 3.7 hours, about $90 at $3 a GPU-hour.
+#        Needs a network and 100 GB of disk (30 of data, the rest checkpoints).
+#   cpu  a small model on the Python sources and documentation that are installed here. 2 cores, 4 GB of memory, 1 GB of
+#        disk, no network after the install, no cost; under 10 minutes, install aside.
+#
+#   bash speedrun.sh                      # gpu where nvidia-smi lists GPUs, else cpu
+#   PROFILE=cpu bash speedrun.sh          # or gpu: this one, whatever is here
+#   DRY_RUN=1 bash speedrun.sh            # print the commands, run nothing
+#   WANDB_RUN=name bash speedrun.sh       # log to wandb; without it nothing of wandb is started
+#   NGPU=4 bash speedrun.sh               # use so many GPUs
+#
+# Everything it makes is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again at any time: finished stages
+# are reused, an unfinished training goes on from its newest checkpoint. On a remote machine start it inside screen or
+# tmux, for example: screen -L -S speedrun bash speedrun.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
+DRY_RUN="${DRY_RUN:-}"
+RUN_NAME="${WANDB_RUN:-dummy}" # what base_train takes for: no wandb
+CPU_ITERATIONS="${CPU_ITERATIONS:-400}"
+
+# How much data depth 24 needs, at the default of 12 tokens per parameter:
+#   parameters that scaling counts = 24 layers * 12 * 1536^2 + 32,768 * 1536 (output head) = 730 M
+#   tokens = 12 * 730 M = 8.8 B; characters = 8.8 B * 4.7 a token / (1 - 0.35 cropped at row ends) = 63 B
+#   shards of 250 M characters = 253; with a margin of a fifth: 300, about 30 GB. The tokenizer reads 2 B, so 8 of them.
+#   FLOPs = 8.8 B * (6 * 730 M + 0.4 G for attention) = 4.2e19; 8 H100s at 40 % of 989 TFLOP/s: 13,200 s
+TOKENIZER_SHARDS=8
+TRAIN_SHARDS=300
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+header() {
+    if [[ -n "$DRY_RUN" ]]; then
+        printf '\n# %s\n' "$1"
+    else
+        printf '\n==== %s (%d min %02d s since the start)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
+    fi
+}
+
+quote() { # a command as one would type it
+    local word line=
+    for word in "$@"; do
+        if [[ "$word" =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then
+            line+=" $word"
+        elif [[ "$word" == *[\'[:cntrl:]]* ]]; then
+            line+=" $(printf '%q' "$word")"
+        else
+            line+=" '$word'"
+        fi
+    done
+    printf '%s' "${line# }"
+}
+
+RUNNING= BEGAN= COMMAND=
+record() { # exit code: keep the time of the stage that ran, for the report
+    printf '%s\t%s\t%s\t%s\n' "$RUNNING" $((SECONDS - BEGAN)) "$1" "$COMMAND" >>"$STAGES"
+    RUNNING=
+}
+
+stage() { # name, command: run it, fail if it fails
+    local name="$1" code=0
+    shift
+    header "$name"
+    COMMAND=$(quote "$@")
+    echo "$COMMAND"
+    if [[ -n "$DRY_RUN" ]]; then return; fi
+    RUNNING="$name" BEGAN=$SECONDS
+    "$@" || code=$?
+    record $code
+    if [[ $code != 0 ]]; then echo "speedrun: stage '$name' failed ($code); mend it and run this again" >&2; fi
+    return $code
+}
+
+# The download that goes on while the tokenizer trains. It ignores Ctrl-C as all background jobs of scripts do, so it is
+# ended here, whatever ends this script.
+DOWNLOAD=
+on_exit() {
+    local code=$?
+    if [[ -n "$RUNNING" ]]; then record $code; fi
+    if [[ -n "$DOWNLOAD" ]]; then kill "$DOWNLOAD" 2>/dev/null || true; fi
+}
+trap on_exit EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+start_download() { # command
+    header "download the rest, in the background"
+    printf '%s &\n' "$(quote "$@")"
+    if [[ -n "$DRY_RUN" ]]; then return; fi
+    echo "log: $NANOCHAT_BASE_DIR/download.log"
+    "$@" >"$NANOCHAT_BASE_DIR/download.log" 2>&1 &
+    DOWNLOAD=$!
+}
+
+wait_for_download() {
+    local pid="$DOWNLOAD" code=0
+    wait "$pid" || code=$?
+    DOWNLOAD=
+    if [[ $code != 0 ]]; then
+        echo "the download failed; the end of $NANOCHAT_BASE_DIR/download.log:" >&2
+        tail -n 20 "$NANOCHAT_BASE_DIR/download.log" >&2
+    fi
+    return $code
+}
+
+# ---- profiles -------------------------------------------------------------------------------------------------------
+
+gpu_profile() {
+    local torchrun=(torchrun --standalone "--nproc_per_node=$NGPU")
+    stage "shards for the tokenizer" python -m nanochat.dataset -n "$TOKENIZER_SHARDS"
+    start_download python -m nanochat.dataset -n "$TRAIN_SHARDS"
+    stage "tokenizer" python -m scripts.tok_train --vocab-size=32768 --max-chars=2000000000
+    stage "tokenizer evaluation" python -m scripts.tok_eval
+    stage "wait for the download" wait_for_download
+    stage "training" "${torchrun[@]}" -m scripts.base_train -- --depth=24 --device-batch-size=16 \
+        --save-every=2000 --device-type=cuda --model-tag="$TAG" --run="$RUN_NAME"
+    stage "evaluation" "${torchrun[@]}" -m scripts.base_eval -- --run="$TAG" --device-type=cuda
+    stage "samples" python -m scripts.sample --run="$TAG"
+    stage "report" python -m scripts.report --run="$TAG" --stages="$STAGES"
+}
+
+cpu_profile() {
+    local data="$NANOCHAT_BASE_DIR/data/sample" tokenizer="$NANOCHAT_BASE_DIR/tokenizer-sample"
+    stage "sample corpus" python -m dev.make_sample_corpus --output-dir="$data"
+    stage "tokenizer" python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=4096
+    stage "training" python -m scripts.base_train --data-path="$data" --tokenizer-dir="$tokenizer" \
+        --depth=4 --aspect-ratio=48 --head-dim=64 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=16 \
+        --num-iterations="$CPU_ITERATIONS" --warmup-steps=20 --eval-every=100 --eval-tokens=65536 --save-every=100 \
+        --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
+    stage "evaluation" python -m scripts.base_eval --run="$TAG" --device-type=cpu
+    stage "samples" python -m scripts.sample --run="$TAG" --device-type=cpu \
+        -p $'import os\n' -p $'def __init__(self' -p "Return the" -p "class Test" -p "If the argument is"
+    stage "report" python -m scripts.report --run="$TAG" --stages="$STAGES"
+    header "the real data"
+    cat <<EOF
+# This was a rehearsal on what was at hand. The real data are downloaded (100 MB a shard; needs a network):
+#   python -m nanochat.dataset -n 8         # enough for a tokenizer and a small model
+#   python -m scripts.tok_train && python -m scripts.base_train --depth=12
+# and on a machine with CUDA GPUs the whole of it is: bash speedrun.sh
+EOF
+}
+
+# ---- what to run ----------------------------------------------------------------------------------------------------
+
+gpus_here=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+PROFILE="${PROFILE:-$(if [[ "$gpus_here" -gt 0 ]]; then echo gpu; else echo cpu; fi)}"
+NGPU="${NGPU:-$gpus_here}"
+case "$PROFILE" in
+gpu) TAG=speedrun ;;
+cpu) TAG=speedrun-cpu ;;
+*)
+    echo "speedrun: PROFILE=$PROFILE, expected gpu or cpu" >&2
+    exit 2
+    ;;
+esac
+if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
+    if [[ -z "$DRY_RUN" ]]; then
+        echo "speedrun: PROFILE=gpu, but nvidia-smi lists no GPU; use PROFILE=cpu, or give NGPU" >&2
+        exit 2
+    fi
+    NGPU=8
+fi
+STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
+
+echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo " with $NGPU GPU(s)"; fi); all state below $NANOCHAT_BASE_DIR"
+if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
+stage "set-up" bash dev/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+"${PROFILE}_profile"
+header "done"

@@ -1,0 +1,176 @@
+"""The report: every figure in it is the one on disk, and whatever is missing, there is a report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import write_json
+from nanochat.report import (
+    Facts,
+    balance,
+    curve_part,
+    describe_machine,
+    duration,
+    make_report,
+    quoted,
+    read_facts,
+    read_stages,
+    show,
+    table,
+)
+from nanochat.run_dir import keep_cursors, pack_cursors
+from scripts import report
+
+T, STEPS = 15, 40
+
+
+def feed(**changes: Any) -> dict[str, Any]:
+    """One lane's accounts: 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
+    return {"epoch": 1, "unit": 0, "documents": 4, "read": 96, "row": 5, "inserted": 0, "repeated": 0, "cropped": 13,
+            "pending": 7, "waiting": [], **changes}
+
+
+def cursors(**changes: Any) -> list[dict[str, Any]]:
+    return [{"format": 1, "lane": i, "row": 5, "stream": {}, "buckets": {"data": feed(**changes)}} for i in range(2)]
+
+
+def log_lines() -> list[dict[str, Any]]:
+    steps = [{"step": i, "digest": f"{i:016x}", "loss": 8 - i / 10, "smooth_loss": 8 - i / 20, "lr": 1.0,
+              "grad_norm": 0.5, "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i,
+              "mfu": 0.0}
+             for i in range(STEPS)]
+    started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0"}
+    return [started, {"event": "val", "step": 0, "bpb": 4.25}, *steps[:25],
+            {**started, "step": 20, "world_size": 1}, *steps[20:], {"event": "val", "step": STEPS, "bpb": 2.125},
+            {"event": "saved", "step": STEPS, "checkpoint": "final", "status": "completed"}]
+
+
+EVALUATION = {"format": 1, "of": {"checkpoint": "final"}, "step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
+              "train_bpb": {"data": 1.9375},
+              "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
+STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "torn li",
+                    "training\t65\t0\ttrain --fast", "report\tx\t0\treport"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory as a finished training leaves it."""
+    path = tmp_path / "runs" / "tiny"
+    path.mkdir(parents=True)
+    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "derived": {"params": 12345}})
+    (path / "logs").mkdir()
+    lines = [json.dumps(line) for line in log_lines()]
+    (path / "logs" / "train.jsonl").write_text("\n".join(lines[:10] + ['{"step": 8, "lo'] + lines[10:]) + "\n")
+    keep_cursors(path, 20, pack_cursors(20, cursors(read=1)))
+    keep_cursors(path, STEPS, pack_cursors(STEPS, cursors()))
+    write_json(path / "data_manifest.json", {"train": {"root": "/data", "files": [
+        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}})
+    write_json(path / "eval.json", EVALUATION)
+    (path / "checkpoints" / "final").mkdir(parents=True)
+    (tmp_path / "stages.tsv").write_text(STAGES)
+    return path
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of every table row of a report, by the first."""
+    cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_every_figure_is_the_one_on_disk(run: Path) -> None:
+    text = make_report(read_facts(run, stages=run.parent.parent / "stages.tsv", machine={"processor": "abacus"}))
+    found = rows(text)
+    assert "# Run `tiny`: completed" in text
+    assert found["validation bits per byte, before training"] == ["4.25"]
+    assert found["validation bits per byte, after"] == ["2.062"]
+    assert found["a unigram model's on the same tokens"] == ["3.812"]
+    assert found["training bits per byte, `data`"] == ["1.938"]
+    assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
+    assert found["time in steps"] == ["20.0 s"] and found["tokens/s, median step"] == ["339.5"]
+    assert found["processor"] == ["abacus"] and found["params"] == ["12,345"]
+    assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0"]
+    assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0"]
+    assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
+    assert found["train"] == ["/data", "4", "4,000", "52"]
+    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "13.54 %", "1"]
+    assert "It balances" in text and "step 40, in tokens" in text and "10.00 % of it waiting for data" in text
+    assert "depth 2, max_seq_len 15" in text and "train --fast" in text
+    curve = rows(text.partition("## Loss curve")[2].partition("## Samples")[0])
+    assert curve["0"] == ["8", "8", "1", "0.5", "4.25"] and curve["39"][0] == "4.1" and curve["40"][-1] == "2.125"
+    assert found["0"] == ["`0000000000000000`"] and found["39"] == ["`0000000000000027`"]
+    assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
+    assert found["checkpoint"] == [f"`{run}/checkpoints/final`"] and found["evaluation"] == [f"`{run}/eval.json`"]
+
+
+FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]
+
+
+@pytest.mark.parametrize("missing", [*FILES, "everything"])
+def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
+    full = make_report(read_facts(run))
+    gone = FILES if missing == "everything" else [missing]
+    for name in gone:
+        (run / name).rename(run.parent / Path(name).name)
+    text = make_report(read_facts(run))
+    assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
+        x for x in full.splitlines() if x.startswith("## ")]
+    assert ("base_eval` has not run" in text) == ("eval.json" in gone)
+    assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
+
+
+def test_an_evaluation_of_an_older_step_is_said_to_be_that(run: Path) -> None:
+    assert "has gone on" not in make_report(read_facts(run))
+    write_json(run / "eval.json", {**EVALUATION, "step": 20})
+    assert "eval.json is of step 20" in make_report(read_facts(run))
+
+
+def test_accounts_that_do_not_balance_are_said_not_to() -> None:
+    right = {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
+    assert balance({"data": right}).startswith("It balances")
+    assert "off in code by -2" in balance({"data": right, "code": {**right, "read": 94}})
+
+
+def test_the_curve_of_a_long_run_is_short_and_has_both_ends() -> None:
+    steps = [{"step": i, "loss": float(i)} for i in range(10_000)]
+    val = [{"event": "val", "step": i, "bpb": 1.0} for i in range(0, 10_001, 10)]
+    found = rows("\n".join(curve_part(Facts(Path("run"), {}, steps, val))))
+    assert len(found) <= 40 and {"0", "9,999", "10,000"} <= found.keys()
+    assert sum(cells[-1] != "-" for cells in found.values()) >= 10
+
+
+def test_a_table_is_one_whatever_is_in_its_cells() -> None:
+    lines = table(("a", "b"), [("x|y", "two\nlines")])
+    assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |"]
+
+
+def test_values_and_durations_read_well() -> None:
+    assert [show(v) for v in (1234567, 0.123456, 4.2e19, 2500.7, None, True)] == [
+        "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
+    assert [duration(s) for s in (0.04, 59, 60, 3599.7, 12000)] == [
+        "0.0 s", "59.0 s", "1 min 00 s", "1 h 00 min", "3 h 20 min"]
+    assert quoted("a\n````") == ["`````text", "a", "````", "`````"]
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert machine["Python"].startswith("3.") and "cores" in machine["processor"] and machine["commit"]
+
+
+def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = run.parent.parent / "stages.tsv"
+    assert [s.name for s in read_stages(stages)] == ["set-up", "training"]
+    assert report.main([f"--run={run}", f"--stages={stages}"]) == 0
+    output = capsys.readouterr().out
+    assert f"report: {run / 'report.md'}" in output and "2.062" in output
+    assert "2 min 45 s" in (run / "report.md").read_text()
+    assert report.main([f"--run={run}", f"--output={run.parent / 'other.md'}"]) == 0
+    assert (run.parent / "other.md").exists()
+
+
+def test_a_run_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no run 'd12'"):
+        report.main(["--run=d12"])
+    assert not list(tmp_path.iterdir())

@@ -36,6 +36,10 @@ from typing import Any, Protocol
 
 VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
 
+# `crop` ends a row with a document of up to 16 tokens too many: what is dropped costs less than the short
+# documents that would fill the room. Measured at T = 1024: 0.4 points above what must be dropped instead of 0.85.
+NEAR_BITS = (1 << 17) - 1
+
 Key = Any  # whatever the caller names documents by; hashable
 Placement = tuple[Key, int, int, int]
 
@@ -172,6 +176,11 @@ class BestFit:
                     self._take(larger, placements, larger)
                     room -= larger
                     continue  # the other half is an exact fit now
+            if not self.split:
+                near = self.bits >> room & NEAR_BITS
+                if near:
+                    self._take(room + (near & -near).bit_length() - 1, placements, room)
+                    return placements
             fitting = self.bits & ((1 << room) - 1)
             if not fitting:
                 self._take(self._to_cut(), placements, room)

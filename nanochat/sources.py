@@ -5,10 +5,11 @@ Sources: the files of a bucket behind one small interface, and the manifest that
     Source.fetch(group, unit)  raw documents of a unit (consecutive documents of a group): cheap to hold
     Source.encode(raw)         their token ids, without BOS
 
-A parquet row group can only be read from its beginning, and one page may hold all of it, but a lane wants 64
-documents now and the next 64 much later. Holding each lane's group decoded would cost megabytes a lane, decoding it
-for each unit would cost sixteen times the work. So a group is decoded once, cut into units, and the units that
-somebody here will still want are kept compressed until they are fetched (`keep`).
+A parquet row group can only be read from its beginning, and one page may hold all of it, but a lane wants 64 documents
+now and the next 64 much later. Holding each lane's group decoded would cost megabytes a lane, decoding it for each unit
+would cost sixteen times the work. So a group is decoded once, cut into units, and the units that the lane will still
+want are kept compressed until they are fetched (`keep`). A small bucket, whose groups several lanes share, is kept
+compressed whole.
 
 A run must see the same files for ever. `scan` makes the manifest: for each file its relative name, size, a hash of
 its footer and the rows of its groups. `check` compares it with the disk and names the file that changed or went.
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
 GROUP_DOCUMENTS = 1024  # documents in a row group of what we write
+SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
 Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
 
 
@@ -264,7 +266,8 @@ class ParquetSource:
         self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
         self._paths = [as_parquet(Path(manifest["root"]) / e["name"]) for e in manifest["files"]]
         self._first_group = np.concatenate([[0], np.cumsum(per_file)])
-        self._kept: dict[tuple[int, int, int], tuple[int, pa.Buffer, np.ndarray]] = {}  # units, compressed; see _pop
+        self._kept: dict[tuple[int, int, int], tuple[int, bytes, np.ndarray]] = {}  # units, compressed; see _pop
+        self.small = sum(e["size"] for e in manifest["files"]) <= SMALL_BYTES
         self._codec = pa.Codec("zstd", compression_level=1)
         self._locks: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -302,8 +305,9 @@ class ParquetSource:
 
     def _pop(self, group: int, unit: int, unit_size: int) -> tuple[Any, np.ndarray] | None:
         """A unit that was put aside. Its size belongs to its name: another stream may cut the group differently."""
+        key = (group, unit, unit_size)
         with self._lock:
-            kept = self._kept.pop((group, unit, unit_size), None)
+            kept = self._kept.get(key) if self.small else self._kept.pop(key, None)
         if kept is None:
             return None
         size, compressed, offsets = kept
@@ -317,15 +321,17 @@ class ParquetSource:
         try:
             with pq.ParquetFile(path, pre_buffer=False) as f:
                 batches = f.iter_batches(batch_size=unit_size, row_groups=[local], columns=["text"], use_threads=False)
-                for index, batch in zip(range(max(unit, *keep, 0) + 1), batches):
-                    if index == unit:
+                for index, batch in enumerate(batches):
+                    if self.small or index == unit or index in keep:
                         data, offsets = _texts_of(batch.column(0), path, local)
-                        found = (data.to_pybytes(), offsets)
-                    elif index in keep:
-                        data, offsets = _texts_of(batch.column(0), path, local)
-                        kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
-                        with self._lock:
-                            self._kept[(group, index, unit_size)] = kept
+                        if index == unit:
+                            found = (data.to_pybytes(), offsets)
+                        if self.small or index != unit:
+                            kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
+                            with self._lock:
+                                self._kept[(group, index, unit_size)] = kept
+                    if not self.small and index >= max(unit, *keep, 0):
+                        break
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, start again") from None
         except (pa.ArrowException, OSError) as e:
@@ -337,6 +343,7 @@ class ParquetSource:
         with self._lock:
             self.decoded += 1
             self._locks.pop(group, None)
+        pa.default_memory_pool().release_unused()  # or what the largest group took would stay taken
         return found
 
 

@@ -25,7 +25,7 @@ NumPy promises the words of a bit generator for all versions, but not what `Gene
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -191,9 +191,9 @@ class Feed:
     """One bucket in one lane: position in the order, packer, accounts."""
 
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
-                 pool: ThreadPoolExecutor, wanted: Callable[[int], set[int]]):
+                 pool: ThreadPoolExecutor):
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
-        self.pool, self.wanted = pool, wanted
+        self.pool = pool
         self.packer = config.new_packer()
         self.documents: dict[Document, Any] = {}  # that wait: ids (n,), a _Deferred, or an int: restored, so long
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
@@ -218,7 +218,7 @@ class Feed:
     def _read_unit(self, epoch: int, unit: int) -> list[tuple[Document, np.ndarray]]:
         group, local = self.order.locate(epoch, unit)
         size = self.order.unit_size
-        ids = self.source.encode(self.source.fetch(group, local, size, lambda: self.wanted(group)))
+        ids = self.source.encode(self.source.fetch(group, local, size, lambda: self.wants(group)))
         order = self.order.rows(epoch, group, local, len(ids)).tolist()
         return [((epoch, group, local * size + i), ids[i]) for i in order]
 
@@ -277,7 +277,7 @@ class Feed:
         rows = [k[2] - unit * size for k in keys]
 
         def fetch() -> dict[int, Any]:
-            texts = self.source.fetch(group, unit, size, lambda: self.wanted(group))
+            texts = self.source.fetch(group, unit, size, lambda: self.wants(group))
             self.unasked.discard((group, unit))
             return {row: texts[row] for row in rows}
 
@@ -360,15 +360,8 @@ class Stream:
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = Order(source.groups, bucket=bucket, config=config)
-            feeds: dict[int, Feed] = {}
-
-            def wanted(group: int, feeds: dict[int, Feed] = feeds) -> set[int]:
-                return set().union(*(feed.wants(group) for feed in feeds.values()))
-
-            for lane in self.lanes:
-                feeds[lane] = Feed(config, bucket=bucket, lane=lane, source=source, order=order, pool=self.pool,
-                                   wanted=wanted)
-            self.feeds[bucket] = feeds
+            self.feeds[bucket] = {lane: Feed(config, bucket=bucket, lane=lane, source=source, order=order,
+                                             pool=self.pool) for lane in self.lanes}
         for cursor in cursors or ():
             self._restore(cursor)
         found = [cursor["lane"] for cursor in cursors or ()]

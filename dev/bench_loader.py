@@ -173,8 +173,8 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
             groups += read / units * len(source.groups)
             loader.close()
         result[f"W={world_size}"] = decoded / groups
-        print(f"  W = {world_size}: {decoded / groups:.2f} decodes of each of {len(source.groups)} row groups  (wanted: "
-              f"under 1.3 at W = 8)")
+        print(f"  W = {world_size}: {decoded / groups:.2f} decodes of each of {len(source.groups)} row groups  "
+              f"(wanted: under 1.3 at W = 8)")
     return result
 
 

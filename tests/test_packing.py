@@ -64,7 +64,7 @@ def expand(placements, own_bos):
 @st.composite
 def streams(draw, shortest_T=3):
     """(T, lengths, buffer): documents from BOS alone to several rows."""
-    T = draw(st.integers(shortest_T, 24))
+    T = draw(st.one_of(st.integers(shortest_T, 24), st.sampled_from([70, 200, 500])))
     length = st.one_of(st.integers(1, T // 2 + 1), st.integers(1, T + 1), st.integers(1, 4 * T))
     return T, draw(st.lists(length, min_size=5, max_size=70)), draw(st.integers(1, 8))
 
@@ -340,6 +340,14 @@ def test_golden_the_shortest_is_cropped_and_the_longest_is_split():
     assert split.waiting()[-1] == ("d", 4, 3, 1)
 
 
+def test_golden_crop_ends_a_row_with_a_document_that_is_a_few_tokens_too_long():
+    """A few: one for each 64 of T, at most 16."""
+    near, far, split = BestFit(128), BestFit(128), BestFit(128, split=True)
+    assert one_row(near, 100, 10, 31) == [("a", 0, 100, 0), ("c", 0, 29, 0)] and near.cropped == 2
+    assert one_row(far, 100, 10, 32)[:2] == [("a", 0, 100, 0), ("b", 0, 10, 0)]
+    assert one_row(split, 100, 10, 31)[:2] == [("a", 0, 100, 0), ("b", 0, 10, 0)]
+
+
 def test_golden_a_document_that_fills_a_row_leaves_at_once_until_another_is_overdue():
     packer = BestFit(9, max_wait=2)
     packer.push("old", 8)
@@ -354,6 +362,7 @@ class Naive:
 
     def __init__(self, T, split, overlap, max_wait):
         self.capacity, self.split, self.overlap, self.max_wait = T + 1, split, overlap, max_wait
+        self.near = min(16, T // 64)  # tokens that crop drops rather than filling the room with short documents
         self.pieces, self.row = [], 0  # [key, length, used, arrived], oldest first
 
     def push(self, key, length):
@@ -370,6 +379,9 @@ class Naive:
         short = [p for p in self.pieces if p[1] < self.capacity]
         exact = [p for p in short if p[1] == room]
         pairs = [p for p in short for q in short if p is not q and p[1] + q[1] == room]
+        near = [p for p in short if 0 < p[1] - room <= self.near]
+        if near and not self.split and not exact and not pairs:
+            return min(near, key=lambda p: (p[1], self.pieces.index(p)))
         fitting = exact or pairs or [p for p in short if p[1] < room]
         if fitting:
             return max(fitting, key=lambda p: (p[1], -self.pieces.index(p)))  # the oldest of the largest
@@ -411,10 +423,11 @@ def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
         T, lengths, buffer = stream
         real = list(Drive(new_packer(kind, T, overlap, max_wait), lengths, buffer))
         assert real == list(Drive(Naive(T, kind == "split", min(overlap, T - 2), max_wait), lengths, buffer))
-        seen.update(row=len(real), three=any(len(row) > 2 for row in real))
+        near = any(0 < lengths[row[-1][0]] - row[-1][2] <= T // 64 for row in real if len(row) > 1)
+        seen.update(row=len(real), three=any(len(row) > 2 for row in real), near=near)
 
     law()
-    assert seen["row"] > 500 and seen["three"] > 20
+    assert seen["row"] > 500 and seen["three"] > 20 and (seen["near"] or kind == "split")
 
 
 def test_crop_stays_near_the_floor_on_log_normal_lengths():

@@ -83,9 +83,9 @@ def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits(refer
     assert len(checkpoints()) == 2 and checkpoints()[0].startswith(".tmp-checkpoint-8-")
     for _ in range(4):
         done = max(steps())
-        kill(partial(die_after_step, min(STEPS - 5, done + rng.randrange(2, 5)), rng.uniform(0, 0.05)))
+        kill(partial(die_after_step, done + rng.randrange(1, 4), rng.uniform(0, 0.01)))
         assert max(steps()) > done
-    assert len(events("started")) == 7 < len({record["step"] for record in events("started")}) + 4
+    assert len(events("started")) == 7 and len({event["step"] for event in events("started")}) >= 3
     assert len(all_steps()) > len(steps()), "no step was done twice"
     succeed()
     assert state_of(final()) == reference["final"]

@@ -1,0 +1,49 @@
+"""The documents are true: the file map lists what there is, the table of settings is the code's, names exist."""
+
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanochat.settings import settings_table
+from scripts.base_train import parse_args
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_file_map_lists_every_file_and_no_other():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so which files belong to the project is not known")
+    listed = set(re.findall(r"^\| `([^`]+)` \| \S", (ROOT / "dev/ARCHITECTURE.md").read_text(), re.MULTILINE))
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    there = {f for f in files if not f.endswith("__init__.py") and f != ".gitignore" and not f.startswith("tests/data/")}
+    assert len(there) > 40
+    assert listed == there
+
+
+def test_the_table_of_settings_in_the_readme_is_the_one_in_the_code():
+    assert settings_table() in README
+
+
+def test_flags_that_the_readme_names_exist():
+    flags = {f"--{name.replace('_', '-')}" for name in vars(parse_args([]))}
+    named = set(re.findall(r"`(--[a-z-]+)`", README.split("New flags of `base_train`:")[1]))
+    assert len(named) > 10
+    assert named - {"--help"} <= flags
+
+
+@pytest.mark.parametrize("module, names", [
+    ("gpt", "GPT GPTConfig"), ("optim", "MuonAdamW"), ("engine", "Engine KVCache"), ("loss_eval", "evaluate_bpb"),
+    ("tokenizer", "RustBPETokenizer get_tokenizer get_token_bytes"),
+    ("dataset", "list_parquet_files parquets_iter_batched download_single_file"),
+    ("common", "get_base_dir print0 compute_init compute_cleanup autodetect_device_type get_dist_info DummyWandb"),
+    ("dataloader", "tokenizing_distributed_data_loader_with_state_bos_bestfit "
+                   "tokenizing_distributed_data_loader_bos_bestfit tokenizing_distributed_data_loader_with_state "
+                   "tokenizing_distributed_data_loader"),
+])
+def test_names_that_forks_import_are_where_nanochat_has_them(module, names):
+    found = importlib.import_module(f"nanochat.{module}")
+    assert [n for n in names.split() if not hasattr(found, n)] == []

@@ -80,6 +80,8 @@ class Layout:
         if self.world_size > self.V:
             raise ValueError(f"{self.world_size} processes but only {self.V} lanes, and each process needs one; raise "
                              f"--lanes or start fewer processes")
+        if not 1 <= self.K <= self.V or self.K & (self.K - 1):
+            raise ValueError(f"--leaves: got {self.K}, expected a power of two, at most the {self.V} lanes")
         if self.device_batch_size < 1:
             raise ValueError(f"--device-batch-size: got {self.device_batch_size}, expected at least 1")
 
@@ -291,7 +293,7 @@ def validation_config(source: Source, T: int) -> StreamConfig:
     """Validation's own lanes, layout and seed, from the data alone: nothing of it is dropped, and the rows are the same
     for every W, B, batch size and run. One pass."""
     documents = int(source.groups.sum())
-    V = 1 << min(6, max(0, (documents // 32).bit_length() - 1))
+    V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
 
 

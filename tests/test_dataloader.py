@@ -489,3 +489,10 @@ def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_ho
     state = some(bos_bestfit(), 1)[0][2]
     with pytest.raises(ValueError, match="T: 32 there, 16 here"):
         next(bos_bestfit(T=16, resume_state_dict=state))
+
+
+@pytest.mark.parametrize("leaves", [0, 3, 16])
+def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(leaves):
+    with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):
+        Layout(8, 8, 1, num_leaves=leaves)
+    assert Layout(8, 8, 1, num_leaves=8).K == 8

@@ -84,7 +84,8 @@ def workplace(path: Path) -> Iterator[Path]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(NANOCHAT_BASE_DIR=str(path), OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
-    os.environ.update({f"WANDB_{name}_DIR": str(path / "wandb") for name in ("CONFIG", "CACHE", "DATA")})
+    os.environ.update({name: str(path / "wandb") for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR",
+                                                              "XDG_CACHE_HOME")})
     torch.set_num_threads(1)
     try:
         yield path

@@ -1,0 +1,193 @@
+"""Evaluation of a run: its bits per byte are training's, and neither batch size nor processes move them."""
+
+import json
+import math
+import os
+import pydoc_data.topics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.checkpoint import load_model
+from nanochat.loss_eval import evaluate_bpb
+from nanochat.run_data import open_run
+from nanochat.run_dir import read_log
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_eval, base_train
+from tests.toy import write_parquet
+
+ROOT = Path(__file__).parent.parent
+T, STEPS, EVAL_TOKENS = 32, 3, 32 * 24
+TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "total-batch-size": T * 8, "lanes": 4,
+         "device-batch-size": 8, "buffer-size": 16, "overlap": 8, "num-iterations": STEPS, "warmup-steps": 1,
+         "eval-every": -1, "eval-tokens": EVAL_TOKENS, "sample-every": -1, "tokenizer-threads": 1,
+         "device-type": "cpu", "model-tag": "tiny"}
+
+
+def some_documents(num: int) -> list[str]:
+    prose = " ".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return [prose[i * 300:i * 300 + 40 + 13 * (i % 20)] for i in range(num)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base directory with a run of three steps."""
+    path = tmp_path_factory.mktemp("base")
+    texts = some_documents(400)
+    for i in range(4):
+        write_parquet(path / "data" / f"shard_{i}.parquet", texts[i * 100:i * 100 + 100], 32)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(path))
+        RustBPETokenizer.train_from_iterator(texts, 300).save(path / "tokenizer")
+        assert base_train.main([f"--{k}={v}" for k, v in TRAIN.items()] + [f"--data-path={path / 'data'}"]) == 0
+        yield path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(base: Path) -> Path:
+    return base / "runs" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def first_result(base: Path) -> dict[str, Any]:
+    return evaluate("--device-batch-size=8", f"--json={base / 'first.json'}")
+
+
+def evaluate(*flags: str) -> dict[str, Any]:
+    """The result of an evaluation that is not stored yet."""
+    assert base_eval.main(["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--force", *flags]) == 0
+    path = next((f.removeprefix("--json=") for f in flags if f.startswith("--json=")), None)
+    default = Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json"
+    return json.loads(Path(path or default).read_text())
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "of")}
+
+
+def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> None:
+    vals = [r for r in read_log(run / "logs" / "train.jsonl") if r.get("event") == "val"]
+    assert vals[-1]["step"] == STEPS and first_result["val_bpb"] == vals[-1]["bpb"]
+    assert first_result["step"] == STEPS and first_result["of"]["checkpoint"] == str(run / "checkpoints" / "final")
+    assert 0 < first_result["train_bpb"]["data"] < 10 and first_result["train_bpb"]["data"] != vals[-1]["bpb"]
+
+
+@pytest.mark.parametrize("B", [1, 5])
+def test_the_batch_size_moves_nothing(base: Path, first_result: dict[str, Any], B: int) -> None:
+    other = evaluate(f"--device-batch-size={B}", f"--json={base / 'other.json'}")
+    assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
+    assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
+    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples"):
+        assert other[exact] == first_result[exact]
+
+
+def test_two_processes_say_the_same(base: Path, first_result: dict[str, Any]) -> None:
+    path = base / "two.json"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_eval",
+         "--", "--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--device-batch-size=8", f"--json={path}"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    other = json.loads(path.read_text())
+    assert other["world_size"] == 2
+    assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
+    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples"):
+        assert other[exact] == first_result[exact]
+
+
+def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, first_result: dict[str, Any]) -> None:
+    data, config, _ = open_run(run)
+    counts = base_eval.count_training_tokens(data, config, 2000)
+    rows = -(-2000 // (config.V * T)) * config.V
+    assert counts.sum() == rows * T == first_result["unigram_targets"]
+
+    class Unigram:  # as a model: the same distribution wherever it stands
+        def __call__(self, x: torch.Tensor, y: torch.Tensor, loss_reduction: str) -> torch.Tensor:
+            weights = torch.from_numpy(counts + 1.0)
+            return -(weights / weights.sum()).log()[y.clamp(min=0)]
+
+    batches = base_eval.validation_loader(data.val, tokenizer=data.tokenizer, T=T, device_batch_size=3,
+                                          num_tokens=EVAL_TOKENS, device="cpu")
+    expected = evaluate_bpb(Unigram(), batches, None, data.tokenizer.token_bytes())
+    assert math.isclose(expected, first_result["unigram_bpb"], rel_tol=1e-12)
+
+
+def test_targets_that_are_off_are_not_counted() -> None:
+    counts = np.zeros(5, np.int64)
+    batches = [type("Batch", (), {"targets": torch.tensor([[1, -100], [4, 1]])})] * 2
+    assert list(base_eval.counting(batches, counts)) == batches
+    assert counts.tolist() == [0, 4, 0, 0, 2]
+
+
+def test_samples_begin_with_their_prompts(base: Path, first_result: dict[str, Any]) -> None:
+    samples = first_result["samples"]
+    assert len(samples["unprompted"]) == 4 and all(isinstance(text, str) for text in samples["unprompted"])
+    assert [t.startswith(p) for t, p in zip(samples["prompted"], base_eval.PROMPTS, strict=True)] == [True] * 6
+
+
+def test_an_evaluation_that_is_there_is_shown_and_not_repeated(
+        run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first = evaluate()
+    assert (run / "eval.json").exists()
+    monkeypatch.setattr(base_eval, "evaluate", lambda *args: pytest.fail("evaluated again"))
+    flags = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000"]
+    assert base_eval.main(flags) == 0
+    assert f"{first['val_bpb']:.6f}" in capsys.readouterr().out
+    monkeypatch.setattr(base_eval, "evaluate", lambda *args: {**first, "of": args[2], "val_bpb": 9.0})
+    for other in (["--eval-tokens=64"], ["--unigram-tokens=10"], ["--force"]):
+        assert base_eval.main(flags + other) == 0
+        assert "9.000000" in capsys.readouterr().out
+    (run / "eval.json").write_text('{"of": torn')
+    assert base_eval.main(flags) == 0
+    assert json.loads((run / "eval.json").read_text())["val_bpb"] == 9.0
+
+
+def test_more_tokens_than_there_are_is_all_there_is(base: Path, run: Path, first_result: dict[str, Any]) -> None:
+    data, _, _ = open_run(run)
+    ids, _ = data.tokenizer.encode_flat(some_documents(400)[300:])
+    everything = evaluate("--eval-tokens=1000000000", f"--json={base / 'all.json'}")
+    assert first_result["val_targets"] < everything["val_targets"] <= len(ids)
+    assert everything["val_targets"] > 0.9 * len(ids)
+
+
+def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, first_result: dict[str, Any]) -> None:
+    path = base / "named.json"
+    assert base_eval.main([f"--checkpoint={run / 'checkpoints' / 'final'}", "--unigram-tokens=2000", f"--json={path}",
+                           "--device-type=cpu", "--device-batch-size=8"]) == 0
+    assert figures(json.loads(path.read_text())) == figures(first_result)
+    model, _, meta = load_model(run / "checkpoints" / "final", "cpu")
+    assert meta["step"] == STEPS and not model.training
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--run=other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
+    (["--unigram-tokens=0"], "--unigram-tokens"), (["--dtype=int8"], "--dtype")])
+def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        base_eval.main(["--device-type=cpu", *flags])
+
+
+def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
+    assert base_eval.pick_checkpoint(base_eval.parse_args([])) == run / "checkpoints" / "final"
+    (base / "runs" / "second" / "checkpoints").mkdir(parents=True)
+    try:
+        with pytest.raises(ValueError, match="there are 2 runs"):
+            base_eval.pick_checkpoint(base_eval.parse_args([]))
+    finally:
+        (base / "runs" / "second" / "checkpoints").rmdir()
+        (base / "runs" / "second").rmdir()
+
+
+def test_help_says_that_core_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        base_eval.parse_args(["--help"])
+    assert "CORE" in capsys.readouterr().out

@@ -1,0 +1,236 @@
+"""The shell scripts: what speedrun.sh would run can be run, in an order that works; what fails stops it."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dev import make_sample_corpus
+from nanochat import dataset
+from nanochat.schedule import resolve_horizon
+from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ["speedrun.sh", "dev/setup.sh", "dev/test.sh", ".ci/run"]
+MODULES: dict[str, ModuleType] = {m.__name__: m for m in (
+    make_sample_corpus, dataset, base_eval, base_train, report, sample, tok_eval, tok_train)}
+
+
+def speedrun(cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("WANDB_RUN", "NGPU", "PROFILE", "DRY_RUN")}
+    return subprocess.run(["bash", "speedrun.sh"], cwd=cwd, env={**kept, **environment}, capture_output=True, text=True,
+                          timeout=60)
+
+
+def commands(**environment: str) -> list[list[str]]:
+    """The words of each command that a dry run prints."""
+    result = speedrun(DRY_RUN="1", **environment)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return [shlex.split(line) for line in result.stdout.splitlines() if line and not line.startswith("#")]
+
+
+def module_of(words: list[str]) -> str | None:
+    return words[words.index("-m") + 1] if "-m" in words else None
+
+
+def arguments(words: list[str]) -> list[str]:
+    """What a command's module gets: torchrun keeps the `--` behind the module's name to itself."""
+    rest = words[words.index("-m") + 2:]
+    return [w for w in (rest[1:] if rest[:1] == ["--"] else rest) if w != "&"]
+
+
+@pytest.fixture(params=["gpu", "cpu"])
+def profile(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_bash_strict_and_says_what_it_costs(script: str) -> None:
+    text = (ROOT / script).read_text()
+    assert subprocess.run(["bash", "-n", ROOT / script], capture_output=True).returncode == 0
+    assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
+    assert os.access(ROOT / script, os.X_OK)
+    if script != ".ci/run":
+        head = text.partition("\nset -euo")[0].lower()
+        assert all(word in head for word in ("gpu" if script != "dev/setup.sh" else "hardware", "cost", "minutes"))
+
+
+def test_ci_runs_exactly_the_test_script() -> None:
+    lines = [x for x in (ROOT / ".ci/run").read_text().splitlines() if x and not x.startswith(("#", "set "))]
+    assert lines == ['exec bash "$(dirname "${BASH_SOURCE[0]}")/../dev/test.sh"']
+
+
+def test_torch_is_pinned_where_the_set_up_looks_for_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sum(r.startswith("torch==") for r in project["dependencies"]) == 1
+    assert "torch==2" not in (ROOT / "dev/setup.sh").read_text(), "the version stands in pyproject.toml only"
+
+
+def test_the_stages_come_in_an_order_that_works(profile: str) -> None:
+    modules = [module_of(words) for words in commands(PROFILE=profile)]
+    tail = ["scripts.base_train", "scripts.base_eval", "scripts.sample", "scripts.report"]
+    if profile == "gpu":  # None: the set-up, and waiting for the download
+        assert modules == [None, "nanochat.dataset", "nanochat.dataset", "scripts.tok_train", "scripts.tok_eval", None,
+                           *tail]
+    else:
+        assert modules == [None, "dev.make_sample_corpus", "scripts.tok_train", *tail]
+
+
+def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    checked = 0
+    for words in commands(PROFILE=profile):
+        if (name := module_of(words)) is None:
+            continue
+        module = MODULES[name]
+        if hasattr(module, "parse_args"):
+            assert vars(module.parse_args(arguments(words)))
+        else:  # its parser is made in main: stop behind it
+            parse = module.argparse.ArgumentParser.parse_args
+
+            def stop(parser: object, argv: list[str] | None = None, parse: object = parse) -> None:
+                parse(parser, argv)  # type: ignore[operator]
+                raise Parsed
+
+            with monkeypatch.context() as patched, pytest.raises(Parsed):
+                patched.setattr(module.argparse.ArgumentParser, "parse_args", stop)
+                module.main(arguments(words))
+        checked += 1
+    assert checked == (8 if profile == "gpu" else 6)
+
+
+def test_a_wrong_flag_would_be_noticed() -> None:
+    with pytest.raises(SystemExit):
+        base_train.parse_args(["--depht=4"])
+
+
+def test_all_stages_mean_the_same_run_and_the_same_folders(profile: str, tmp_path: Path) -> None:
+    base = tmp_path / "with a space"
+    found = {module_of(w): w for w in commands(PROFILE=profile, NANOCHAT_BASE_DIR=str(base))}
+    train = base_train.parse_args(arguments(found["scripts.base_train"]))
+    for name in ("base_eval", "sample", "report"):
+        assert MODULES[f"scripts.{name}"].parse_args(arguments(found[f"scripts.{name}"])).run == train.model_tag
+    tokenizer = tok_train.parse_args(arguments(found["scripts.tok_train"]))
+    assert (train.data_path or None) == (str(tokenizer.data_path) if tokenizer.data_path else None)
+    assert (train.tokenizer_dir or None) == (str(tokenizer.output_dir) if tokenizer.output_dir else None)
+    if profile == "cpu":
+        assert f"--output-dir={train.data_path}" in found["dev.make_sample_corpus"]
+        assert Path(train.data_path).is_relative_to(base) and Path(train.tokenizer_dir).is_relative_to(base)
+    assert not base.exists(), "a dry run writes nothing"
+
+
+def test_wandb_is_asked_for_by_name_only(profile: str) -> None:
+    def run_name(**environment: str) -> str:
+        words = next(w for w in commands(PROFILE=profile, **environment) if module_of(w) == "scripts.base_train")
+        return base_train.parse_args(arguments(words)).run
+
+    assert run_name() == run_name(WANDB_RUN="") == "dummy"
+    assert run_name(WANDB_RUN="my run") == "my run"
+    assert not any("wandb" in w for words in commands(PROFILE=profile) for w in words)
+
+
+def test_the_gpu_profile_trains_with_torchrun_on_all_gpus() -> None:
+    words = next(w for w in commands(PROFILE="gpu", NGPU="3") if module_of(w) == "scripts.base_train")
+    assert words[:6] == ["torchrun", "--standalone", "--nproc_per_node=3", "-m", "scripts.base_train", "--"]
+    args = base_train.parse_args(arguments(words))
+    assert args.depth == 24 and args.device_type == "cuda"
+
+
+def test_the_shards_suffice_for_the_horizon() -> None:
+    found = commands(PROFILE="gpu")
+    train = next(base_train.parse_args(arguments(w)) for w in found if module_of(w) == "scripts.base_train")
+    parameters = 24 * 12 * 1536**2 + 32768 * 1536
+    horizon = resolve_horizon(
+        num_iterations=train.num_iterations, target_flops=train.target_flops, total_batch_size=train.total_batch_size,
+        target_param_data_ratio=train.target_param_data_ratio, weight_decay=0.0, sequence_len=2048,
+        scaling_params=parameters, reference_scaling_params=12 * 12 * 768**2 + 32768 * 768, flops_per_token=1)
+    first, rest = (int(w[w.index("-n") + 1]) for w in found if module_of(w) == "nanochat.dataset")
+    assert first * 250e6 >= tok_train.parse_args([]).max_chars
+    assert rest * 250e6 >= 1.1 * horizon.total_tokens * 4.7 / 0.65
+    assert next(w for w in found if "300" in w)[-1] == "&"
+
+
+def test_without_gpus_the_profile_is_cpu_and_gpu_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert "# profile cpu" in speedrun(DRY_RUN="1", PATH=path).stdout
+    result = speedrun(PROFILE="gpu", PATH=path, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    assert result.returncode == 2 and "no GPU" in result.stderr and not (tmp_path / "base").exists()
+    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\necho 'GPU 0: A'\necho '  MIG 1'\necho 'GPU 1: B'\n")
+    assert "# profile gpu with 2 GPU(s)" in speedrun(DRY_RUN="1", PATH=path).stdout
+    assert speedrun(DRY_RUN="1", PROFILE="tpu").returncode == 2
+
+
+# ---- the orchestration, with stand-ins for the stages ---------------------------------------------------------------
+
+STAND_IN = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >>"$CALLS"
+if [[ "$*" == *"-n 300"* ]]; then {download}; fi
+if [[ "$*" == *"{failing}"* ]]; then exit 7; fi
+"""
+
+
+def stand_ins(folder: Path, *, download: str = "true", failing: str = "nothing") -> Path:
+    """A checkout in which every command only notes that it was called."""
+    (folder / "dev").mkdir(parents=True)
+    (folder / "dev" / "setup.sh").write_text("exit 0\n")
+    (folder / "speedrun.sh").write_bytes((ROOT / "speedrun.sh").read_bytes())
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "torchrun"):
+        path = folder / ".venv" / "bin" / name
+        path.write_text(STAND_IN.format(download=download, failing=failing))
+        path.chmod(0o755)
+    return folder
+
+
+def called(folder: Path) -> list[str]:
+    return re.findall(r"-m (\S+)", (folder / "calls").read_text())
+
+
+def test_a_failed_stage_stops_everything_and_its_time_is_kept(tmp_path: Path) -> None:
+    folder = stand_ins(tmp_path / "repo", failing="base_train")
+    result = speedrun(folder, PROFILE="cpu", CALLS=str(folder / "calls"), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr
+    assert called(folder) == ["dev.make_sample_corpus", "scripts.tok_train", "scripts.base_train"]
+    lines = (tmp_path / "base" / "speedrun-cpu-stages.tsv").read_text().splitlines()
+    assert [line.split("\t")[::2] for line in lines] == [["set-up", "0"], ["sample corpus", "0"], ["tokenizer", "0"],
+                                                         ["training", "7"]]
+
+
+@pytest.mark.parametrize("download", ["true", "echo gone; exit 5"])
+def test_training_waits_for_the_download_and_does_not_start_without_it(tmp_path: Path, download: str) -> None:
+    folder = stand_ins(tmp_path / "repo", download=f"sleep 0.3; {download}")
+    result = speedrun(folder, PROFILE="gpu", NGPU="2", CALLS=str(folder / "calls"),
+                      NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    names = called(folder)
+    assert names.count("nanochat.dataset") == 2 and "scripts.tok_eval" in names
+    if download == "true":
+        assert result.returncode == 0 and names[-1] == "scripts.report"
+    else:
+        assert result.returncode == 5 and "gone" in result.stderr and "scripts.base_train" not in names
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps")
+def test_the_download_ends_with_the_script(tmp_path: Path) -> None:
+    folder = stand_ins(tmp_path / "repo", download=f"echo $$ >{tmp_path}/pid; exec sleep 60", failing="tok_train")
+    # the tokenizer fails only once the download runs
+    path = folder / ".venv" / "bin" / "python"
+    path.write_text(path.read_text().replace("then exit 7", f"then until [[ -s {tmp_path}/pid ]]; do :; done; exit 7"))
+    result = speedrun(folder, PROFILE="gpu", NGPU="2", CALLS=str(folder / "calls"),
+                      NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    assert result.returncode == 7
+    pid = (tmp_path / "pid").read_text().strip()
+    for _ in range(200):
+        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
+        if not state or state.startswith("Z"):
+            return
+    pytest.fail("the download still runs")

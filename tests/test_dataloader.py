@@ -350,7 +350,7 @@ def val_rows(source, T, **kwargs):
 
 @pytest.mark.parametrize("num_tokens", [1, 600, 10**9])
 def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens):
-    source = fixed_source(num_groups=20, group_size=13)
+    source = fixed_source(num_groups=80, group_size=13)
     V = validation_config(source, 32).V
     assert V == 8
     reference, _ = val_rows(source, 32, device_batch_size=1, num_tokens=num_tokens)
@@ -365,7 +365,7 @@ def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens)
 
 
 def test_validation_is_one_pass_at_most_and_drops_nothing():
-    source = numbered([[(7 * i) % 90 for i in range(40)] for _ in range(5)])
+    source = numbered([[(7 * i) % 90 for i in range(40)] for _ in range(15)])
     rows, _ = val_rows(source, 16, device_batch_size=3, num_tokens=10**9)
     live = Counter(t for row, count in rows.items() for t in row[16:] if t not in (-100, BOS) for _ in range(count))
     total = sum(len(ids) for group in source.documents for ids in group)

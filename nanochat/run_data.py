@@ -2,7 +2,7 @@
 The data of a run: which files it reads, pinned when it starts, and everything needed to open its stream again.
 
     start    scan the files -> RUN/data_manifest.json, copy the tokenizer -> RUN/tokenizer/
-    resume   compare the manifest with the disk; the run's own tokenizer is used, whatever lies elsewhere by now
+    resume   compare the manifest with the disk, and the tokenizer's fingerprint with the run's
     look     `open_run` gives tokenizer, stream settings and sources from the run directory alone
 
 One process pins or checks; the others only read what it wrote.

@@ -208,9 +208,11 @@ class TrainLog:
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _close_torn_tail(path)
-        self._digests = digests(path, first_step=first_step)
+        self._before = {r["step"]: r for r in iter_log(path)
+                        if "event" not in r and isinstance(r.get("step"), int) and r["step"] >= first_step}
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  lives as long as the run
         self._torn = False
 
@@ -221,13 +223,19 @@ class TrainLog:
         """
         line = ("\n" * self._torn + json.dumps(_finite(record), allow_nan=False) + "\n").encode()
         self._torn = True
-        while line:  # a nearly full disk takes a part
-            line = line[self._file.write(line):]
+        try:
+            while line:  # a nearly full disk takes a part
+                line = line[self._file.write(line):]
+        except OSError as e:
+            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); make room and start the "
+                                   f"same command again") from e
         self._torn = False
 
-    def digest_of(self, step: int) -> str | None:
-        """The digest that the log held for `step` when it was opened, or None."""
-        return self._digests.get(step)
+    def digest_of(self, step: int, *, tokens: int | None = None) -> str | None:
+        """The digest that the log held for `step` when it was opened, or None; with `tokens`, only if the run had
+        trained on so many by the end of that step."""
+        record = self._before.get(step, {})
+        return record.get("digest") if tokens is None or record.get("tokens") == tokens else None
 
     def close(self) -> None:
         """Force the log to disk and close it. Twice is fine."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, newest_good, save_checkpoint, to_host
-from nanochat.common import DummyWandb, get_dist_info
+from nanochat.common import get_dist_info
 from nanochat.dataloader import DataLoader
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
@@ -237,46 +237,3 @@ def save(run_dir: Path, name: str, *, model: GPT, optimizer: MuonAdamW, schedule
             trainer_state={"progress": asdict(progress), "status": status, **extra})
 
     return on_rank0(write)
-
-
-# ---- watch ----------------------------------------------------------------------------------------------------------
-
-class _Wandb:
-    """A wandb run whose failures are told once and never stop training."""
-
-    def __init__(self, run: Any):
-        self.run, self.id = run, run.id
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Send a record, if wandb still works."""
-        self._try("log", record)
-
-    def finish(self) -> None:
-        """Upload what is left."""
-        self._try("finish")
-
-    def _try(self, method: str, *args: Any) -> None:
-        if self.run is None:
-            return
-        try:
-            getattr(self.run, method)(*args)
-        except Exception as e:  # whatever it is, it is not worth a run
-            log.warning("wandb stopped working (%s); going on without it", e)
-            self.run = None
-
-
-def start_wandb(name: str, settings: dict[str, Any], extra: dict[str, Any], run_dir: Path) -> _Wandb | DummyWandb:
-    """A wandb run, the same one where the training run had one (`extra["wandb_id"]`, set here); a stand-in for the name
-    'dummy' or where wandb cannot start."""
-    if name == "dummy":
-        return DummyWandb()
-    try:
-        import wandb  # takes a second, and only here
-
-        run = wandb.init(project="nanochat", name=name, config=settings, dir=run_dir, id=extra["wandb_id"],
-                         resume="allow")
-    except Exception as e:
-        log.warning("wandb could not start (%s); going on without it", e)
-        return DummyWandb()
-    extra["wandb_id"] = run.id
-    return _Wandb(run)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 T, STEPS, EVAL_TOKENS = 32, 3, 32 * 24
 TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "total-batch-size": T * 8, "lanes": 4,
          "device-batch-size": 8, "buffer-size": 16, "overlap": 8, "num-iterations": STEPS, "warmup-steps": 1,
-         "eval-every": -1, "eval-tokens": EVAL_TOKENS, "sample-every": -1, "tokenizer-threads": 1,
+         "eval-every": STEPS, "eval-tokens": EVAL_TOKENS, "sample-every": -1, "tokenizer-threads": 1,
          "device-type": "cpu", "model-tag": "tiny"}
 
 

@@ -1,0 +1,76 @@
+"""
+From flags to a job: what was left to the program is settled, checked and told before anything is written.
+
+    settings (with -1 for "you choose")  ->  resolve  ->  settings without, Horizon, the model on the meta device
+
+The model is built on the meta device first, because batch size, horizon and learning rates follow from its parameter
+counts, and a flag that does not fit is better told before gigabytes are filled.
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from nanochat.common import print0
+from nanochat.dataloader import Layout, default_leaves
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.stream import default_lanes
+
+
+def build_model(settings: dict[str, Any], depth: int) -> GPT:
+    """The model of a depth on the meta device: shapes and types, no data."""
+    config = GPTConfig.from_depth(depth, vocab_size=settings["vocab_size"], sequence_len=settings["max_seq_len"],
+                                  aspect_ratio=settings["aspect_ratio"], head_dim=settings["head_dim"],
+                                  window_pattern=settings["window_pattern"])
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tuple[dict[str, Any], Horizon, GPT]:
+    """Settle what was left to the program. Returns (settings, horizon, the model on the meta device)."""
+    model = build_model(settings, settings["depth"])
+    scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
+               for m in (model, build_model(settings, REFERENCE_DEPTH))]
+    horizon = resolve_horizon(
+        **{k: settings[k] for k in ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
+                                    "weight_decay")},
+        sequence_len=settings["max_seq_len"], scaling_params=scaling[0], reference_scaling_params=scaling[1],
+        flops_per_token=model.estimate_flops())
+    rows = horizon.total_batch_size // settings["max_seq_len"]
+    lanes = default_lanes(rows) if settings["lanes"] == -1 else settings["lanes"]
+    if lanes < 1:
+        raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
+    if settings["tokenizer_threads"] < 1:
+        raise ValueError(f"--tokenizer-threads: got {settings['tokenizer_threads']}, expected at least 1")
+    leaves = default_leaves(world_size, lanes) if settings["leaves"] == -1 else settings["leaves"]
+    Layout(lanes, rows, settings["device_batch_size"], 0, world_size, leaves)  # says what does not fit
+    return {**settings, "total_batch_size": horizon.total_batch_size, "lanes": lanes, "leaves": leaves,
+            "dtype": str(dtype).removeprefix("torch.")}, horizon, model
+
+
+def derive(horizon: Horizon, model: GPT) -> dict[str, Any]:
+    """What follows from the settings, for people."""
+    flops = model.estimate_flops()
+    return {"num_iterations": horizon.num_iterations, "total_tokens": horizon.total_tokens,
+            "tokens_per_step": horizon.total_batch_size, "flops_per_token": flops,
+            "total_flops": float(flops * horizon.total_tokens), "batch_lr_scale": horizon.batch_lr_scale,
+            "weight_decay_scaled": horizon.weight_decay_scaled,
+            **{f"params_{k}": v for k, v in model.num_scaling_params().items()}}
+
+
+def introduce(settings: dict[str, Any], derived: dict[str, Any], layout: Layout) -> None:
+    """Print what is about to run."""
+    print0(json.dumps(settings, indent=2))
+    for name, value in derived.items():
+        print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value}")
+    print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} process(es) x "
+           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} rows; "
+           f"{layout.K} leaves")
+    if layout.K % layout.world_size:
+        print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, but other bits "
+               f"than with a number that does")
+    if layout.dead_share > 0.1:
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of processes and a "
+               f"--device-batch-size that divide {layout.rows_per_step} rows waste none")

@@ -1,0 +1,111 @@
+"""
+Watching a run: a line for people, a line of JSON for programs, and wandb for those who ask for it.
+
+One `Watch` for each rank; only rank 0's writes. What it prints and logs of a step is made in one place, so that the two
+never disagree. wandb is imported when a run has a name for it, and nothing that goes wrong in it stops training.
+"""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import DummyWandb, print0
+from nanochat.run_dir import TrainLog
+from nanochat.schedule import Schedule
+from nanochat.trainer import Progress
+
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """The log and the wandb run of a training run; on ranks other than 0 it does nothing.
+
+    wandb_id: of the wandb run to go on with, None for a new one; afterwards that of the run there is.
+    """
+
+    def __init__(self, run_dir: Path, progress: Progress, *, rank: int, run: str, settings: dict[str, Any],
+                 wandb_id: str | None):
+        self.progress = progress
+        self.log = TrainLog(run_dir / "logs" / "train.jsonl", first_step=progress.step) if rank == 0 else None
+        self.wandb = start_wandb(run, settings, run_dir, wandb_id) if rank == 0 else DummyWandb()
+        self.wandb_id = self.wandb.id or wandb_id
+
+    def event(self, name: str, **record: Any) -> None:
+        """Something that happened before the next step."""
+        if self.log is not None:
+            self.log.write(event=name, step=self.progress.step, time=time.time(), **record)
+        self.wandb.log({"step": self.progress.step, **{f"{name}/{key}": value for key, value in record.items()}})
+
+    def check_digest(self, digest: str, *, tokens: int) -> None:
+        """ValueError if the step that was just computed had another digest when this run was there before. (Not if it
+        was there with other batch sizes: the counts of tokens differ.)"""
+        step = self.progress.step
+        logged = None if self.log is None else self.log.digest_of(step, tokens=self.progress.tokens + tokens)
+        if logged not in (None, digest):
+            raise ValueError(f"step {step}: its batch has digest {digest}, but had {logged} when this run was there "
+                             f"before: data or code changed; go back to what it was")
+
+    def step(self, schedule: Schedule, *, tokens: int, loss: float, grad_norm: float, digest: str, step_s: float,
+             wait_s: float, mfu_per_rate: float) -> None:
+        """Count the step that is done, print its line and log it. `mfu_per_rate`: share of the peak for 1 token/s."""
+        p, step = self.progress, self.progress.step
+        p.step += 1
+        p.tokens += tokens
+        p.train_time_s += step_s
+        p.smooth_loss = 0.9 * p.smooth_loss + 0.1 * loss
+        smooth = p.smooth_loss / (1 - 0.9**p.step)
+        eta_s = (schedule.num_iterations - p.step) * p.train_time_s / p.step
+        rate, lr = tokens / step_s, schedule.lr(step)
+        print0(f"step {step:05d}/{schedule.num_iterations:05d} | loss {smooth:.6f} | lr {lr:.3f} | grad norm "
+               f"{grad_norm:.4f} | {step_s * 1000:.1f} ms | {rate:,.0f} tok/s | mfu {100 * rate * mfu_per_rate:.1f}% | "
+               f"data wait {wait_s * 1000:.1f} ms | eta {eta_s / 60:.1f} min")
+        record = {"loss": loss, "smooth_loss": smooth, "lr": lr, "grad_norm": grad_norm, "step_s": step_s,
+                  "wait_s": wait_s, "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * mfu_per_rate}
+        if self.log is not None:
+            self.log.write(step=step, digest=digest, **record)
+        self.wandb.log({"step": step, **{f"train/{key}": value for key, value in record.items()}})
+
+    def close(self) -> None:
+        """Finish both."""
+        self.wandb.finish()
+        if self.log is not None:
+            self.log.close()
+
+
+class _Wandb:
+    """A wandb run whose failures are told once and never stop training."""
+
+    def __init__(self, run: Any):
+        self.run, self.id = run, run.id
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Send a record, if wandb still works."""
+        self._try("log", record)
+
+    def finish(self) -> None:
+        """Upload what is left."""
+        self._try("finish")
+
+    def _try(self, method: str, *args: Any) -> None:
+        if self.run is None:
+            return
+        try:
+            getattr(self.run, method)(*args)
+        except Exception as e:  # whatever it is, it is not worth a run
+            log.warning("wandb stopped working (%s); going on without it", e)
+            self.run = None
+
+
+def start_wandb(name: str, settings: dict[str, Any], run_dir: Path, wandb_id: str | None) -> _Wandb | DummyWandb:
+    """A wandb run, `wandb_id` again if given; a stand-in for the name 'dummy' or where wandb cannot start."""
+    if name == "dummy":
+        return DummyWandb()
+    try:
+        import wandb  # takes a second, and only here
+
+        run = wandb.init(project="nanochat", name=name, config=settings, dir=run_dir, id=wandb_id, resume="allow")
+    except Exception as e:
+        log.warning("wandb could not start (%s); going on without it", e)
+        return DummyWandb()
+    return _Wandb(run)

@@ -153,14 +153,17 @@ def test_jsonl_is_trained_on_like_the_parquet_with_the_same_documents(workplace:
         ending = "jsonl.gz" if i % 2 else "jsonl"
         write_jsonl(workplace / "lines" / f"shard_{i}.{ending}", training.texts(96, seed=i))
         training.write_shard(workplace / "columns" / f"shard_{i}.parquet", training.texts(96, seed=i))
-    succeed(data_path=workplace / "lines", num_iterations=3, eval_every=3, model_tag="lines")
+    succeed(data_path=workplace / "lines", num_iterations=3, eval_every=3, eval_tokens=10**9,
+            model_tag="lines")
     assert len(list((workplace / "converted").rglob("*.parquet"))) == 4
     assert len(set(digests("lines"))) == 3
     documents = training.texts(96, seed=3)
     written = training.write_shard(workplace / "val" / "v.parquet", documents)
-    succeed(data_path=workplace / "lines", val_path=written, num_iterations=1, eval_every=1, model_tag="val")
+    succeed(data_path=workplace / "lines", val_path=written, num_iterations=1, eval_every=1, eval_tokens=10**9,
+            model_tag="val")
     first = [events("val", tag)[0] for tag in ("lines", "val")]
-    assert [e["step"] for e in first] == [0, 0] and first[0]["bpb"] == first[1]["bpb"]
+    assert [e["step"] for e in first] == [0, 0]
+    assert first[0]["bpb"] == pytest.approx(first[1]["bpb"], rel=0.02), "the same documents, grouped differently"
 
 
 @pytest.mark.parametrize("layout", [{"packing": "concat"}, {"long_docs": "split"}])

@@ -300,7 +300,8 @@ def places_part(facts: Facts) -> list[str]:
         if (run / name).exists():
             rows.append((words, f"`{run / name}`"))
     folder = run / "checkpoints"
-    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
+    names = [p.name for p in folder.iterdir() if not p.name.startswith(".")] if folder.is_dir() else []
+    names.sort(key=lambda name: (name == "final", len(name), name))
     return table(("what", "where"), [*rows, *(("checkpoint", f"`{folder / name}`") for name in names)])
 
 

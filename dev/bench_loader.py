@@ -34,8 +34,9 @@ import torch
 
 from nanochat.common import read_json, run_main, write_json
 from nanochat.dataloader import DataLoader
+from nanochat.order import StreamConfig
 from nanochat.sources import ParquetSource, find_files, scan
-from nanochat.stream import Cursor, StreamConfig
+from nanochat.stream import Cursor
 from nanochat.tokenizer import RustBPETokenizer
 
 T, B, V, ROWS = 2048, 16, 64, 64

@@ -37,10 +37,11 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from nanochat.common import hash_json, run_main
+from nanochat.order import Order, StreamConfig
 from nanochat.packing import BestFit, Placement
 from nanochat.run_data import BUCKET
 from nanochat.sources import ParquetSource, fingerprint, scan
-from nanochat.stream import Document, Order, StreamConfig
+from nanochat.stream import Document
 from nanochat.tokenizer import RustBPETokenizer
 
 VOCAB_SIZE = 32768

@@ -34,8 +34,9 @@ import torch
 
 from nanochat.common import get_dist_info
 from nanochat.dataset import list_parquet_files
+from nanochat.order import StreamConfig, block
 from nanochat.sources import ParquetSource, Source, scan
-from nanochat.stream import Cursor, Row, Stream, StreamConfig, block, ledger, row_digest
+from nanochat.stream import Cursor, Row, Stream, ledger, row_digest
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off

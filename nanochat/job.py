@@ -15,8 +15,8 @@ import torch
 from nanochat.common import print0
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.order import default_lanes
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
-from nanochat.stream import default_lanes
 
 
 def build_model(settings: dict[str, Any], depth: int) -> GPT:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import read_json, write_json
+from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.sources import Manifest, ParquetSource, check, split_train_val
-from nanochat.stream import StreamConfig
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"

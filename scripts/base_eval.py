@@ -39,9 +39,9 @@ from nanochat.dataloader import DataLoader, validation_loader
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+from nanochat.order import StreamConfig
 from nanochat.run_data import RunData, open_run
 from nanochat.run_dir import list_runs, read_config
-from nanochat.stream import StreamConfig
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import on_rank0
 from scripts.sample import PROMPTS

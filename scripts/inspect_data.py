@@ -33,10 +33,11 @@ from tqdm import tqdm
 from nanochat.common import EXIT_FAILED, run_main, setup_logging
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET
+from nanochat.order import StreamConfig, default_lanes
 from nanochat.run_data import BUCKET, open_run
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
 from nanochat.sources import ParquetSource, split_train_val
-from nanochat.stream import LEDGER, Cursor, Row, Stream, StreamConfig, default_lanes, ledger
+from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)

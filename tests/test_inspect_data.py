@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.dataloader import OFF, DataLoader
+from nanochat.order import StreamConfig
 from nanochat.run_data import BUCKET, open_run, pin_data
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
 from nanochat.sources import ParquetSource, split_train_val
-from nanochat.stream import StreamConfig
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data
 from tests.toy import digest_of_row, some_texts, write_parquet

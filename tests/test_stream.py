@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat import sources
+from nanochat.order import Order, StreamConfig, block, default_lanes, permutation
 from nanochat.sources import ParquetSource, find_files, scan
-from nanochat.stream import Order, Stream, StreamConfig, block, default_lanes, ledger, permutation, row_digest
+from nanochat.stream import Stream, ledger, row_digest
 from tests.toy import (
     BOS,
     ByteTokenizer,

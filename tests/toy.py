@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.dataloader import DataLoader
-from nanochat.stream import Cursor, Row, Stream, StreamConfig, block
+from nanochat.order import StreamConfig, block
+from nanochat.stream import Cursor, Row, Stream
 
 BOS = 256
 

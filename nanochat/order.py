@@ -1,0 +1,129 @@
+"""
+The order of the data: settings of the stream, and which lane reads which documents when.
+
+    epoch e of a bucket: its groups in a seeded permutation, cut into units, dealt in V contiguous shares
+
+        group 7        group 2        group 0
+        u0 u1 u2 u3 |  u4 u5 u6   |   u7 u8 u9 u10          lane 0: u0 u1    lane 1: u2 u3 u4    ...    (V = 4)
+
+So a group is read by one lane (or two neighbours), once, in order. In epoch e lane l takes share (l + e) mod V: where a
+bucket has fewer units than lanes, some shares are empty, and turning the shares gives every lane its turn.
+
+Permutations sort raw 64-bit words of the Philox counter generator, keyed by a hash of (seed, bucket, epoch, ...): NumPy
+promises the words of a bit generator for all versions, but not what `Generator.permutation` makes of them.
+"""
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanochat.packing import VERSION, BestFit, Concat, Packer
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Everything but data and tokenizer that decides what is in a row. Raises ValueError on values that cannot work."""
+
+    T: int  # tokens a row trains on; a row holds T + 1
+    V: int = 64  # lanes
+    seed: int = 0
+    layout: str = "bestfit"  # bestfit | concat
+    long_docs: str = "crop"  # crop | split, for bestfit
+    overlap: int = 64  # tokens of context repeated in front of a continuation, for split
+    buffer_size: int = 128  # documents that wait in a lane, for bestfit
+    unit_size: int = 64  # documents read and tokenized at once, at most
+    max_epochs: int = 0  # passes over a bucket, 0 = no limit
+    packer_version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("T", "V", "buffer_size", "unit_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if self.layout not in ("bestfit", "concat"):
+            raise ValueError(f"--packing: got {self.layout!r}, expected bestfit or concat")
+        if self.long_docs not in ("crop", "split"):
+            raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
+        if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:
+            raise ValueError(f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that a "
+                             f"continuation brings something new")
+        if self.packer_version != VERSION:
+            raise ValueError(f"this run was packed by packer version {self.packer_version}, this code has {VERSION}; "
+                             f"go on with the code that began it, or start a new run (--model-tag)")
+
+    def new_packer(self) -> Packer:
+        """An empty packer of this layout."""
+        if self.layout == "concat":
+            return Concat(self.T)
+        return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap, max_wait=2 * self.buffer_size)
+
+    def fill_target(self, lane: int, row: int) -> int:
+        """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size` over the first
+        rows, from a start that differs by lane: the first step waits for one unit of each lane, and refills spread."""
+        if self.layout == "concat":
+            return 0
+        return min(self.buffer_size, self.buffer_size * (lane * 37 % 64) // 128 + 2 * row)
+
+
+def block(j: int, m: int, V: int) -> range:
+    """Block j of m of V lanes: floor(jV/m) .. floor((j+1)V/m) - 1."""
+    return range(j * V // m, (j + 1) * V // m)
+
+
+def default_lanes(rows_per_step: int) -> int:
+    """The largest divisor of R that is at most 64."""
+    return max(v for v in range(1, 65) if rows_per_step % v == 0)
+
+
+def permutation(n: int, *key: Any) -> np.ndarray:
+    """(n,) int64: a permutation that depends on the key alone, on any machine and NumPy version."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    words = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+    return np.argsort(words, kind="stable")
+
+
+class Order:
+    """The order of one bucket: epochs, shares, units. A small bucket gets smaller units: each lane has several."""
+
+    def __init__(self, groups: np.ndarray, *, bucket: str, config: StreamConfig):
+        documents = int(groups.sum())
+        self.unit_size = 1
+        while self.unit_size * 2 <= min(config.unit_size, documents // (8 * config.V)):
+            self.unit_size *= 2
+        self.units_per_group = -(-groups // self.unit_size)
+        self.num_units = int(self.units_per_group.sum())
+        self.V, self.key = config.V, (config.seed, bucket)
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(groups in order, first unit of each place and the end, place of each group); the last few are kept."""
+        with self._lock:
+            if epoch not in self._epochs:
+                if len(self._epochs) >= 4:
+                    del self._epochs[min(self._epochs)]
+                groups = permutation(len(self.units_per_group), *self.key, epoch)
+                first = np.concatenate([[0], np.cumsum(self.units_per_group[groups])])
+                self._epochs[epoch] = groups, first, np.argsort(groups, kind="stable")
+            return self._epochs[epoch]
+
+    def share(self, lane: int, epoch: int) -> range:
+        """The units of an epoch that a lane reads."""
+        return block((lane + epoch) % self.V, self.V, self.num_units)
+
+    def locate(self, epoch: int, unit: int) -> tuple[int, int]:
+        """(group, unit within the group) of an epoch's unit."""
+        groups, first, _ = self._epoch(epoch)
+        place = int(np.searchsorted(first, unit, side="right")) - 1
+        return int(groups[place]), unit - int(first[place])
+
+    def span(self, epoch: int, group: int) -> range:
+        """The units of an epoch that a group is cut into."""
+        _, first, place = self._epoch(epoch)
+        return range(int(first[place[group]]), int(first[place[group] + 1]))
+
+    def rows(self, epoch: int, group: int, unit: int, n: int) -> np.ndarray:
+        """The order in which a unit's n documents are used: (n,) int64 indices into the unit."""
+        return permutation(n, *self.key, epoch, group, unit)

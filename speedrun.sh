@@ -4,8 +4,8 @@
 #   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of CUDA GPUs works
 #        and sees the same batches. By arithmetic (below), at 40 % utilization: 3.7 hours, about $90 at $3 a GPU-hour.
 #        Needs a network and 100 GB of disk (30 of data, the rest checkpoints).
-#   cpu  a small model on the Python sources and documentation that are installed here. 2 cores, 4 GB of memory, 1 GB of
-#        disk, no network after the install, no cost; under 10 minutes, install aside.
+#   cpu  a small model on the Python sources and documentation that are installed here. 2 cores, 2 GB of memory, 2 GB of
+#        disk with the packages, no network after the install, no cost; about 6 minutes, install aside.
 #
 #   bash speedrun.sh                      # gpu where nvidia-smi lists GPUs, else cpu
 #   PROFILE=cpu bash speedrun.sh          # or gpu: this one, whatever is here

@@ -48,7 +48,7 @@ class Row:
     index: int  # of this lane's rows
     bucket: str
     placements: list[Placement]
-    documents: list[Any]
+    documents: list[tuple[Any, int]]  # (ids or a _Deferred, how many of the document's first ids are not there)
     feed: "Feed"
 
     def copy(self, bos: int, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
@@ -56,15 +56,15 @@ class Row:
         (T + 1,) int32, if given, which of the row's documents each token belongs to."""
         at = 0
         own_bos = self.feed.packer.own_bos
-        for number, ((key, start, length, off), document) in enumerate(zip(self.placements, self.documents)):
+        for number, ((key, start, length, off), (document, gone)) in enumerate(zip(self.placements, self.documents)):
             ids = document if isinstance(document, np.ndarray) else self.feed.tokens_of(key, document)
             end = at + length
             if start == 0 or own_bos:
                 tokens[at] = bos
-                first = max(start - 1, 0)  # token t of a document is ids[t - 1]
+                first = max(start - 1 - gone, 0)  # token t of a document is ids[t - 1 - gone]
                 tokens[at + 1:end] = ids[first:first + length - 1]
             else:
-                tokens[at:end] = ids[start - 1:start - 1 + length]
+                tokens[at:end] = ids[start - 1 - gone:start - 1 - gone + length]
             if off:
                 live[at + 1:at + 1 + off] = 0
             if doc_ids is not None:
@@ -81,6 +81,7 @@ class Feed:
         self.pool = pool
         self.packer = config.new_packer()
         self.documents: dict[Document, Any] = {}  # that wait: ids (n,), a _Deferred, or an int: restored, so long
+        self.gone: dict[Document, int] = {}  # of waiting documents whose first ids are used and dropped: how many
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents and their tokens, BOS not counted
@@ -149,10 +150,17 @@ class Feed:
         documents = [self._take(key) for key, _, _, _ in placements]
         return Row(self.lane, index, self.bucket, placements, documents, self)
 
-    def _take(self, key: Document) -> Any:
+    def _take(self, key: Document) -> tuple[Any, int]:
+        """A placed document's ids, or what will give them, and how many of the first are not there."""
         if isinstance(self.documents[key], int):
             self._defer(key)
-        return self.documents[key] if key in self.packer.docs else self.documents.pop(key)
+        if key not in self.packer.docs:
+            return self.documents.pop(key), self.gone.pop(key, 0)
+        document, gone = self.documents[key], self.gone.get(key, 0)
+        useless = self.packer.docs[key][1] - 1 - self.config.overlap - gone  # before the context of the rest
+        if isinstance(document, np.ndarray) and document.flags.owndata and 2 * useless > len(document):
+            self.documents[key], self.gone[key] = document[useless:].copy(), gone + useless
+        return document, gone
 
     def _defer(self, key: Document) -> None:
         """Have the pool fetch the texts of this restored document and of all others in its unit."""

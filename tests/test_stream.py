@@ -18,6 +18,7 @@ from nanochat.stream import Stream, ledger, row_digest
 from tests.toy import (
     BOS,
     ByteTokenizer,
+    MemorySource,
     Ranks,
     digest_of_row,
     fixed_source,
@@ -542,3 +543,22 @@ GOLDEN_DIGESTS = {  # of this stream's first 8 steps; whoever changes them chang
     "concat": [12334390370253679934, 14668724276623657266, 12382290465705706358, 6395760759654540497,
                11084967320858623590, 3444359074104975944, 12884029743002557246, 15515543546321878246],
 }
+
+
+def test_of_a_long_document_only_what_is_still_needed_is_held():
+    """The rest of a cut document, with its context: what is used is dropped, and the rows stay what they were."""
+    rest = np.arange(1, 10_001).astype(np.uint16)
+    source = MemorySource([[rest.copy()]])
+    config = StreamConfig(T=99, V=1, long_docs="split", overlap=7, buffer_size=2, max_epochs=1)
+    stream = Stream(config, {"data": source}, [0], tokenizer="t")
+    feed, held, used = stream.feeds["data"][0], [], 0
+    while rows := stream.next_rows(1):
+        tokens, live = np.zeros(100, np.uint32), np.ones(100, np.uint8)
+        rows[0].copy(999, tokens, live)
+        new = tokens[1 + rows[0].placements[0][3]:]  # after BOS and context
+        assert (new == rest[used:used + len(new)]).all()
+        used += len(new)
+        held.append(sum(len(d) for d in feed.documents.values()))
+    stream.close()
+    assert used > 9_000 and len(held) > 90
+    assert held[0] >= 9_000 and held[-1] < 1_000, "nothing was dropped"

@@ -20,6 +20,8 @@ does not keep it.
 jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
 """
 
+import contextlib
+import ctypes
 import gzip
 import json
 import logging
@@ -343,8 +345,16 @@ class ParquetSource:
         with self._lock:
             self.decoded += 1
             self._locks.pop(group, None)
-        pa.default_memory_pool().release_unused()  # or what the largest group took would stay taken
+        _give_back_freed()
         return found
+
+
+def _give_back_freed() -> None:
+    """Return freed memory to the system: Arrow's pool keeps what the largest group took, and glibc keeps the holes that
+    units of many sizes leave (measured over 960 steps of 64 lanes: 158 MB and growing, instead of 130)."""
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc here
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _texts_of(column: pa.Array, path: Path, group: int) -> tuple[pa.Buffer, np.ndarray]:

@@ -103,6 +103,7 @@ class _HashedFile:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write and hash; the first error is kept for `finish`, and what comes after it is dropped."""
         if self._error is None:
             try:
                 self._raw.write(data)

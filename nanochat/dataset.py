@@ -199,6 +199,7 @@ class Downloader:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def session(self) -> requests.Session:
+        """A session that tries again after errors that pass, with exponential backoff, and honours Retry-After."""
         retry = Retry(total=self.max_attempts - 1, backoff_factor=self.backoff_s, backoff_max=60,
                       status_forcelist=(429, 500, 502, 503, 504), allowed_methods=("GET",), raise_on_status=False)
         session = requests.Session()
@@ -390,6 +391,7 @@ def _fail(failed: dict[str, str], total: int, way_out: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Download or verify. Raises ValueError for bad flags and OSError that lists what failed."""
     parser = argparse.ArgumentParser(description="Download the shards of a data set, or check those that are here.")
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from the first on; -1 = all")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")

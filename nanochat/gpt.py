@@ -160,6 +160,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor], kv_cache: "KVCache | None",
                 masking: dict[str, Any]) -> Tensor:
+        """x: (B, T, C); ve: (B, T, Hkv * D), this layer's value embedding, or None. Returns (B, T, C)."""
         heads = (*x.shape[:2], -1, self.head_dim)  # (B, T, heads, head_dim)
         q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
         if ve is not None:

@@ -502,7 +502,7 @@ def real(tmp_path_factory):
         pytest.skip(f"no real text in {DATA}")
     import pyarrow.parquet as pq
     folder = tmp_path_factory.mktemp("real")
-    files = [f for f in find_files(DATA) if f.name == "shard_00000.parquet" and f.parent.name != "code"]
+    files = [f for f in find_files(DATA) if f.name == "shard_00000.parquet"]
     for f in files:
         write_jsonl(folder / f.parent.name / "shard_00000.jsonl.gz", pq.read_table(f)["text"].to_pylist())
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ Parts, each in a process of its own:
     speed     tokens/s of (16, 2048) int64 inputs and targets in `split`, beside bare `encode_ordinary_batch`
     first     seconds to the first whole step: 64 lanes in one process, and one rank of 8; resumed at steps 5 and 500
     memory    anonymous memory over the bare process, along a run with 64 lanes, for the corpus and for ten of it
-    decode    how often each row group is decompressed in one epoch, one process and eight ranks
+    decode    how often each row group is decompressed in whole passes, by one process and by eight ranks
 Prints figures as it goes; the last line is one JSON object.
 """
 
@@ -34,9 +34,9 @@ import torch
 
 from nanochat.common import read_json, run_main, write_json
 from nanochat.dataloader import DataLoader
-from nanochat.order import StreamConfig
+from nanochat.order import StreamConfig, block
 from nanochat.sources import ParquetSource, find_files, scan
-from nanochat.stream import Cursor
+from nanochat.stream import Cursor, Stream
 from nanochat.tokenizer import RustBPETokenizer
 
 T, B, V, ROWS = 2048, 16, 64, 64
@@ -162,35 +162,28 @@ def bench_memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Row groups decompressed by all ranks, over the row groups that their lanes read."""
+    """Row groups decompressed by all ranks in whole passes over the data, over the row groups and passes."""
+    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
+    manifest = scan(args.data_path)
     result: dict[str, Any] = {}
     for world_size, epochs in ((1, 1), (8, 1), (8, 3)):
-        decoded = groups = 0.0
+        config = StreamConfig(T=T, V=V, long_docs="split", max_epochs=epochs)
+        decoded = 0
         for rank in range(world_size):
-            loader, source = open_loader(args, rank=rank, world_size=world_size, with_digest=False)
+            source = ParquetSource(manifest, tokenizer)
             if epochs > 1 and not source.small:
-                loader.close()
                 return result  # large buckets: every epoch is like the first, and takes minutes
-            units = loader.stream.feeds["data"][loader.layout.lanes[0]].order.num_units
-            read = 0.0
-            while read < epochs * units * len(loader.layout.lanes) / V:
-                steps(loader, 1)
-                read = sum(units_read(loader, c) for c in loader.cursors())
+            stream = Stream(config, {"data": source}, block(rank, world_size, V), tokenizer=tokenizer.fingerprint,
+                            num_threads=args.threads)
+            while stream.next_rows(1):
+                pass
+            stream.close()
             decoded += source.decoded
-            groups += read / units * len(source.groups)
-            loader.close()
-        result[f"W={world_size}, {epochs} epoch(s)"] = decoded / groups
-        print(f"  W = {world_size}, {epochs} epoch(s): {decoded / groups:.2f} decodes of each of {len(source.groups)} "
-              f"row groups an epoch  (wanted: under 1.3 at W = 8)")
+        share = decoded / len(source.groups) / epochs
+        result[f"W={world_size}, {epochs} epoch(s)"] = share
+        print(f"  W = {world_size}, {epochs} epoch(s): {share:.2f} decodes of each of {len(source.groups)} row groups "
+              f"an epoch  (wanted: under 1.3 at W = 8)")
     return result
-
-
-def units_read(loader: DataLoader, cursor: Cursor) -> int:
-    """Units that a lane has read."""
-    feed = loader.stream.feeds["data"][cursor["lane"]]
-    state = cursor["buckets"]["data"]
-    whole = sum(len(feed.order.share(cursor["lane"], e)) for e in range(state["epoch"]))
-    return whole + state["unit"] - feed.order.share(cursor["lane"], state["epoch"]).start
 
 
 PARTS = {"speed": bench_speed, "first": bench_first, "memory": bench_memory, "decode": bench_decode}

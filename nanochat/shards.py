@@ -1,0 +1,455 @@
+"""
+Shards: token ids on disk, written once, read as views into a memory map.
+
+    a.bin   t t t t E t t E t t t t t t t t E          token ids, entry after entry, nothing between them
+    a.idx   "GPTS" | version 1 | type | entries n      16 bytes, u32 each; type 2 = uint16, 4 = uint32
+            0 5 8 12 17                                (n + 1) int64: where in .bin each entry starts, and the end
+            0 0 0 1                                    n uint16: how many first ids repeat the end of the entry before
+    manifest.json                                      of the folder: tokenizer, arguments, counts, checksums
+
+Above: two short documents, and one cut into windows of 4 ids with an overlap of 1. E ends documents, not windows; it is
+the same id as BOS. Everything is little-endian. The format is that of gpt-simple 0.1.2 (its pretokenize module), whose
+shards have no manifest.json and are read too.
+
+**Writing.** `ShardWriter` streams ids to a temporary .bin, hashing as it goes, and renames .idx last: a pair without a
+good .idx does not exist, so a crash or a full disk leaves no pair or a whole one.
+
+**Which entries end a document?** An entry whose follower repeats something of it does not. Any other does if the
+manifest tells that all later windows repeat something (or that there are none), so lengths and overlaps are known from
+.idx alone. Otherwise (foreign shards, windows without overlap) the entry's last id decides. gpt-simple may follow
+the end of a document with one more window that repeats its tail: only the last id tells that.
+
+**Reading.** Opening a pair looks at 16 bytes, two offsets and two sizes, never at all offsets: a thousand shards open
+in well under a second, and nothing is kept for each entry. Offsets are checked where they are used.
+The rejected alternative, one Python object or array element for each document, costs gigabytes at a billion documents.
+
+The kernel kills a process (SIGBUS) that reads a memory map beyond the end of a file truncated after it was
+opened. Sizes are checked when a file is opened, but nobody can check later ones: do not write into shards in use. A new
+file renamed over the old one is harmless, the map stays with the old.
+"""
+
+import bisect
+import contextlib
+import functools
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from nanochat.common import atomic_open, fsync_dir, hash_bytes, hash_json, read_json
+
+if TYPE_CHECKING:
+    from nanochat.sources import Manifest, Tokenizer
+
+MAGIC, VERSION = b"GPTS", 1
+HEADER = struct.Struct("<4sIII")
+DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+GROUP_ENTRIES = 1024  # entries of a group where the manifest does not say
+EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
+MANIFEST_NAME, MANIFEST_FORMAT, MANIFEST_VERSION = "manifest.json", "nanochat-shards", 1
+RECORD_KEYS = {"input", "documents", "entries", "tokens", "skipped", "bin_bytes", "bin_hash", "idx_hash"}
+_REDO = "delete it and rerun scripts.tok_shards"
+
+
+def shard_dtype(vocab_size: int) -> np.dtype:
+    """The type of ids on disk: uint16, or uint32 for more than 65,535 ids."""
+    return DTYPES[2 if vocab_size <= 65535 else 4]
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Written:
+    """What a finished pair holds, as its record in manifest.json has it."""
+
+    entries: int
+    tokens: int
+    bin_bytes: int
+    bin_hash: str
+    idx_hash: str
+
+
+class ShardWriter:
+    """Context manager that writes PATH.bin and PATH.idx. When the block ends well both are there, whole, and `written`
+    says what they hold; after an exception neither is, and a pair that was there before is left alone.
+
+    Memory: 10 bytes an entry. ValueError for ids outside the vocabulary, arrays that do not fit together, no entry at
+    all.
+    """
+
+    def __init__(self, path: Path | str, *, vocab_size: int):
+        path = Path(path)
+        self.bin_path, self.idx_path = path.parent / f"{path.name}.bin", path.parent / f"{path.name}.idx"
+        self.vocab_size, self.dtype = vocab_size, shard_dtype(vocab_size)
+        self.written: Written | None = None
+        self._files = contextlib.ExitStack()
+        self._lengths: list[np.ndarray] = []
+        self._prefixes: list[np.ndarray] = []
+        self._tokens, self._hash = 0, blake2b(digest_size=16)
+
+    def __enter__(self) -> "ShardWriter":
+        self._idx = self._files.enter_context(atomic_open(self.idx_path))  # left last, so renamed last
+        try:
+            self._bin = self._files.enter_context(atomic_open(self.bin_path))
+        except BaseException as e:
+            self._abandon(e)
+            raise
+        return self
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """Append entries: their ids one after another (sum of lengths,), how many each has (n,), and how many first
+        ids of each repeat the entry before (n,)."""
+        lengths, prefixes = np.array(lengths, np.int64), np.array(prefixes)
+        if len(lengths) != len(prefixes) or lengths.sum() != len(ids) or (lengths < 0).any():
+            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, {len(lengths):,} lengths that add up to "
+                             f"{lengths.sum():,} and {len(prefixes):,} prefixes, expected arrays that fit together")
+        for name, values, limit in (("id", ids, self.vocab_size), ("prefix", prefixes, 1 << 16)):
+            if len(values) and not (values.min() >= 0 and values.max() < limit):
+                raise ValueError(f"{self.bin_path}: got {name} {values.min()} .. {values.max()}, expected 0 .. "
+                                 f"{limit - 1}; is it the tokenizer that the ids come from?")
+        data = np.ascontiguousarray(ids, self.dtype).data
+        self._bin.write(data)
+        self._hash.update(data)
+        self._tokens += len(ids)
+        self._lengths.append(lengths)
+        self._prefixes.append(prefixes.astype("<u2"))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._abandon(error)
+            return
+        try:
+            written = self._write_index()
+            for f in (self._bin, self._idx):  # a full disk shows here, while the old pair is untouched
+                f.flush()
+                os.fsync(f.fileno())
+        except BaseException as e:
+            self._abandon(e)
+            raise
+        if self.idx_path.exists():  # never the old .idx beside the new .bin
+            self.idx_path.unlink()
+            fsync_dir(self.idx_path.parent)
+        try:
+            self._files.close()
+        except BaseException:
+            self.bin_path.unlink(missing_ok=True)
+            raise
+        self.written = written
+
+    def _write_index(self) -> Written:
+        n = sum(map(len, self._lengths))
+        if not 0 < n < 1 << 32:
+            raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; leave out an input "
+                             f"without documents, cut one with too many")
+        offsets = np.zeros(n + 1, "<i8")
+        np.cumsum(np.concatenate(self._lengths), out=offsets[1:])
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+        digest = blake2b(digest_size=16)
+        for part in (HEADER.pack(MAGIC, VERSION, code, n), offsets.data, np.concatenate(self._prefixes).data):
+            self._idx.write(part)
+            digest.update(part)
+        return Written(n, self._tokens, self._tokens * self.dtype.itemsize, self._hash.hexdigest(), digest.hexdigest())
+
+    def _abandon(self, error: BaseException) -> None:
+        """Have both temporary files go: they are closed as if `error` had come up in each."""
+        with contextlib.suppress(BaseException):
+            self._files.__exit__(type(error), error, error.__traceback__)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Index:
+    """An open .idx: views into its memory map. `path` is the .bin."""
+
+    path: Path
+    dtype: np.dtype
+    offsets: np.ndarray  # (n + 1,) int64
+    prefixes: np.ndarray  # (n,) uint16
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+
+def _map(path: Path) -> Any:
+    """A file as a read-only buffer. Arrow's map stays when its file is closed; Python's would keep a descriptor for
+    each shard, and a process has 1,024."""
+    with pa.memory_map(str(path), "r") as f:
+        return f.read_buffer()
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
+        raise FileNotFoundError(f"{path}: not there, but {other.name} needs it; bring it back, or delete {other.name} "
+                                f"and rerun scripts.tok_shards" if other.exists() else
+                                f"{path}: the file is gone; bring it back, or start a new run (--model-tag)") from None
+
+
+def read_header(path: Path) -> tuple[np.dtype, int]:
+    """(type of the ids, number of entries) from the first 16 bytes of an .idx; ValueError if it is none or empty."""
+    with _open(path) as f:
+        data = f.read(HEADER.size)
+    if len(data) < HEADER.size:
+        raise ValueError(f"{path}: {len(data)} bytes, expected a header of {HEADER.size}; {_REDO}")
+    magic, version, code, n = HEADER.unpack(data)
+    if magic != MAGIC:
+        raise ValueError(f"{path}: it begins with {magic!r}, expected {MAGIC!r}; it is no shard index: take it "
+                         f"away, or {_REDO}")
+    if version != VERSION:
+        raise ValueError(f"{path}: format version {version}, expected {VERSION}; make it again with this code's "
+                         f"scripts.tok_shards")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: type code {code}, expected 2 (uint16) or 4 (uint32); {_REDO}")
+    if n == 0:
+        raise ValueError(f"{path}: an empty shard (0 entries); delete it and its .bin")
+    return DTYPES[code], n
+
+
+def read_index(path: Path | str) -> Index:
+    """Open a pair, given by either file. Looks at header, sizes, first and last offset; cheap for any size.
+
+    Raises FileNotFoundError or ValueError naming the file: a missing sibling, no GPTS header, a size that does not fit.
+    """
+    idx, bin = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
+    dtype, n = read_header(idx)
+    size, expected = idx.stat().st_size, HEADER.size + 8 * (n + 1) + 2 * n
+    if size != expected:
+        raise ValueError(f"{idx}: {size:,} bytes, expected {expected:,} for {n:,} entries; {_REDO}")
+    data = _map(idx)
+    offsets = np.frombuffer(data, "<i8", n + 1, HEADER.size)
+    prefixes = np.frombuffer(data, "<u2", n, HEADER.size + 8 * (n + 1))
+    if offsets[0] != 0:
+        raise ValueError(f"{idx}: the first offset is {offsets[0]:,}, expected 0; {_REDO}")
+    with _open(bin) as f:
+        size = f.seek(0, 2)
+    if size != int(offsets[-1]) * dtype.itemsize:
+        raise ValueError(f"{bin}: {size / dtype.itemsize:,.10g} tokens on disk, header says {offsets[-1]:,}; {_REDO}")
+    return Index(bin, dtype, offsets, prefixes)
+
+
+def read_tokens(index: Index) -> np.ndarray:
+    """All ids of a pair, (num_tokens,) uint16 or uint32: a read-only view of its memory map."""
+    return np.frombuffer(_map(index.path), index.dtype)
+
+
+# ---- the manifest of a folder ---------------------------------------------------------------------------------------
+
+def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any], shards: Mapping[str, Any]
+                 ) -> dict[str, Any]:
+    """The manifest of a folder of shards. `tokenizer`: fingerprint, eod, vocab_size, name. `shards`: a record for each
+    pair by its name without ending: input, documents, entries, tokens, skipped, bin_bytes, bin_hash, idx_hash, and
+    groups (entries of each) where they are not GROUP_ENTRIES each."""
+    return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "tokenizer": dict(tokenizer),
+            "arguments": dict(arguments), "shards": {name: shards[name] for name in sorted(shards)}}
+
+
+def read_manifest(folder: Path | str) -> dict[str, Any] | None:
+    """The manifest of a folder of shards, None where it has none; do not change it, it may be shared. ValueError if it
+    is broken or of another format."""
+    path = Path(folder) / MANIFEST_NAME
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return _read_manifest(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _read_manifest(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    manifest = read_json(path)
+    kind = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else type(manifest).__name__
+    if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
+        raise ValueError(f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file away to "
+                         f"read these shards without it, or make them again with scripts.tok_shards")
+    wanted = [("tokenizer", manifest, {"fingerprint", "eod", "vocab_size"}),
+              ("arguments", manifest, {"max_length", "overlap_size"}),
+              *((name, manifest.get("shards"), RECORD_KEYS) for name in manifest.get("shards", {}))]
+    for name, where, keys in wanted:
+        if missing := keys - set(where.get(name, {})):
+            raise ValueError(f"{path}: {name} lacks {', '.join(sorted(missing))}; delete it and rerun "
+                             f"scripts.tok_shards")
+    return manifest
+
+
+def ends_follow(manifest: Mapping[str, Any] | None) -> bool:
+    """Whether lengths and prefixes tell which entries end a document: each later window has a prefix, or there is
+    none."""
+    if manifest is None:
+        return False
+    arguments = manifest["arguments"]
+    return arguments["max_length"] == 0 or (arguments["overlap_size"] > 0
+                                            and not arguments.get("probabilistic_overlap"))
+
+
+def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
+    """Entries of each group of a shard."""
+    if record is not None and record.get("groups") is not None:
+        return list(record["groups"])
+    whole, rest = divmod(entries, GROUP_ENTRIES)
+    return [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
+
+
+def scan_file(path: Path, name: str) -> dict[str, Any]:
+    """What pins a pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups"}. `footer` hashes
+    size, header and both ends of the .idx. ValueError or FileNotFoundError naming the file if the pair is not whole or
+    not what manifest.json says."""
+    index = read_index(path)
+    manifest = read_manifest(path.parent)
+    record = None if manifest is None else manifest["shards"].get(path.stem)
+    size = path.stat().st_size
+    if record is not None:
+        found = {"entries": len(index), "tokens": index.num_tokens, "bin_bytes": size}
+        for key, value in found.items():
+            if record[key] != value:
+                raise ValueError(f"{path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {_REDO}")
+    groups = record_groups(record, len(index))
+    if sum(groups) != len(index) or min(groups) < 1:
+        raise ValueError(f"{path}: the groups in {MANIFEST_NAME} hold {sum(groups):,} entries, the file "
+                         f"{len(index):,}; {_REDO}")
+    return {"name": name, "size": size, "footer": _footer(path.with_suffix(".idx")), "groups": groups}
+
+
+def _footer(idx: Path) -> str:
+    with open(idx, "rb") as f:
+        size = f.seek(0, 2)
+        f.seek(0)
+        header, head = f.read(HEADER.size), f.read(EDGE_BYTES)
+        f.seek(max(HEADER.size, size - EDGE_BYTES))
+        return hash_bytes(size.to_bytes(8, "little"), header, head, f.read(EDGE_BYTES))
+
+
+# ---- the source -----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class _Shard:
+    """An open pair, and how the end of a document is known in it."""
+
+    index: Index
+    ids: np.ndarray  # (num_tokens,)
+    ends_follow: bool
+
+
+class ShardSource:
+    """Shards as a bucket of the stream (`nanochat.sources.Source`): documents are entries, ready made.
+
+    `manifest` is a run's (`nanochat.sources.scan`). A trailing end-of-document id is dropped unless `keep_eod`. Files
+    are opened when first used, from any thread. Nothing is kept for each entry.
+    """
+
+    def __init__(self, manifest: "Manifest", tokenizer: "Tokenizer", *, keep_eod: bool = False):
+        self.manifest, self.keep_eod = manifest, keep_eod
+        self.eod = tokenizer.get_bos_token_id()
+        files = manifest["files"]
+        self.fingerprint = hash_json([[e["size"], e["footer"], e["groups"]] for e in files])  # sources.fingerprint
+        self._paths = [Path(manifest["root"]) / e["name"] for e in files]
+        self.groups = np.array([n for e in files for n in e["groups"]], np.int64)
+        self._first_group = [0, *np.cumsum([len(e["groups"]) for e in files]).tolist()]
+        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"][:-1]]) for e in files])
+        self._shards: list[_Shard | None] = [None] * len(files)
+        self._lock = threading.Lock()
+        get_vocab_size = getattr(tokenizer, "get_vocab_size", lambda: self.eod + 1)
+        self._check(tokenizer.fingerprint, get_vocab_size())
+
+    def _check(self, fingerprint: str, vocab_size: int) -> None:
+        """ValueError if the shards are not this tokenizer's."""
+        for folder in sorted({path.parent for path in self._paths}):
+            manifest = read_manifest(folder)
+            if manifest is not None and manifest["tokenizer"]["fingerprint"] != fingerprint:
+                raise ValueError(f"{folder}: its shards were made with tokenizer {manifest['tokenizer']['fingerprint']}"
+                                 f", this run has {fingerprint}; name their tokenizer with --tokenizer-dir, or make "
+                                 f"them again with scripts.tok_shards")
+        for path in self._paths:
+            dtype, _ = read_header(path.with_suffix(".idx"))
+            if vocab_size - 1 > np.iinfo(dtype).max:
+                raise ValueError(f"{path}: its ids are {dtype.name}, too small for a vocabulary of {vocab_size:,}; it "
+                                 f"was made with another tokenizer: name that one with --tokenizer-dir")
+
+    def _place(self, group: int) -> tuple[int, int]:
+        file = bisect.bisect_right(self._first_group, group) - 1
+        return file, group - self._first_group[file]
+
+    def locate(self, group: int) -> tuple[str, int]:
+        """(relative file name, group in that file) of a group."""
+        file, local = self._place(group)
+        return self.manifest["files"][file]["name"], local
+
+    def _shard(self, file: int) -> _Shard:
+        shard = self._shards[file]
+        if shard is None:
+            with self._lock:
+                shard = self._shards[file] = self._shards[file] or self._open(file)
+        return shard
+
+    def _open(self, file: int) -> _Shard:
+        path, entry = self._paths[file], self.manifest["files"][file]
+        index = read_index(path)
+        if len(index) != sum(entry["groups"]) or path.stat().st_size != entry["size"]:
+            raise ValueError(f"{path}: {len(index):,} entries, {sum(entry['groups']):,} when this run began; bring the "
+                             f"old file back, or start a new run (--model-tag)")
+        manifest = read_manifest(path.parent)
+        known = manifest is not None and path.stem in manifest["shards"] and ends_follow(manifest)
+        return _Shard(index, read_tokens(index), known)
+
+    def _unit(self, group: int, unit: int, unit_size: int) -> tuple[_Shard, int, int]:
+        """(shard, first entry, end of entries) of a unit."""
+        shard = self._shard(bisect.bisect_right(self._first_group, group) - 1)
+        begin = int(self._first_entry[group])
+        first = begin + unit * unit_size
+        return shard, first, min(first + unit_size, begin + int(self.groups[group]))
+
+    def _bounds(self, group: int, unit: int, unit_size: int) -> tuple[_Shard, np.ndarray, np.ndarray]:
+        """(shard, starts, ends) of a unit's entries in its ids: two (n,) int64. A dozen NumPy calls for any n."""
+        shard, first, last = self._unit(group, unit, unit_size)
+        offsets = shard.index.offsets[first:last + 1]
+        starts, ends = offsets[:-1], offsets[1:]
+        if np.count_nonzero(ends < starts) or offsets[0] < 0 or offsets[-1] > len(shard.ids):
+            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: the offsets of entries {first:,} to {last:,} do "
+                             f"not ascend; python -m scripts.verify tells which, then {_REDO}")
+        if self.keep_eod or not len(shard.ids):
+            return shard, starts, ends
+        if not shard.ends_follow:
+            closed = shard.ids[ends - 1] == self.eod
+        elif last < len(shard.index):
+            closed = shard.index.prefixes[first + 1:last + 1] == 0
+        else:
+            closed = np.append(shard.index.prefixes[first + 1:last] == 0, True)
+        return shard, starts, np.maximum(ends - closed, starts)
+
+    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[np.ndarray]:
+        """Ids of a group's entries [unit * unit_size, (unit + 1) * unit_size): read-only views, uint16 or uint32.
+        ValueError naming the file for offsets that do not ascend."""
+        shard, starts, ends = self._bounds(group, unit, unit_size)
+        ids = shard.ids
+        return [ids[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
+
+    def lengths(self, group: int, unit: int, unit_size: int) -> list[int]:
+        """How many ids `fetch` gives for each entry; does not read .bin where the index tells."""
+        _, starts, ends = self._bounds(group, unit, unit_size)
+        return (ends - starts).tolist()
+
+    def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
+        """How many first ids of each entry repeat the entry before it. ValueError where that is more than it has."""
+        shard, first, last = self._unit(group, unit, unit_size)
+        prefixes = shard.index.prefixes[first:last]
+        if np.count_nonzero(prefixes > np.diff(shard.index.offsets[first:last + 1])):
+            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: an entry of {first:,} to {last:,} is shorter "
+                             f"than its prefix; python -m scripts.verify tells which, then {_REDO}")
+        return prefixes.tolist()
+
+    def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
+        """Entries are ids already."""
+        return raw

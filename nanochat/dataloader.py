@@ -49,13 +49,20 @@ class MicroBatch:
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, -100 = off
     doc_ids: torch.Tensor | None  # (B, T) int32: which document of its row an input belongs to; None unless asked for
+    buckets: torch.Tensor  # (B,) int64: which of the loader's `buckets` a row is of; 0 for dead rows
     step: int
     index: int  # within this rank's step
     last: bool
 
 
 class Dry(Exception):
-    """A lane has no more rows."""
+    """A lane of this rank cannot give the rows of a step: the bucket that is due has run dry, and dropping it is not
+    allowed, or all have (`bucket` is None)."""
+
+    def __init__(self, step: int, lane: int, bucket: str | None):
+        what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
+        super().__init__(f"step {step}: lane {lane} has no row left, {what} run dry there")
+        self.step, self.lane, self.bucket = step, lane, bucket
 
 
 def default_leaves(world_size: int, V: int) -> int:
@@ -124,48 +131,55 @@ class Layout:
 
 
 class _Slot:
-    """Host memory for one micro-batch."""
+    """Host memory for one micro-batch: tokens and target masks. The device makes int64 of them, so that a quarter of the
+    bytes travels and nothing is written twice."""
 
-    def __init__(self, B: int, T: int, *, pinned: bool, with_doc_ids: bool = False):
-        self.tokens = np.zeros((B, T + 1), dtype=np.uint32)
-        self.live = np.ones((B, T + 1), dtype=np.uint8)
-        self.inputs = torch.zeros((B, T), dtype=torch.int64, pin_memory=pinned)
-        self.targets = torch.zeros((B, T), dtype=torch.int64, pin_memory=pinned)
-        self.doc_ids = torch.zeros((B, T + 1), dtype=torch.int32, pin_memory=pinned) if with_doc_ids else None
+    def __init__(self, B: int, T: int, bos: int, *, pinned: bool, with_doc_ids: bool = False):
+        def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+
+        self.tokens, self.live = new(torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
+        self.buckets = new(torch.int64, B)
+        self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
+        self.bos = np.full(T + 1, bos, np.int32)
+        self.all_live = True
         self.copied: torch.cuda.Event | None = None
 
-    def fill(self, rows: Sequence[Row], bos: int, *, first: int | None = None) -> int:
+    def fill(self, rows: Sequence[Row], buckets: Sequence[str], *, first: int | None = None) -> int:
         """Write up to B rows, dead ones after them. With `first`, the first row's index in its step, returns the sum
         of the rows' digests, else 0. Waits for the copy of what the slot held."""
         if self.copied is not None:
             self.copied.synchronize()
         total, num = 0, len(rows)
-        self.live[:num].fill(1)
-        self.live[num:].fill(0)
-        self.tokens[num:].fill(bos)
-        if self.doc_ids is not None:
-            self.doc_ids[num:].zero_()
+        tokens, live, bucket_ids = self.tokens.numpy(), self.live.numpy(), self.buckets.numpy()
+        doc_ids = None if self.doc_ids is None else self.doc_ids.numpy()
+        live[:num], live[num:] = 1, 0
+        tokens[num:], bucket_ids[num:] = self.bos[0], 0
+        if doc_ids is not None:
+            doc_ids[num:] = 0
         for i, row in enumerate(rows):
-            row.copy(bos, self.tokens[i], self.live[i], None if self.doc_ids is None else self.doc_ids[i].numpy())
+            row.copy(self.bos, tokens[i], live[i], None if doc_ids is None else doc_ids[i])
+            bucket_ids[i] = buckets.index(row.bucket)
             if first is not None:
-                total += row_digest(first + i, self.tokens[i], self.live[i, 1:])
-        targets, live = self.targets.numpy(), self.live[:, 1:]
-        self.inputs.numpy()[:] = self.tokens[:, :-1]
-        targets[:] = self.tokens[:, 1:]
-        if not live.all():
-            targets[live == 0] = OFF
+                total += row_digest(first + i, tokens[i], live[i, 1:])
+        self.all_live = num == len(tokens) and bool(live.all())
         return total
 
     def batch(self, device: torch.device, step: int, index: int, last: bool) -> MicroBatch:
-        """Start the copy to the device, and record the event that says when this slot may be filled again."""
-        inputs, targets = (t.to(device, non_blocking=True, copy=True) for t in (self.inputs, self.targets))
-        doc_ids = None
-        if self.doc_ids is not None:
-            doc_ids = self.doc_ids.to(device, non_blocking=True, copy=True)[:, :-1]
+        """Start the copies to the device, and record the event that says when this slot may be filled again."""
+        def there(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True, copy=device.type != "cpu")
+
+        tokens = there(self.tokens)
+        inputs, targets = tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
+        if not self.all_live:
+            targets.masked_fill_(there(self.live)[:, 1:] == 0, OFF)
+        doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()
+        buckets = self.buckets.to(device, non_blocking=True, copy=True)
         if device.type == "cuda":
             self.copied = torch.cuda.Event()
             self.copied.record()
-        return MicroBatch(inputs, targets, doc_ids, step, index, last)
+        return MicroBatch(inputs, targets, doc_ids, buckets, step, index, last)
 
 
 @dataclass(slots=True)
@@ -177,9 +191,9 @@ class _Filled:
 
 
 class DataLoader:
-    """Endless iterator over this rank's micro-batches; with `max_epochs` it ends by raising `Dry`.
+    """Endless iterator over this rank's micro-batches; where epochs are limited it ends by raising `Dry`.
 
-    `cursors`: of all V lanes, or of this rank's at least. What goes wrong while prefetching is raised by the `next`
+    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`. What goes wrong while prefetching is raised by the `next`
     that would have had the batch. Close it, or use it as a context manager.
     """
 
@@ -187,23 +201,23 @@ class DataLoader:
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, prefetch: int = 8, with_doc_ids: bool = False,
-                 with_digest: bool = True):
+                 with_digest: bool = True, drop_dry: bool = False, new_curriculum: bool = False):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
-        self.config, self.device = config, torch.device(device)
-        self.bos, self.with_digest = tokenizer.get_bos_token_id(), with_digest
+        self.config, self.device, self.with_digest = config, torch.device(device), with_digest
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = Stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
-                             num_threads=num_threads)
+                             num_threads=num_threads, drop_dry=drop_dry, new_curriculum=new_curriculum)
+        self.buckets = list(self.stream.feeds)  # what MicroBatch.buckets counts
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0
         self.wait_s = 0.0
-        self._end: Any = self.stream.snapshot()
+        self._ends = {start_step: self.stream.snapshot()}  # of the last two steps, by the number of steps done
         self._closed = threading.Event()
         self._filled: queue.Queue[_Filled | BaseException] = queue.Queue()
         self._free: queue.Queue[_Slot] = queue.Queue()
         for _ in range(prefetch):
-            self._free.put(_Slot(device_batch_size, config.T, pinned=self.device.type == "cuda",
-                                 with_doc_ids=with_doc_ids))
+            self._free.put(_Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(),
+                                 pinned=self.device.type == "cuda", with_doc_ids=with_doc_ids))
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -223,7 +237,7 @@ class DataLoader:
         rows = self.stream.next_rows(n)
         if len(rows) < n * len(lanes):
             dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
-            raise Dry(f"step {step}: lane {dry} has no row left, its share of the data is used up")
+            raise Dry(step, dry, self.stream.dry_bucket(dry))
         digest, index = 0, 0
         for leaf in self.layout.leaves:
             mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
@@ -231,7 +245,8 @@ class DataLoader:
                 slot = self._next_slot()
                 if slot is None:
                     return False
-                digest += slot.fill(mine[at:at + B], self.bos, first=leaf.start * n + at if self.with_digest else None)
+                first = leaf.start * n + at if self.with_digest else None
+                digest += slot.fill(mine[at:at + B], self.buckets, first=first)
                 index += 1
                 last = index == self.micro_batches_per_step
                 end = (digest % 2**64, self.stream.snapshot()) if last else None
@@ -263,13 +278,19 @@ class DataLoader:
         batch = filled.slot.batch(self.device, filled.step, filled.index, filled.end is not None)
         self._free.put(filled.slot)
         if filled.end is not None:
-            self.digest, self._end = filled.end
+            self.digest, snapshot = filled.end
             self.step = filled.step + 1
+            self._ends = {filled.step: self._ends[filled.step], self.step: snapshot}
         return batch
 
-    def cursors(self) -> list[Cursor]:
-        """This rank's cursors after the last complete step."""
-        return self.stream.cursors(self._end)
+    def cursors(self, steps: int | None = None) -> list[Cursor]:
+        """This rank's cursors after the last complete step, or after so many steps: the last one or the one before."""
+        return self.stream.cursors(self._ends[self.step if steps is None else steps])
+
+    def dropped(self) -> dict[str, int]:
+        """{bucket: how many of this rank's lanes have dropped it by the end of the last complete step}."""
+        lanes = [dropped for _, _, dropped, _ in self._ends[self.step]]
+        return {bucket: sum(bucket in dropped for dropped in lanes) for bucket in self.buckets}
 
     def ledger(self) -> dict[str, dict[str, int]]:
         """This rank's accounts after the last complete step, see `stream.ledger`."""
@@ -306,8 +327,8 @@ def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, de
     config = validation_config(source, T)
     world_size = min(world_size, config.V)
     lanes = block(rank, world_size, config.V) if rank < world_size else range(0)
-    device, bos = torch.device(device), tokenizer.get_bos_token_id()
-    slot = _Slot(device_batch_size, T, pinned=device.type == "cuda")
+    device = torch.device(device)
+    slot = _Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda")
     stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
     rows: list[Row] = []
     steps = max(1, num_tokens // (T * config.V))
@@ -317,7 +338,7 @@ def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, de
             rows += more
             done = not more or step == steps - 1
             while len(rows) >= device_batch_size or (rows and done):
-                slot.fill(rows[:device_batch_size], bos)
+                slot.fill(rows[:device_batch_size], ["val"])
                 rows = rows[device_batch_size:]
                 yield slot.batch(device, 0, step, last=done and not rows)
             if done:

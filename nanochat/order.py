@@ -15,12 +15,17 @@ promises the words of a bit generator for all versions, but not what `Generator.
 
 import hashlib
 import threading
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.packing import VERSION, BestFit, Concat, Packer
+from nanochat.packing import VERSION, BestFit, Binned, Concat, Packer
+
+if TYPE_CHECKING:
+    from nanochat.curriculum import Curriculum
+
+LAYOUTS = ("bestfit", "concat", "binned")
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,24 @@ class StreamConfig:
     T: int  # tokens a row trains on; a row holds T + 1
     V: int = 64  # lanes
     seed: int = 0
-    layout: str = "bestfit"  # bestfit | concat
+    layout: str = "bestfit"  # bestfit | concat | binned
     long_docs: str = "crop"  # crop | split, for bestfit
     overlap: int = 64  # tokens of context repeated in front of a continuation, for split
     buffer_size: int = 128  # documents that wait in a lane, for bestfit
     unit_size: int = 64  # documents read and tokenized at once, at most
-    max_epochs: int = 0  # passes over a bucket, 0 = no limit
+    pack: bool = True  # False: one entry a row, for binned
+    max_epochs: int = 0  # passes over a bucket, 0 = no limit; a curriculum has its own limits
+    curriculum: "Curriculum | None" = None
     packer_version: int = VERSION
 
     def __post_init__(self) -> None:
         for name in ("T", "V", "buffer_size", "unit_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        if self.layout not in ("bestfit", "concat"):
-            raise ValueError(f"--packing: got {self.layout!r}, expected bestfit or concat")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"--packing: got {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
+        if not self.pack and self.layout != "binned":
+            raise ValueError(f"--no-pack: got it with --packing {self.layout}, expected --packing binned")
         if self.long_docs not in ("crop", "split"):
             raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
         if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:
@@ -53,16 +62,33 @@ class StreamConfig:
             raise ValueError(f"this run was packed by packer version {self.packer_version}, this code has {VERSION}; "
                              f"go on with the code that began it, or start a new run (--model-tag)")
 
+    def identity(self) -> dict[str, Any]:
+        """All of it as JSON values: equal identities, equal streams of the same data."""
+        curriculum = None if self.curriculum is None else self.curriculum.identity()
+        plain = asdict(replace(self, curriculum=None))
+        return {**plain, "curriculum": curriculum}
+
+    def epochs(self, bucket: str) -> int:
+        """Passes allowed over a bucket, 0 = no limit."""
+        return self.max_epochs if self.curriculum is None else self.curriculum.epochs(bucket)
+
+    @property
+    def framed(self) -> bool:
+        """Whether documents are `[BOS] + ids`; otherwise entries are used as they are stored."""
+        return self.layout != "binned"
+
     def new_packer(self) -> Packer:
         """An empty packer of this layout."""
         if self.layout == "concat":
             return Concat(self.T)
+        if self.layout == "binned":
+            return Binned(self.T, max_wait=2 * self.buffer_size, pack=self.pack)
         return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap, max_wait=2 * self.buffer_size)
 
     def fill_target(self, lane: int, row: int) -> int:
         """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size` over the first
         rows, from a start that differs by lane: the first step waits for one unit of each lane, and refills spread."""
-        if self.layout == "concat":
+        if self.layout == "concat" or not self.pack:
             return 0
         return min(self.buffer_size, self.buffer_size * (lane * 37 % 64) // 128 + 2 * row)
 

@@ -13,6 +13,8 @@ documents step N held.
                # c c c ...
     concat     # a a a a a # b        one stream of tokens; the next row starts with the last token of this one
                b # c c c c c c
+    binned     c c c c c c c /        stored entries (/ is EOD), whole, the longest first; what is left is padding
+               a a a a a / b /
 
 A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document `key`, whose
 token 0 is its BOS. `start` is the document's token they begin at. In `bestfit`, a placement with `start > 0` has a
@@ -32,6 +34,7 @@ fills up with them until the buffer is a fraction of its size.
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
@@ -49,6 +52,7 @@ class Packer(Protocol):
     inserted: int  # BOS put in front of continuations, tokens
     repeated: int  # tokens emitted a second time as context, tokens
     cropped: int  # tokens dropped
+    padded: int  # tokens of rows that no document fills
 
     def __len__(self) -> int: ...
 
@@ -60,14 +64,38 @@ class Packer(Protocol):
 
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None: ...
 
+    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None: ...
+
     def next_row(self) -> list[Placement]: ...
 
     def waiting(self) -> list[tuple[Key, int, int, int]]: ...
 
+    def frozen(self) -> "Packer": ...
+
     def document_length(self, length: int, start: int) -> int: ...
 
 
-class BestFit:
+class _Packer:
+    """What all packers share."""
+
+    docs: dict[Key, tuple[int, int, int]]
+
+    def __len__(self) -> int:
+        return len(self.docs)
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]:
+        """(key, length, start, arrived) of each waiting piece, oldest first; pushed again so, they make this packer."""
+        return [(key, *piece) for key, piece in self.docs.items()]
+
+    def frozen(self) -> Any:
+        """A copy in which counters, `waiting` and `pending` stay as they are now, made in a microsecond."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.docs = self.docs.copy()
+        return copy
+
+
+class BestFit(_Packer):
     """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it is dropped.
 
     `docs[key] = (length of the piece, start, row it arrived at)`, in order of arrival; `start` counts the document's
@@ -87,10 +115,7 @@ class BestFit:
         self.by_length: dict[int, list[Key]] = {}  # shorter pieces (a deque for every length: 100 MB more)
         self.bits = self.mirror = 0
         self.tokens = 0  # in all waiting pieces, their BOS and context included
-        self.row = self.inserted = self.repeated = self.cropped = 0
-
-    def __len__(self) -> int:
-        return len(self.docs)
+        self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
 
     @property
     def ready(self) -> bool:
@@ -100,45 +125,51 @@ class BestFit:
     @property
     def pending(self) -> int:
         """Tokens of waiting documents that no row has had yet (BOS and context of continuations not counted)."""
-        return self.tokens - sum(1 + self._context(start) for _, start, _ in self.docs.values() if start)
-
-    def _context(self, start: int) -> int:
-        return min(self.overlap, start - 1)
+        return self.tokens - sum(1 + min(self.overlap, start - 1) for _, start, _ in self.docs.values() if start)
 
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
         """Add a piece of `length` tokens. `start` and `arrived` are given when a saved packer is filled again."""
-        self.docs[key] = (length, start, self.row if arrived is None else arrived)
-        self.tokens += length
-        if length >= self.capacity:
-            self.long.append(key)
-            return
-        same = self.by_length.get(length)
-        if same is None:
-            self.by_length[length] = [key]
-            self.bits |= 1 << length
-            self.mirror |= 1 << (self.capacity - length)
-        else:
-            same.append(key)
+        self.push_many((key,), (length,))
+        if start or arrived is not None:
+            self.docs[key] = (length, start, self.row if arrived is None else arrived)
+
+    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
+        """Add whole documents, in order."""
+        docs, by_length, capacity, row = self.docs, self.by_length, self.capacity, self.row
+        for key, length in zip(keys, lengths):
+            docs[key] = (length, 0, row)
+            if length >= capacity:
+                self.long.append(key)
+            elif length in by_length:
+                by_length[length].append(key)
+            else:
+                by_length[length] = [key]
+                self.bits |= 1 << length
+                self.mirror |= 1 << capacity - length
+        self.tokens += sum(lengths)
+
+    def _pop(self, length: int) -> Key:
+        """The oldest of the shorter pieces of that length, which no longer waits."""
+        same = self.by_length[length]
+        key = same.pop(0)
+        if not same:
+            del self.by_length[length]
+            self.bits ^= 1 << length
+            self.mirror ^= 1 << self.capacity - length
+        return key
 
     def _take(self, length: int, placements: list[Placement], room: int) -> None:
-        """Place the oldest piece of that length; what is beyond `room` is dropped or comes back."""
-        if length >= self.capacity:
-            key = self.long.popleft()
-        else:
-            same = self.by_length[length]
-            key = same.pop(0)
-            if not same:
-                del self.by_length[length]
-                self.bits ^= 1 << length
-                self.mirror ^= 1 << (self.capacity - length)
-        start = self.docs.pop(key)[1]
+        """Place the oldest piece of that length; what is beyond `room` is dropped or comes back. A length of
+        `capacity` means the oldest of the long ones."""
+        key = self.long.popleft() if length >= self.capacity else self._pop(length)
+        length, start, _ = self.docs.pop(key)
         self.tokens -= length
         placed = length if length < room else room
         if start == 0:
             total, used = length, placed
             placements.append((key, 0, placed, 0))
         else:
-            context = self._context(start)
+            context = min(self.overlap, start - 1)
             off = min(context, placed - 1)
             total, used = start + length - 1 - context, start + placed - 1 - off
             placements.append((key, start - context, placed, off))
@@ -146,45 +177,47 @@ class BestFit:
             self.repeated += off
         if placed < length:
             if self.split:
-                self.push(key, 1 + self._context(used) + total - used, used)
+                self.push(key, 1 + min(self.overlap, used - 1) + total - used, used)
             else:
                 self.cropped += length - placed
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document that a piece (length, start) is of."""
-        return start + length - 1 - self._context(start) if start else length
+        return start + length - 1 - min(self.overlap, start - 1) if start else length
 
     def next_row(self) -> list[Placement]:
         """The next row. The caller sees to it that `ready` holds."""
         placements: list[Placement] = []
+        take, by_length, capacity = self._take, self.by_length, self.capacity
         self.row += 1
         length, _, arrived = self.docs[next(iter(self.docs))]
-        if self.long and (length >= self.capacity or self.row - arrived <= self.max_wait):
-            self._take(self.docs[self.long[0]][0], placements, self.capacity)
+        if self.long and (length >= capacity or self.row - arrived <= self.max_wait):
+            take(capacity, placements, capacity)
             return placements
-        self._take(length, placements, self.capacity)
-        room = self.capacity - length
+        take(length, placements, capacity)
+        room = capacity - length
         while room:
-            if self.bits >> room & 1:
-                self._take(room, placements, room)
+            if room in by_length:
+                take(room, placements, room)
                 return placements
-            pairs = self.bits & (self.mirror >> (self.capacity - room))
+            above = self.bits >> room
+            fitting = self.bits ^ above << room
+            pairs = fitting & self.mirror >> capacity - room
             if pairs:
                 larger = pairs.bit_length() - 1
-                if 2 * larger != room or len(self.by_length[larger]) > 1:
-                    self._take(larger, placements, larger)
-                    room -= larger
-                    continue  # the other half is an exact fit now
-            near = self.bits >> room & self.near_bits
+                if 2 * larger != room or len(by_length[larger]) > 1:
+                    take(larger, placements, larger)
+                    take(room - larger, placements, room - larger)
+                    return placements
+            near = above & self.near_bits
             if near:
-                self._take(room + (near & -near).bit_length() - 1, placements, room)
+                take(room + (near & -near).bit_length() - 1, placements, room)
                 return placements
-            fitting = self.bits & ((1 << room) - 1)
             if not fitting:
-                self._take(self._to_cut(), placements, room)
+                take(self._to_cut(), placements, room)
                 return placements
             largest = fitting.bit_length() - 1
-            self._take(largest, placements, largest)
+            take(largest, placements, largest)
             room -= largest
         return placements
 
@@ -192,15 +225,60 @@ class BestFit:
         """Length of the piece to cut when none fits: the longest where its rest comes back (short ones are worth more
         as fillers), the shortest where the rest is dropped."""
         if self.long and (self.split or not self.bits):
-            return self.docs[self.long[0]][0]
+            return self.capacity
         return self.bits.bit_length() - 1 if self.split else (self.bits & -self.bits).bit_length() - 1
 
-    def waiting(self) -> list[tuple[Key, int, int, int]]:
-        """(key, length, start, arrived) of each waiting piece, oldest first; pushed again so, they make this packer."""
-        return [(key, *piece) for key, piece in self.docs.items()]
+
+class Binned(BestFit):
+    """Stored entries, whole: the longest first, then what fills the row best; the rest of the row is padding. With
+    `pack=False` a row is one entry, in order."""
+
+    own_bos = False
+
+    def __init__(self, T: int, *, max_wait: int = 256, pack: bool = True):
+        super().__init__(T, max_wait=max_wait)
+        self.pack = pack
+
+    @property
+    def ready(self) -> bool:
+        """Whether an entry waits."""
+        return bool(self.docs)
+
+    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
+        """Add entries, in order. ValueError for one that is longer than a row."""
+        if max(lengths) > self.capacity:
+            raise ValueError(f"an entry has {max(lengths):,} tokens, a row of the binned layout {self.capacity:,}; "
+                             f"make the shards with --max-length {self.capacity - 1}, or take --packing bestfit")
+        super().push_many(keys, lengths)
+
+    def next_row(self) -> list[Placement]:
+        """The next row; what its placements leave of T + 1 tokens is padding."""
+        placements: list[Placement] = []
+        room = self.capacity
+        self.row += 1
+        length, _, arrived = self.docs[next(iter(self.docs))]
+        if self.pack and self.row - arrived <= self.max_wait:
+            length = self.capacity if self.long else self.bits.bit_length() - 1
+        while length:
+            self._take(length, placements, room)
+            room -= length
+            length = self._best(room) if self.pack and room else 0
+        self.padded += room
+        return placements
+
+    def _best(self, room: int) -> int:
+        """Length of the entry to go on with: an exact fit, the larger of an exact pair, the largest that fits, or 0."""
+        if room in self.by_length:
+            return room
+        fitting = self.bits & (1 << room) - 1
+        pairs = fitting & self.mirror >> self.capacity - room
+        larger = pairs.bit_length() - 1
+        if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
+            return larger
+        return fitting.bit_length() - 1 if fitting else 0
 
 
-class Concat:
+class Concat(_Packer):
     """One stream of tokens cut every T: nothing is dropped, rows are not aligned with documents."""
 
     own_bos = False
@@ -209,10 +287,7 @@ class Concat:
         self.T = T
         self.docs: dict[Key, tuple[int, int, int]] = {}  # key -> (length, start of what is left, arrived), in order
         self.tokens = 0  # left, the token shared with the last row included
-        self.row = self.inserted = self.repeated = self.cropped = 0
-
-    def __len__(self) -> int:
-        return len(self.docs)
+        self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
 
     @property
     def ready(self) -> bool:
@@ -228,6 +303,12 @@ class Concat:
         """Add a document of `length` tokens, of which the first `start` are used up."""
         self.docs[key] = (length, start, self.row if arrived is None else arrived)
         self.tokens += length - start
+
+    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
+        """Add whole documents, in order."""
+        row = self.row
+        self.docs.update({key: (length, 0, row) for key, length in zip(keys, lengths)})
+        self.tokens += sum(lengths)
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document."""
@@ -252,7 +333,3 @@ class Concat:
         self.row += 1
         self.tokens -= self.T
         return placements
-
-    def waiting(self) -> list[tuple[Key, int, int, int]]:
-        """(key, length, start, arrived) of each waiting document, in order."""
-        return [(key, *doc) for key, doc in self.docs.items()]

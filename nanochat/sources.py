@@ -3,7 +3,7 @@ Sources: the files of a bucket behind one small interface, and the manifest that
 
     Source.groups              documents in each group (a parquet row group), in the order of files
     Source.fetch(group, unit)  raw documents of a unit (consecutive documents of a group): cheap to hold
-    Source.encode(raw)         their token ids, without BOS
+    Source.encode(raw)         their tokens as the stream sees them: BOS and ids
 
 A parquet row group can only be read from its beginning, and one page may hold all of it, but a lane wants 64 documents
 now and the next 64 much later. Holding each lane's group decoded would cost megabytes a lane, decoding it for each unit
@@ -64,10 +64,13 @@ class Source(Protocol):
 
     fingerprint: str
     groups: np.ndarray  # (G,) int64, documents in each group
+    mapped: bool  # whether fetching costs nothing, so that nobody need do it ahead
 
     def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = ...) -> list[Any]: ...
 
     def encode(self, raw: list[Any]) -> list[np.ndarray]: ...
+
+    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]: ...
 
     def locate(self, group: int) -> tuple[str, int]: ...
 
@@ -261,6 +264,8 @@ class ParquetSource:
     """Text in parquet files. `decoded` counts row groups decoded so far (a figure to watch: it should stay near one for
     each group and epoch)."""
 
+    mapped = False
+
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         self.manifest, self.tokenizer = manifest, tokenizer
         self.fingerprint = fingerprint(manifest)
@@ -301,9 +306,13 @@ class ParquetSource:
         return [bytes(view[a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
 
     def encode(self, raw: list[bytes]) -> list[np.ndarray]:
-        """Token ids of each text, without BOS: (n,) arrays of the tokenizer's dtype, each with memory of its own."""
+        """Token ids of each text, BOS in front: (n,) arrays of the tokenizer's dtype, each with memory of its own."""
         ids, offsets = self.tokenizer.encode_flat([text.decode() for text in raw], num_threads=1)
-        return [ids[a + 1:b].copy() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+        return [ids[a:b].copy() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
+
+    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]:
+        """How many first ids of each document repeat another one: none, and no list of zeros is made to say so."""
+        return ()
 
     def _pop(self, group: int, unit: int, unit_size: int) -> tuple[Any, np.ndarray] | None:
         """A unit that was put aside. Its size belongs to its name: another stream may cut the group differently."""

@@ -15,18 +15,23 @@ in the cursor with its length, so a resumed lane packs at once and reads again o
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Placement
 from nanochat.sources import Source
 
-FORMAT = 1  # of cursors
+log = logging.getLogger(__name__)
+
+FORMAT = 2  # of cursors
+LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 Document = tuple[int, int, int]  # (epoch, group, row in the group): what packers and cursors name documents by
 
@@ -48,28 +53,38 @@ class Row:
     index: int  # of this lane's rows
     bucket: str
     placements: list[Placement]
-    documents: list[tuple[Any, int]]  # (ids or a _Deferred, how many of the document's first ids are not there)
+    documents: list[tuple[Any, int, int]]  # (tokens or a _Deferred, how many first ones are gone, where live ones begin)
     feed: "Feed"
 
-    def copy(self, bos: int, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
         """Write the row's tokens (T + 1,), 0 into `live` (T + 1,) u8 where a token is no target, and into `doc_ids`
-        (T + 1,) int32, if given, which of the row's documents each token belongs to."""
-        at = 0
-        own_bos = self.feed.packer.own_bos
-        for number, ((key, start, length, off), (document, gone)) in enumerate(zip(self.placements, self.documents)):
-            ids = document if isinstance(document, np.ndarray) else self.feed.tokens_of(key, document)
-            end = at + length
-            if start == 0 or own_bos:
-                tokens[at] = bos
-                first = max(start - 1 - gone, 0)  # token t of a document is ids[t - 1 - gone]
-                tokens[at + 1:end] = ids[first:first + length - 1]
+        (T + 1,) int32, if given, which of the row's documents each token belongs to (padding counts as one). `bos`:
+        the BOS id, (T + 1,) times."""
+        own_bos, framed = self.feed.packer.own_bos, self.feed.config.framed
+        pieces, at = [], 0
+        for (key, start, length, off), (document, gone, prefix) in zip(self.placements, self.documents):
+            if type(document) is _Deferred:
+                document = self.feed.tokens_of(key, document)
+            if start and own_bos:
+                pieces.append(bos[:1])
+                pieces.append(document[start - gone:start - gone + length - 1])
+                live[at + 1:at + 1 + max(off, min(prefix - start, length - 1))] = 0
             else:
-                tokens[at:end] = ids[start - 1 - gone:start - 1 - gone + length]
-            if off:
-                live[at + 1:at + 1 + off] = 0
-            if doc_ids is not None:
-                doc_ids[at:end] = number
-            at = end
+                first = start - gone
+                pieces.append(document if length == len(document) else document[first:first + length])
+                if prefix > start:
+                    live[at + max(framed - start, 0):at + min(prefix - start, length)] = 0
+            at += length
+        if at < len(tokens):
+            pieces.append(bos[at:])
+            live[at:] = 0
+        np.concatenate(pieces, out=tokens, casting="unsafe")
+        if not framed:
+            live[1:][tokens[:-1] == bos[0]] = 0  # what follows the end of a document
+        if doc_ids is not None:
+            lengths = [placement[2] for placement in self.placements]
+            numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            doc_ids[:at], doc_ids[at:] = numbers, len(lengths)
 
 
 class Feed:
@@ -78,14 +93,17 @@ class Feed:
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
                  pool: ThreadPoolExecutor):
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
-        self.pool = pool
+        self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        self.documents: dict[Document, Any] = {}  # that wait: ids (n,), a _Deferred, or an int: restored, so long
-        self.gone: dict[Document, int] = {}  # of waiting documents whose first ids are used and dropped: how many
+        self.documents: dict[Document, Any] = {}  # that wait: tokens (n,), a _Deferred, or an int: restored, so long
+        self.gone: dict[Document, int] = {}  # of waiting documents whose first tokens are used and dropped: how many
+        self.prefix: dict[Document, int] = {}  # of waiting documents that begin with repeated tokens: the first live one
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
-        self.num_documents = self.read = 0  # documents and their tokens, BOS not counted
-        self.ahead: Future[list[tuple[Document, np.ndarray]]] | None = None
+        self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted
+        self.ahead: Future[tuple[list[Document], list[np.ndarray], list[int]]] | None = None
+        self.full = False  # whether the buffer has grown to its size
+        self._snapshot: tuple[Any, ...] | None = None
         self._settle()
 
     # -- reading
@@ -99,18 +117,24 @@ class Feed:
     @property
     def exhausted(self) -> bool:
         """Whether the last allowed epoch is read."""
-        return 0 < self.config.max_epochs <= self.epoch
+        return 0 < self.max_epochs <= self.epoch
 
-    def _read_unit(self, epoch: int, unit: int) -> list[tuple[Document, np.ndarray]]:
+    def _read_unit(self, epoch: int, unit: int) -> tuple[list[Document], list[np.ndarray], list[int]]:
+        """(keys, tokens, how many are repeated) of a unit's documents, in the order in which they are used."""
         group, local = self.order.locate(epoch, unit)
         size = self.order.unit_size
-        ids = self.source.encode(self.source.fetch(group, local, size, lambda: self.wants(group)))
-        order = self.order.rows(epoch, group, local, len(ids)).tolist()
-        return [((epoch, group, local * size + i), ids[i]) for i in order]
+        tokens = self.source.encode(self.source.fetch(group, local, size, lambda: self.wants(group)))
+        overlaps = self.source.overlaps(group, local, size)
+        order = self.order.rows(epoch, group, local, len(tokens)).tolist()
+        first = local * size
+        if not self.config.framed:
+            order = [i for i in order if len(tokens[i])]  # an entry of nothing
+        keys = [(epoch, group, first + i) for i in order]
+        return keys, [tokens[i] for i in order], [overlaps[i] for i in order] if any(overlaps) else []
 
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does."""
-        if self.ahead is None and not self.exhausted:
+        if self.ahead is None and not self.exhausted and not self.source.mapped:
             self.ahead = self.pool.submit(self._read_unit, self.epoch, self.unit)
 
     def wants(self, group: int) -> set[int]:
@@ -122,21 +146,37 @@ class Feed:
             wanted.update(range(max(span.start, next_unit) - span.start, min(span.stop, share.stop) - span.start))
         return wanted
 
+    def _read(self) -> None:
+        """Take in the next unit."""
+        self.read_ahead()
+        keys, tokens, overlaps = self._read_unit(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
+        lengths = list(map(len, tokens))
+        self.documents.update(zip(keys, tokens))
+        try:
+            self.packer.push_many(keys, lengths)
+        except ValueError as e:
+            name, group = self.source.locate(keys[0][1])
+            raise ValueError(f"{name}: group {group}: {e}") from None
+        inserted, repeated = len(keys) * self.config.framed, sum(overlaps)
+        if repeated:
+            self.prefix.update((key, n + self.config.framed) for key, n in zip(keys, overlaps) if n)
+        self.packer.inserted += inserted
+        self.packer.repeated += repeated
+        self.read += sum(lengths) - inserted - repeated
+        self.num_documents += len(keys)
+        self.ahead = self._snapshot = None
+        self.unit += 1
+        self._settle()
+
     def refill(self) -> None:
         """Read units until enough documents wait for the next row, or no more come."""
-        target = self.config.fill_target(self.lane, self.packer.row)
-        while (len(self.packer) < target or not self.packer.ready) and not self.exhausted:
-            self.read_ahead()
-            assert self.ahead is not None
-            for key, ids in self.ahead.result():
-                self.documents[key] = ids
-                self.packer.push(key, len(ids) + 1)
-                self.read += len(ids)
-                self.num_documents += 1
-            self.ahead = None
-            self.unit += 1
-            self._settle()
-        if len(self.packer) < target + self.order.unit_size // 2:
+        packer, target = self.packer, self.config.buffer_size
+        if not self.full:
+            target = self.config.fill_target(self.lane, packer.row)
+            self.full = target == self.config.buffer_size
+        while (len(packer.docs) < target or not packer.ready) and not self.exhausted:
+            self._read()
+        if len(packer.docs) < target + self.order.unit_size // 2:
             self.read_ahead()
 
     # -- rows
@@ -146,27 +186,37 @@ class Feed:
         self.refill()
         if not self.packer.ready:
             return None
+        self._snapshot = None
         placements = self.packer.next_row()
-        documents = [self._take(key) for key, _, _, _ in placements]
+        documents = [self._take(placement[0]) for placement in placements]
         return Row(self.lane, index, self.bucket, placements, documents, self)
 
-    def _take(self, key: Document) -> tuple[Any, int]:
-        """A placed document's ids, or what will give them, and how many of the first are not there."""
-        if isinstance(self.documents[key], int):
-            self._defer(key)
+    def _take(self, key: Document) -> tuple[Any, int, int]:
+        """A placed document's tokens, or what will give them, how many first ones are gone, where live ones begin."""
+        document = self.documents[key]
+        if type(document) is int:
+            document = self._restored(key)
+        prefix = self.prefix.get(key, 0) if self.prefix else 0
         if key not in self.packer.docs:
-            return self.documents.pop(key), self.gone.pop(key, 0)
-        document, gone = self.documents[key], self.gone.get(key, 0)
-        useless = self.packer.docs[key][1] - 1 - self.config.overlap - gone  # before the context of the rest
-        if isinstance(document, np.ndarray) and document.flags.owndata and 2 * useless > len(document):
+            del self.documents[key]
+            if prefix:
+                del self.prefix[key]
+            return document, self.gone.pop(key, 0) if self.gone else 0, prefix
+        gone = self.gone.get(key, 0)
+        useless = self.packer.docs[key][1] - self.config.overlap - gone  # before the context of the rest
+        if type(document) is np.ndarray and document.base is None and 2 * useless > len(document):
             self.documents[key], self.gone[key] = document[useless:].copy(), gone + useless
-        return document, gone
+        return document, gone, prefix
 
-    def _defer(self, key: Document) -> None:
-        """Have the pool fetch the texts of this restored document and of all others in its unit."""
+    def _restored(self, key: Document) -> Any:
+        """What gives the tokens of a restored document. The pool fetches the texts of all others in its unit too."""
         size = self.order.unit_size
         group, unit = key[1], key[2] // size
-        keys = [k for k, d in self.documents.items() if isinstance(d, int) and (k[1], k[2] // size) == (group, unit)]
+        if self.source.mapped:
+            document = self.tokens_of(key, self.documents[key])
+            self.documents[key] = document
+            return document
+        keys = [k for k, d in self.documents.items() if type(d) is int and (k[1], k[2] // size) == (group, unit)]
         rows = [k[2] - unit * size for k in keys]
 
         def fetch() -> dict[int, Any]:
@@ -177,120 +227,157 @@ class Feed:
         future = self.pool.submit(fetch)
         for k, row in zip(keys, rows):
             self.documents[k] = _Deferred(future, row, self.documents[k])
+        return self.documents[key]
 
-    def tokens_of(self, key: Document, document: _Deferred) -> np.ndarray:
-        """Token ids of a restored document; ValueError if they are not as many as when it was saved."""
-        ids = self.source.encode([document.texts.result()[document.index]])[0]
-        if len(ids) + 1 != document.length:
+    def tokens_of(self, key: Document, document: "_Deferred | int") -> np.ndarray:
+        """Tokens of a restored document; ValueError if they are not as many as when it was saved."""
+        if isinstance(document, int):
+            raw, length = self.source.fetch(key[1], key[2], 1), document
+        else:
+            raw, length = [document.texts.result()[document.index]], document.length
+        tokens = self.source.encode(raw)[0]
+        if len(tokens) != length:
             name, local = self.source.locate(key[1])
-            raise ValueError(f"{name}: document {key[2]} of row group {local} has {len(ids):,} tokens, the checkpoint "
-                             f"says {document.length - 1:,}; the data or the tokenizer changed since the run began")
+            raise ValueError(f"{name}: document {key[2]} of row group {local} has {len(tokens):,} tokens, the "
+                             f"checkpoint says {length:,}; the data or the tokenizer changed since the run began")
         if key in self.documents:
-            self.documents[key] = ids
-        return ids
+            self.documents[key] = tokens
+        return tokens
 
     # -- state
 
     def snapshot(self) -> tuple[Any, ...]:
         """All that `feed_json` needs, taken in microseconds."""
-        p = self.packer
-        return (self.epoch, self.unit, self.num_documents, self.read, p.row, p.inserted, p.repeated, p.cropped,
-                p.pending, p.waiting())
+        if self._snapshot is None:
+            self._snapshot = self.epoch, self.unit, self.num_documents, self.read, self.packer.frozen()
+        return self._snapshot
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `feed_json` made."""
         p = self.packer
         self.epoch, self.unit = state["epoch"], state["unit"]
         self.num_documents, self.read = state["documents"], state["read"]
-        p.row, p.inserted, p.repeated, p.cropped = (state[k] for k in ("row", "inserted", "repeated", "cropped"))
+        for name in COUNTS:
+            setattr(p, name, state[name])
         for epoch, group, row, length, start, arrived in state["waiting"]:
             key = (epoch, group, row)
             p.push(key, length, start, arrived)
             self.documents[key] = p.document_length(length, start)
             self.unasked.add((group, row // self.order.unit_size))
+            if overlap := sum(self.source.overlaps(group, row, 1)):
+                self.prefix[key] = overlap + self.config.framed
         self._settle()
+
+
+COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
 
 
 def feed_json(snapshot: tuple[Any, ...]) -> dict[str, Any]:
     """A feed's part of a cursor."""
-    names = ("epoch", "unit", "documents", "read", "row", "inserted", "repeated", "cropped", "pending")
-    waiting = [[*key, length, start, arrived] for key, length, start, arrived in snapshot[-1]]
-    return {**dict(zip(names, snapshot)), "waiting": waiting}
+    *numbers, packer = snapshot
+    return {**dict(zip(("epoch", "unit", "documents", "read"), numbers)),
+            **{name: getattr(packer, name) for name in COUNTS}, "pending": packer.pending,
+            "waiting": [[*key, length, start, arrived] for key, length, start, arrived in packer.waiting()]}
 
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The accounts of some lanes' cursors, in tokens: {bucket: {read, bos, repeated, emitted, cropped, pending, rows,
-    documents, epochs}}. In each, read + bos + repeated = emitted + cropped + pending."""
+    """The accounts of some lanes' cursors, in tokens: {bucket: {read, bos, repeated, emitted, cropped, pending, padded,
+    rows, documents, epochs}}. In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         for bucket, feed in cursor["buckets"].items():
             account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
-            account["bos"] += feed["documents"] + feed["inserted"]
-            account["emitted"] += feed["row"] * (T + 1)
+            account["bos"] += feed["inserted"]
+            account["emitted"] += feed["row"] * (T + 1) - feed["padded"]
             account["rows"] += feed["row"]
             account["epochs"] = max(account["epochs"], feed["epoch"])
-            for name in ("read", "repeated", "cropped", "pending", "documents"):
+            for name in ("read", "repeated", "cropped", "pending", "padded", "documents"):
                 account[name] += feed[name]
     return total
-
-
-LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "rows", "documents", "epochs")
 
 
 class Stream:
     """Some lanes of the stream: those of a rank, or all of them.
 
+    With several sources a curriculum says which bucket a row comes from. `drop_dry`: a lane whose due bucket is dry
+    drops it and goes on with the others; otherwise the lane ends there. `new_curriculum`: cursors may be of another
+    curriculum; what they consumed stays consumed, and buckets that are new begin at their beginning.
     Raises ValueError when cursors are of another stream: the error says what differs.
     """
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
-                 cursors: Sequence[Cursor] | None = None, num_threads: int = 4):
-        self.config, self.lanes = config, list(lanes)
-        self.identity = {**asdict(config), "tokenizer": tokenizer,
+                 cursors: Sequence[Cursor] | None = None, num_threads: int = 4, drop_dry: bool = False,
+                 new_curriculum: bool = False):
+        self.config, self.lanes, self.drop_dry = config, list(lanes), drop_dry
+        self.identity = {**config.identity(), "tokenizer": tokenizer,
                          **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.mixer: Mixer | None = None
+        if config.curriculum is not None:
+            config.curriculum.check_buckets(sources)
+            sources = {bucket: sources[bucket] for bucket in config.curriculum.buckets}
+            self.mixer = Mixer(config.curriculum, T=config.T, V=config.V, seed=config.seed)
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
         self.rows = dict.fromkeys(self.lanes, 0)
+        self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())  # dry buckets of each lane
+        self.parked: dict[int, dict[str, Any]] = {lane: {} for lane in self.lanes}  # feeds of buckets no longer mixed
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = Order(source.groups, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: Feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
+        self.mapped = all(source.mapped for source in sources.values())
         for cursor in cursors or ():
-            self._restore(cursor)
+            self._restore(cursor, new_curriculum)
         found = [cursor["lane"] for cursor in cursors or ()]
         if cursors is not None and (missing := set(self.lanes) - set(found)):
             raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a checkpoint")
         if len(found) > len(set(found)):
             raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
 
-    def _restore(self, cursor: Cursor) -> None:
+    def _restore(self, cursor: Cursor, new_curriculum: bool) -> None:
         lane = cursor["lane"]
         if cursor["format"] != FORMAT:
             raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}")
         theirs = cursor["stream"]
-        differ = [f"{k}: {theirs.get(k)} there, {self.identity.get(k)} here" for k in sorted({*theirs, *self.identity})
-                  if theirs.get(k) != self.identity.get(k)]
+        differ = {k for k in {*theirs, *self.identity} if theirs.get(k) != self.identity.get(k)}
+        if new_curriculum:
+            differ -= {"curriculum", *(k for k in differ if k not in theirs or k not in self.identity)}
         if differ:
-            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(differ)}); start a new run "
+            told = [f"{k}: {theirs.get(k)} there, {self.identity.get(k)} here" for k in sorted(differ)]
+            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(told)}); start a new run "
                              f"(--model-tag)")
         if lane not in self.rows:
             return
         self.rows[lane] = cursor["row"]
+        if theirs["curriculum"] == self.identity["curriculum"]:
+            self.dropped[lane] = frozenset(cursor["dropped"])
         for bucket, feed in cursor["buckets"].items():
-            self.feeds[bucket][lane].restore(feed)
+            if bucket in self.feeds:
+                self.feeds[bucket][lane].restore(feed)
+            else:
+                self.parked[lane][bucket] = feed
 
-    def _bucket(self, lane: int) -> str:
-        """The bucket that a lane's next row comes from."""
-        return next(iter(self.feeds))
+    def _bucket(self, lane: int, row: int) -> str | None:
+        """The bucket that a lane's row comes from; None when all of them are dry."""
+        dropped = self.dropped[lane]
+        if self.mixer is not None:
+            return self.mixer.bucket(lane, row, dropped)
+        return next((bucket for bucket in self.feeds if bucket not in dropped), None)
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
-        for bucket in self.feeds:
-            for feed in self.feeds[bucket].values():
-                if not feed.packer.ready:
-                    feed.read_ahead()
+        if not self.mapped:
+            self._read_ahead(num_rows)
         rows = [self._next_row(lane) for lane in self.lanes for _ in range(num_rows)]
         return [row for row in rows if row is not None]
+
+    def _read_ahead(self, num_rows: int) -> None:
+        """Have the pool read for all lanes whose next rows wait for it."""
+        for lane in self.lanes:
+            for bucket in {self._bucket(lane, self.rows[lane] + i) for i in range(num_rows)} - {None}:
+                feed = self.feeds[bucket][lane]  # type: ignore[index]
+                if not feed.packer.ready:
+                    feed.read_ahead()
 
     def position(self, bucket: str, cursor: Cursor) -> int:
         """The group that a lane reads next."""
@@ -298,20 +385,31 @@ class Stream:
         return order.locate(feed["epoch"], feed["unit"])[0]
 
     def _next_row(self, lane: int) -> Row | None:
-        row = self.feeds[self._bucket(lane)][lane].next_row(self.rows[lane])
-        self.rows[lane] += row is not None
-        return row
+        index = self.rows[lane]
+        while (bucket := self._bucket(lane, index)) is not None:
+            row = self.feeds[bucket][lane].next_row(index)
+            if row is not None:
+                self.rows[lane] = index + 1
+                return row
+            if not self.drop_dry:
+                return None
+            self.dropped[lane] |= {bucket}
+        return None
 
-    def snapshot(self) -> list[tuple[int, int, dict[str, tuple[Any, ...]]]]:
+    def dry_bucket(self, lane: int) -> str | None:
+        """The bucket for which a lane that has no next row waits; None where all of them are dry."""
+        return self._bucket(lane, self.rows[lane])
+
+    def snapshot(self) -> list[tuple[Any, ...]]:
         """The state of all lanes, for `cursors`; cheap enough for every step."""
-        return [(lane, self.rows[lane], {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()})
-                for lane in self.lanes]
+        return [(lane, self.rows[lane], self.dropped[lane],
+                 {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()}) for lane in self.lanes]
 
-    def cursors(self, snapshot: list[tuple[int, int, dict[str, tuple[Any, ...]]]] | None = None) -> list[Cursor]:
+    def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
         """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity,
-                 "buckets": {bucket: feed_json(feed) for bucket, feed in feeds.items()}}
-                for lane, row, feeds in (self.snapshot() if snapshot is None else snapshot)]
+        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": sorted(dropped),
+                 "buckets": {**self.parked[lane], **{bucket: feed_json(feed) for bucket, feed in feeds.items()}}}
+                for lane, row, dropped, feeds in (self.snapshot() if snapshot is None else snapshot)]
 
     def close(self) -> None:
         """Stop reading; waits for what is being read."""

@@ -169,8 +169,8 @@ def describe(opened: Opened, row: Row, *, with_text: bool) -> list[dict[str, Any
     source, tokenizer, at, found = opened.sources[row.bucket], opened.tokenizer, 0, []
     tokens = np.zeros(opened.config.T + 1, np.uint32)
     if with_text:
-        row.copy(tokenizer.get_bos_token_id(), tokens, np.ones(len(tokens), np.uint8))
-    for ((epoch, group, number), start, length, off), (document, gone) in zip(row.placements, row.documents):
+        row.copy(np.full(len(tokens), tokenizer.get_bos_token_id()), tokens, np.ones(len(tokens), np.uint8))
+    for ((epoch, group, number), start, length, off), (document, gone, _) in zip(row.placements, row.documents):
         name, local = source.locate(group)
         inserted = int(start > 0 and row.feed.packer.own_bos)
         found.append({
@@ -178,7 +178,7 @@ def describe(opened: Opened, row: Row, *, with_text: bool) -> list[dict[str, Any
             "unit": number // row.feed.order.unit_size,
             "document": int(source.groups[group - local:group].sum()) + number, "document_in_group": number,
             "epoch": epoch, "start": start, "stop": start + length - inserted,
-            "of": len(document) + 1 + gone if isinstance(document, np.ndarray) else document.length})
+            "of": len(document) + gone if isinstance(document, np.ndarray) else document.length})
         if with_text:
             found[-1]["text"] = tokenizer.decode(tokens[at:at + length])
         at += length

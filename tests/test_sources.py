@@ -14,7 +14,7 @@ import pytest
 from nanochat import sources
 from nanochat.common import read_json
 from nanochat.sources import ParquetSource, as_parquet, check, find_files, fingerprint, scan, split_train_val
-from tests.toy import ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
+from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
 
 GROUP = 8
 BAD_UTF8 = [b"fine", b"\xff\xfe broken", b"fine too"]
@@ -264,10 +264,10 @@ def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(t
     assert [t for t in all_texts(gaps, 7) if t] == [expected[0], expected[1], expected[1], expected[2]]
 
 
-def test_encode_gives_ids_without_bos_in_memory_of_their_own(folder):
+def test_encode_gives_bos_and_ids_in_memory_of_their_own(folder):
     source = open_source(folder)
     ids = source.encode(["añ".encode(), b"", b"b"])
-    assert [i.tolist() for i in ids] == [list("añ".encode()), [], [98]]
+    assert [i.tolist() for i in ids] == [[BOS, *"añ".encode()], [BOS], [BOS, 98]]
     assert all(i.dtype == ByteTokenizer.token_dtype and i.base is None for i in ids)
 
 

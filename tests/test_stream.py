@@ -274,7 +274,7 @@ def test_rows_hold_the_tokens_that_their_placements_name(layout):
     for row in stream.next_rows(20):
         tokens, live = row_arrays(row, config.T)
         doc_ids, expected, off_at = np.zeros(config.T + 1, np.int32), [], []
-        row.copy(BOS, np.zeros(config.T + 1, np.uint32), np.ones(config.T + 1, np.uint8), doc_ids)
+        row.copy(np.full(config.T + 1, BOS), np.zeros(config.T + 1, np.uint32), np.ones(config.T + 1, np.uint8), doc_ids)
         for (_, group, document), start, length, off in row.placements:
             whole = [BOS, *source.documents[group][document].tolist()]
             own = layout != "concat" and start > 0
@@ -429,7 +429,7 @@ def test_a_cursor_of_other_data_bucket_or_tokenizer_is_refused_with_what_differs
         with pytest.raises(ValueError, match=what):
             Stream(BASE, data, range(4), tokenizer=tokenizer, cursors=saved())
     future = [{**cursor, "format": 99} for cursor in saved()]
-    with pytest.raises(ValueError, match="format 99, expected 1"):
+    with pytest.raises(ValueError, match="format 99, expected 2"):
         Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=future)
 
 
@@ -554,7 +554,7 @@ def test_of_a_long_document_only_what_is_still_needed_is_held():
     feed, held, used = stream.feeds["data"][0], [], 0
     while rows := stream.next_rows(1):
         tokens, live = np.zeros(100, np.uint32), np.ones(100, np.uint8)
-        rows[0].copy(999, tokens, live)
+        rows[0].copy(np.full(100, 999), tokens, live)
         new = tokens[1 + rows[0].placements[0][3]:]  # after BOS and context
         assert (new == rest[used:used + len(new)]).all()
         used += len(new)

@@ -48,6 +48,8 @@ class ByteTokenizer:
 class MemorySource:
     """Groups of documents given as token ids (without BOS). `fetched` records (group, unit)."""
 
+    mapped = False
+
     def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory"):
         self.documents = [list(group) for group in groups]
         self.fingerprint = fingerprint
@@ -60,7 +62,10 @@ class MemorySource:
         return self.documents[group][unit * unit_size:(unit + 1) * unit_size]
 
     def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
-        return list(raw)
+        return [np.concatenate([[BOS], ids]).astype(np.uint32) for ids in raw]
+
+    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]:
+        return ()
 
     def locate(self, group: int) -> tuple[str, int]:
         return f"memory_{group // 2}", group % 2
@@ -129,7 +134,7 @@ def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int
 def row_arrays(row: Row, T: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens (T + 1,), live (T + 1,)) of a row."""
     tokens, live = np.full(T + 1, 2**32 - 1, np.uint32), np.ones(T + 1, np.uint8)
-    row.copy(BOS, tokens, live)
+    row.copy(np.full(T + 1, BOS, np.uint32), tokens, live)
     return tokens, live
 
 

@@ -291,8 +291,7 @@ def ends_follow(manifest: Mapping[str, Any] | None) -> bool:
     if manifest is None:
         return False
     arguments = manifest["arguments"]
-    return arguments["max_length"] == 0 or (arguments["overlap_size"] > 0
-                                            and not arguments.get("probabilistic_overlap"))
+    return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:

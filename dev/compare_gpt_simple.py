@@ -1,0 +1,245 @@
+"""
+Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simple itself, in an environment of its own.
+
+    python -m dev.compare_gpt_simple [--venv DIR] [--golden DIR]
+
+1. There: `tokenize_shard` turns some texts into shards (short documents, overlapping windows, windows without
+   overlap, ids of 16 and of 32 bits). Its own `read_idx` says what is in them.
+2. Here: the same entries are read from them, `scripts.verify` finds nothing wrong, and `ShardWriter` writes the same
+   bytes from the same entries. It also writes shards of random entries.
+3. There: `read_idx` and `PreTokenizedDataset` read those, unchanged, and give the same entries.
+
+Prints what was compared; exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has a virtual
+environment (made once, about a gigabyte, needs a package index) and runs as this file's `--there`; both sides talk in
+JSON. Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the same texts: nothing is downloaded.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PACKAGES = ["torch==2.13.0", "gpt-simple-lm==0.1.2"]  # this torch exactly: where there is a CPU build, it is taken
+EOD = "<|endoftext|>"
+# name: (max_length, overlap_size, further tokens of the vocabulary)
+CASES = {"tiny": (8, 2, 0), "whole": (100_000, 256, 0), "no_overlap": (64, 0, 0), "wide_ids": (128, 32, 70_000)}
+TINY = ["abcdefghij", "ab", "abcdefgh", "a", "abcdefghijklmnopqrst", "abc abc", "Ä漢", "abcdefg"]
+
+
+# ---- there: runs in gpt-simple's environment, imports nothing of ours -----------------------------------------------
+
+def make_tokenizer(texts: list[str], folder: Path, num_added: int) -> None:
+    """A folder that gpt-simple loads as a GPT-2 tokenizer: a few merges, the end of documents, added tokens."""
+    import tokenizers
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=300, min_frequency=20, special_tokens=[EOD], show_progress=False)
+    if num_added:
+        tokenizer.add_tokens([f"<added {i}>" for i in range(num_added)])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def entries_there(idx: Path) -> dict[str, Any]:
+    """What gpt-simple's reader says of a pair."""
+    from gpt_simple.pretokenize import read_idx
+    code, offsets, prefixes = read_idx(idx)
+    ids = np.fromfile(idx.with_suffix(".bin"), np.uint16 if code == 2 else np.uint32)
+    return {"entries": [ids[a:b].tolist() for a, b in pairwise(offsets.tolist())], "prefixes": prefixes.tolist(),
+            "type": code}
+
+
+def write_there(work: Path) -> None:
+    """Step 1. Writes work/there/CASE.{bin,idx,json}."""
+    from gpt_simple.pretokenize import tokenize_shard
+    from gpt_simple.tokenizer import SimpleLLMTokenizer
+    out = work / "there"
+    out.mkdir()
+    for name, (max_length, overlap, num_added) in CASES.items():
+        source = work / "texts" / f"{name}.jsonl"
+        texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
+        folder = work / "tokenizers" / name
+        make_tokenizer(texts, folder, num_added)
+        told = tokenize_shard(str(source), str(out), str(folder), max_length, overlap, False, 0.0, 0)
+        tokenizer = SimpleLLMTokenizer(str(folder))
+        about = {"made_by": PACKAGES[1], "max_length": max_length, "overlap_size": overlap,
+                 "documents": told["docs_read"], "eod": tokenizer.eod_token_id, "vocab_size": tokenizer.vocab_size}
+        (out / f"{name}.json").write_text(json.dumps(about | entries_there(out / f"{name}.idx")))
+
+
+def read_there(work: Path) -> None:
+    """Step 3. Reads work/here/*.bin, writes work/here/*.json."""
+    from gpt_simple.data import PreTokenizedDataset
+    for path in sorted((work / "here").glob("*.bin")):
+        told = entries_there(path.with_suffix(".idx"))
+        longest = max(map(len, told["entries"]))
+        dataset = PreTokenizedDataset([path], max_length=longest, seed=1, pad_token_id=0, eod_token_id=0,
+                                      pack_sequences=False)
+        told["dataset"] = [item["input_ids"][:int(item["attention_mask"].sum())].tolist() for item in dataset]
+        packed = PreTokenizedDataset([path], max_length=longest, seed=1, pad_token_id=0, eod_token_id=0)
+        told["packed_tokens"] = sum(int(item["attention_mask"].sum()) for item in packed)
+        path.with_suffix(".json").write_text(json.dumps(told))
+
+
+# ---- here -----------------------------------------------------------------------------------------------------------
+
+class Stub:
+    """What a `ShardSource` needs of the tokenizer that the ids are of."""
+
+    fingerprint = "gpt-simple's"
+
+    def __init__(self, eod: int, vocab_size: int):
+        self.eod, self.vocab_size = eod, vocab_size
+
+    def get_bos_token_id(self) -> int:
+        return self.eod
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+    def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError("shards hold ids")
+
+
+def texts_for(name: str) -> list[str]:
+    """Some texts, many of them longer than a window."""
+    if name == "tiny":
+        return TINY
+    rng = np.random.default_rng(0)
+    words = ["alpha", " beta", " gamma", "\n", " Ä漢", " 12", "x" * 40]
+    return ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
+
+
+def entries_here(path: Path) -> list[list[int]]:
+    from nanochat.shards import read_index, read_tokens
+    index = read_index(path)
+    ids = read_tokens(index)
+    return [ids[a:b].tolist() for a, b in pairwise(index.offsets.tolist())]
+
+
+def documents_here(path: Path, told: dict[str, Any]) -> list[list[int]]:
+    """All entries as the stream gets them."""
+    from nanochat.shards import ShardSource, scan_file
+    manifest = {"root": str(path.parent), "files": [scan_file(path, path.name)]}
+    source = ShardSource(manifest, Stub(told["eod"], told["vocab_size"]))
+    return [ids.tolist() for group, n in enumerate(source.groups.tolist()) for ids in source.fetch(group, 0, n)]
+
+
+def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
+    from nanochat.shards import ShardWriter
+    with ShardWriter(path, vocab_size=vocab_size) as writer:
+        writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
+
+
+def compare_theirs(work: Path, check: "Checks") -> None:
+    """Step 2, what was written there."""
+    from nanochat.shards import read_index
+    from scripts.verify import main as verify
+    for name in CASES:
+        path = work / "there" / f"{name}.bin"
+        told = json.loads(path.with_suffix(".json").read_text())
+        entries, eod = told["entries"], told["eod"]
+        check(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
+              entries_here(path) == entries and read_index(path).prefixes.tolist() == told["prefixes"])
+        check(f"{name}: the stream gets them without the end of documents",
+              documents_here(path, told) == [e[:-1] if e[-1] == eod else e for e in entries])
+        check(f"{name}: scripts.verify finds nothing wrong",
+              verify([str(path), "--vocab-size", str(told["vocab_size"])]) == 0)
+        write_here(work / "here" / name, entries, told["prefixes"], told["vocab_size"])
+        check(f"{name}: the same entries written here are the same bytes", all(
+            (work / "here" / f"{name}{e}").read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
+
+
+def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: "Checks") -> None:
+    """What was read there of shards written here."""
+    for name, (entries, prefixes) in wanted.items():
+        told = json.loads((work / "here" / f"{name}.json").read_text())
+        check(f"{name}: {len(entries):,} entries written here, read there by read_idx",
+              (told["entries"], told["prefixes"]) == (entries, prefixes))
+        check(f"{name}: and by PreTokenizedDataset", sorted(told["dataset"]) == sorted(entries))
+        check(f"{name}: and packed, without loss", told["packed_tokens"] == sum(map(len, entries)))
+
+
+class Checks:
+    """Prints each comparison, counts those that fail."""
+
+    failed = 0
+
+    def __call__(self, what: str, good: bool) -> None:
+        print(f"{'same     ' if good else 'DIFFERENT'}  {what}", flush=True)
+        self.failed += not good
+
+
+def random_entries(vocab_size: int) -> tuple[list[list[int]], list[int]]:
+    rng = np.random.default_rng(vocab_size)
+    entries = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 300, 500)]
+    return entries, [int(rng.integers(0, len(e))) for e in entries]
+
+
+def prepare(venv: Path) -> Path:
+    """The Python of gpt-simple's environment, made if it is not there."""
+    python = venv / "bin" / "python"
+    if not python.exists() or subprocess.run([str(python), "-c", "import gpt_simple"], capture_output=True).returncode:
+        print(f"installing {' '.join(PACKAGES)} into {venv}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *PACKAGES], check=True)
+    return python
+
+
+def compare(python: Path, work: Path) -> int:
+    """All three steps; the number of differences."""
+    check = Checks()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    (work / "texts").mkdir()
+    (work / "here").mkdir()
+    for name in CASES:
+        lines = [json.dumps({"text": text}) + "\n" for text in texts_for(name)]
+        (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
+    subprocess.run([str(python), __file__, "--there", "write", str(work)], check=True, env=environment)
+    compare_theirs(work, check)
+    wanted = {}
+    for vocab_size in (50_257, 65_535, 65_536, 100_277):
+        name = f"random_{vocab_size}"
+        wanted[name] = random_entries(vocab_size)
+        write_here(work / "here" / name, *wanted[name], vocab_size)
+    subprocess.run([str(python), __file__, "--there", "read", str(work)], check=True, env=environment)
+    for name in CASES:
+        told = json.loads((work / "there" / f"{name}.json").read_text())
+        wanted[name] = told["entries"], told["prefixes"]
+    compare_ours(work, wanted, check)
+    return check.failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare; 1 on a difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, help="gpt-simple's environment (default: in the base directory)")
+    parser.add_argument("--golden", type=Path, help="also put the tiny pair and what it holds there")
+    parser.add_argument("--there", nargs=2, metavar=("STEP", "WORK"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.there:
+        {"write": write_there, "read": read_there}[args.there[0]](Path(args.there[1]))
+        return 0
+    from nanochat.common import get_base_dir
+    with tempfile.TemporaryDirectory() as folder:
+        failed = compare(prepare((args.venv or get_base_dir() / "gpt-simple").absolute()), Path(folder))
+        if args.golden is not None:
+            args.golden.mkdir(parents=True, exist_ok=True)
+            for ending in (".bin", ".idx", ".json"):
+                (args.golden / f"tiny{ending}").write_bytes((Path(folder) / "there" / f"tiny{ending}").read_bytes())
+    print(f"{failed} difference(s)" if failed else "no difference")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if "--there" in sys.argv:
+        sys.exit(main())  # nothing of ours can be imported there
+    from nanochat.common import run_main
+    run_main(main)

@@ -1,0 +1,247 @@
+"""verify: each kind of damage is found, told with its file and entry, and nothing else is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.shards import read_index
+from scripts import verify
+from tests.test_shards import GOLDEN, E, Tokenizer, patch, truncate, windowed, write_folder, write_pair
+
+# Two documents, one in two windows with an overlap of 1; one more document.
+ENTRIES, PREFIXES = [[1, 2, E], [3, 4, 5], [5, 6, E], [7, E]], [0, 0, 1, 0]
+FIRST_OFFSET, FIRST_PREFIX = 16, 16 + 8 * (len(ENTRIES) + 1)
+
+
+def run(capsys, *args) -> tuple[int, list[str], str]:
+    """(exit code, problems, all that was printed)."""
+    code = verify.main([str(a) for a in args])
+    out = capsys.readouterr().out
+    return code, [line.split("PROBLEM ")[1] for line in out.splitlines() if "PROBLEM" in line], out
+
+
+def good_folder(root: Path, **kwargs) -> Path:
+    pairs = {"a": (ENTRIES, PREFIXES), "b": ([[8, E]], None)}
+    write_folder(root / "web", pairs, max_length=3, overlap_size=1, **kwargs)
+    return root / "web"
+
+
+def u16(*ids: int) -> bytes:
+    return np.array(ids, "<u2").tobytes()
+
+
+def test_good_shards_are_good(tmp_path, capsys):
+    folder = good_folder(tmp_path)
+    code, problems, out = run(capsys, tmp_path, "--sequence-len", 1)
+    assert (code, problems) == (0, [])
+    assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
+    assert [line.split() for line in out.splitlines() if ".." in line] == [
+        ["2", "..", "3", "5", "100.00%", "100.00%"]]
+    assert "beyond T + 1 = 2: 3 tokens, 23.08%" in out
+    assert out.endswith("all good\n")
+
+
+def test_lengths_are_counted_by_powers_of_two(tmp_path, capsys):
+    write_pair(tmp_path / "a", [[7] * (n - 1) + [E] for n in (1, 2, 3, 4, 7, 8, 2049, 4096)])
+    _, problems, out = run(capsys, tmp_path)
+    assert problems == []
+    assert [line.split()[:4] for line in out.splitlines() if ".." in line] == [
+        ["1", "..", "1", "1"], ["2", "..", "3", "2"], ["4", "..", "7", "2"], ["8", "..", "15", "1"],
+        ["2,048", "..", "4,095", "1"], ["4,096", "..", "8,191", "1"]]
+    assert "beyond T + 1 = 2,049: 2,047 tokens" in out
+
+
+# Damage to a.bin or a.idx of the good folder; what must be said of them, beside the checksums.
+DAMAGE = {
+    "truncated bin": ("bin", lambda p: truncate(p, 20), [r"a.bin: 10 tokens on disk, header says 11"]),
+    "truncated idx": ("idx", lambda p: truncate(p, 50), ["a.idx: 50 bytes, expected 64 for 4 entries"]),
+    "magic": ("idx", lambda p: patch(p, 0, b"XXXX"), ["a.idx: it begins with b'XXXX'"]),
+    "version": ("idx", lambda p: patch(p, 4, b"\7"), ["a.idx: format version 7"]),
+    "type": ("idx", lambda p: patch(p, 8, b"\5"), ["a.idx: type code 5"]),
+    "empty shard": ("idx", lambda p: patch(p, 12, b"\0\0\0\0"), ["a.idx: an empty shard"]),
+    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there, but a.bin needs it"]),
+    "no bin": ("bin", lambda p: p.unlink(), ["a.bin: not there, but a.idx needs it"]),
+    "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), [
+        "a.bin: entry 1: it starts at id 8 and ends at 6", "a.bin: entry 0: 8 ids, but windows have at most 3"]),
+    "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
+        "a.bin: entry 1: it is empty", "a.bin: entry 0: 6 ids, but", "a.bin: entry 0: the document ends here without",
+        f"a.bin: entry 0: the end-of-document id {E} at 2, inside",
+        "a.bin: documents is 2, manifest.json says 3"]),
+    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2: a prefix of 3 in an entry of 3"]),
+    "first prefix": ("idx", lambda p: patch(p, FIRST_PREFIX, b"\x01"), ["a.bin: entry 0: a prefix of 1, but there is"]),
+    "lost prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\0"), [
+        "a.bin: entry 1: the document ends here without"]),
+    "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
+        "a.bin: entry 0: it ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
+    "vocabulary": ("bin", lambda p: patch(p, 2, u16(300)), [
+        "a.bin: entry 0: id 300 at 1, outside the vocabulary of 257"]),
+    "lost end": ("bin", lambda p: patch(p, 16, u16(9)), [
+        f"a.bin: entry 2: the document ends here without the end-of-document id {E}",
+        "a.bin: documents is 2, manifest.json says 3"]),
+    "end inside": ("bin", lambda p: patch(p, 8, u16(E)), [f"a.bin: entry 1: the end-of-document id {E} at 4, inside"]),
+    "end of a window": ("bin", lambda p: patch(p, 10, u16(E)), ["a.bin: entry 1: it ends with the end-of-document id"]),
+    "another id": ("bin", lambda p: patch(p, 0, u16(2)), []),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("block", [None, 2])
+def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, name, block):
+    if block:
+        monkeypatch.setattr(verify, "BLOCK_ENTRIES", block)
+        monkeypatch.setattr(verify, "BLOCK_BYTES", 2 * block)
+    folder = good_folder(tmp_path)
+    which, damage, expected = DAMAGE[name]
+    damage(folder / f"a.{which}")
+    code, problems, out = run(capsys, tmp_path)
+    assert code == 1
+    if "2 shards, " in out:  # the pair could be read
+        expected = [*expected, f"a.bin: {which}_hash is "]
+    assert len(problems) == len(expected), problems
+    for text in expected:
+        assert sum(p.startswith(f"{folder}/{text}") for p in problems) == 1, (text, problems)
+    assert f"{len(problems)} problem(s)" in out
+
+
+@given(windowed(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_changed_byte_is_found_where_there_is_a_manifest(tmp_path_factory, case, data):
+    entries, prefixes, overlap = case
+    root = tmp_path_factory.mktemp("root")
+    write_folder(root, {"a": (entries, prefixes)}, max_length=6, overlap_size=overlap)
+    assert verify.main([str(root)]) == 0
+    path = root / data.draw(st.sampled_from(["a.bin", "a.idx"]))
+    at = data.draw(st.integers(0, path.stat().st_size - 1))
+    patch(path, at, bytes([path.read_bytes()[at] ^ data.draw(st.integers(1, 255))]))
+    assert verify.main([str(root)]) == 1
+
+
+def test_all_files_are_looked_at_and_a_long_list_is_counted(tmp_path, capsys):
+    n = 100
+    for name in "ab":
+        write_pair(tmp_path / name, [[5, E]] * n)
+        patch(tmp_path / f"{name}.bin", 0, u16(*[999, E] * n))
+    code, problems, _ = run(capsys, tmp_path, "--vocab-size", 257)
+    assert code == 1
+    for name in "ab":
+        mine = [p for p in problems if f"{name}.bin" in p]
+        assert mine[:2] == [f"{tmp_path}/{name}.bin: entry {i}: id 999 at {2 * i}, outside the vocabulary of 257"
+                            for i in (0, 1)]
+        assert len(mine) == verify.LISTED + 1
+        assert mine[-1] == f"{tmp_path}/{name}.bin: ids outside the vocabulary: {n - verify.LISTED} more"
+
+
+def test_the_manifest_and_the_folder_must_agree(tmp_path, capsys):
+    folder = good_folder(tmp_path)
+    (folder / "b.bin").unlink()
+    (folder / "b.idx").unlink()
+    write_pair(folder / "c", [[1, E]])
+    assert run(capsys, tmp_path)[:2] == (1, [f"{folder}/b.bin: manifest.json lists it, but it is not there",
+                                             f"{folder}/c.bin: manifest.json does not list it"])
+    assert run(capsys, folder / "a.idx")[:2] == (0, [])  # one pair: of others nothing is said
+    for path in folder.glob("?.*"):
+        path.unlink()
+    assert len(run(capsys, tmp_path)[1]) == 2  # only manifest.json is left
+
+
+def test_counts_of_the_manifest_are_compared(tmp_path, capsys):
+    folder = good_folder(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["shards"]["a"] |= {"documents": 9, "tokens": 99, "entries": 8, "bin_bytes": 7, "groups": [1, 2]}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert run(capsys, tmp_path)[1] == [
+        f"{folder}/a.bin: {text}" for text in (
+            "entries is 4, manifest.json says 8", "tokens is 11, manifest.json says 99",
+            "bin_bytes is 22, manifest.json says 7", "documents is 3, manifest.json says 9",
+            "the groups in manifest.json hold 3 entries, the file 4")]
+    (folder / "manifest.json").write_text("{")
+    [problem] = run(capsys, tmp_path)[1]
+    assert problem.startswith(f"{folder}/manifest.json: not valid JSON")
+
+
+def test_a_tokenizer_given_must_be_the_manifests(tmp_path, capsys, monkeypatch):
+    good_folder(tmp_path)
+    mine = Tokenizer(fingerprint="mine")
+    monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: mine)
+    assert run(capsys, tmp_path, "--tokenizer", "T")[1] == [
+        f"{tmp_path}/web/manifest.json: made with tokenizer bytes, T is mine"]
+    mine.fingerprint = "bytes"
+    assert run(capsys, tmp_path, "--tokenizer", "T")[0] == 0
+
+
+def test_foreign_shards(tmp_path, capsys):
+    """Without a manifest: windows may lack an overlap, and an end may be followed by a repeated tail."""
+    write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
+    code, problems, out = run(capsys, tmp_path)
+    assert (code, problems) == (0, [])
+    assert "1 shards, 2 documents, 4 entries" in out
+    assert "no known bound" in out
+    code, problems, out = run(capsys, tmp_path, "--vocab-size", 200)
+    assert len(problems) == 3 and "no known bound" not in out
+    patch(tmp_path / "a.bin", 2, u16(E))  # so an entry without an end becomes one with it
+    assert run(capsys, tmp_path)[0] == 0
+    patch(tmp_path / "a.bin", 0, u16(E))
+    assert run(capsys, tmp_path)[1] == [f"{tmp_path}/a.bin: entry 0: the end-of-document id {E} at 0, inside the entry"]
+
+
+def test_the_last_entry_of_a_foreign_shard_ends_a_document(tmp_path, capsys, monkeypatch):
+    write_pair(tmp_path / "a", [[1, E], [2]])
+    monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: Tokenizer())
+    assert run(capsys, tmp_path, "--tokenizer", "T")[1] == [
+        f"{tmp_path}/a.bin: entry 1: the document ends here without the end-of-document id {E}"]
+
+
+def test_golden_shards_of_gpt_simple_are_good(capsys):
+    told = json.loads((GOLDEN / "tiny.json").read_text())
+    code, problems, out = run(capsys, GOLDEN, "--vocab-size", told["vocab_size"])
+    assert (code, problems) == (0, [])
+    assert f"{told['documents']} documents, {len(told['entries'])} entries" in out
+
+
+def test_checkpoints_and_hidden_files_are_no_shards(tmp_path, capsys):
+    good_folder(tmp_path)
+    for name in ("run/checkpoint-1/optimizer.bin", "run/checkpoint-1/model/pytorch_model.bin", "web/.a.bin.x.bin",
+                 "web/.records/a.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"not a shard")
+    (tmp_path / "run/checkpoint-1/trainer_state.json").write_text("{}")
+    (tmp_path / "run/manifest.json").write_text("{}")  # of something else
+    assert run(capsys, tmp_path)[:2] == (0, [])
+
+
+def test_nothing_to_verify_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        verify.main([str(tmp_path / "no")])
+    with pytest.raises(ValueError, match="found nothing to verify, expected shards"):
+        verify.main([str(tmp_path)])
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
+    """The longest array of ids that is looked at is a block."""
+    write_pair(tmp_path / "a", [[1, 2, 3, E]] * 5000)
+    longest, check_ends, count = [], verify.check_ends, verify.Facts.count
+    monkeypatch.setattr(verify, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(verify, "BLOCK_ENTRIES", 1 << 9)
+    monkeypatch.setattr(verify, "check_ends", lambda index, ids, *rest: longest.append(len(ids)) or
+                        check_ends(index, ids, *rest))
+    monkeypatch.setattr(verify.Facts, "count", lambda self, lengths, T: longest.append(len(lengths)) or
+                        count(self, lengths, T))
+    assert run(capsys, tmp_path)[0] == 0
+    assert max(longest) == 1 << 11 and len(longest) > 15
+
+
+def test_the_command_exits_with_1_where_something_is_wrong(tmp_path):
+    folder = good_folder(tmp_path)
+    command = [sys.executable, "-m", "scripts.verify", str(folder)]
+    assert len(read_index(folder / "a.bin")) == 4
+    root = Path(__file__).parents[1]
+    assert subprocess.run(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0
+    truncate(folder / "a.bin", 3)
+    assert subprocess.run(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 1

@@ -1,0 +1,378 @@
+"""Curricula: exact mixes at every scale, rows without history, a sequence that never changes, errors with lines."""
+
+import json
+import math
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nanochat.curriculum import BLOCK, Curriculum, Mixer, Phase, load
+
+NAMES = ("code", "math", "web", "wiki")
+TEXT = """\
+curriculum:
+  - duration_tokens: 5_000_000_000
+    mix: {web: 0.6, code: 0.2, math: 0.1, wiki: 0.1}
+  - duration_tokens: 5_000_000_000
+    mix: {web: 0.3, code: 0.3, math: 0.2, wiki: 0.2}
+allow_bucket_exhaustion: false
+allow_budget_mismatch: true
+max_epochs: {code: 4}
+"""
+
+weights = st.one_of(st.integers(0, 10**6), st.floats(0, 1e6), st.sampled_from([0, 0.1, 1 / 3, 1e-9]))
+mixes = st.dictionaries(st.sampled_from(NAMES), weights, min_size=1).filter(lambda mix: any(mix.values()))
+
+
+def curriculum(*phases, **kwargs):
+    """phases: (rows of each lane, mix), for T = 1 and V = 1."""
+    return Curriculum(tuple(Phase(rows, tuple(mix.items())) for rows, mix in phases), **kwargs)
+
+
+def mixer(*phases, seed=0, V=1):
+    """A Mixer in which a phase lasts as many rows of each lane as it says."""
+    return Mixer(curriculum(*((rows * V, mix) for rows, mix in phases)), T=1, V=V, seed=seed)
+
+
+def exact_shares(mix, dropped=frozenset()):
+    """What a weight means: the decimal that is written, over the sum of those not dropped."""
+    kept = {bucket: Fraction(str(weight)) for bucket, weight in mix.items() if weight and bucket not in dropped}
+    return {bucket: weight / sum(kept.values()) for bucket, weight in kept.items()}
+
+
+def block_counts(m, lane, block, dropped=frozenset()):
+    return m.counts(lane, range(block * BLOCK, (block + 1) * BLOCK), dropped)
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+@given(mixes, st.integers(0, 63), st.integers(0, 2**40), st.sets(st.sampled_from(NAMES)))
+@settings(max_examples=100, deadline=None)
+def test_a_block_is_less_than_one_row_off_any_weight_and_zero_weights_never_come(mix, lane, block, dropped):
+    shares = exact_shares(mix, dropped)
+    m = mixer((1, mix), V=64)
+    rows = [m.bucket(lane, block * BLOCK + k, frozenset(dropped)) for k in range(BLOCK)]
+    if not shares:
+        assert set(rows) == {None}
+        return
+    counts = Counter(rows)
+    assert counts.keys() <= shares.keys() and sum(counts.values()) == BLOCK
+    assert all(abs(counts[bucket] - BLOCK * share) < 1 for bucket, share in shares.items())
+
+
+@given(mixes, st.integers(0, 63), st.integers(0, 2**30), st.integers(1, 4096))
+@settings(max_examples=100, deadline=None)
+def test_any_run_of_blocks_is_less_than_five_rows_off(mix, lane, first, n):
+    counts = mixer((1, mix), V=64).counts(lane, range(first * BLOCK, (first + n) * BLOCK))
+    assert sum(counts.values()) == n * BLOCK
+    assert all(abs(counts.get(bucket, 0) - n * BLOCK * share) < 5 for bucket, share in exact_shares(mix).items())
+
+
+def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
+    """A share of a third of a row in a block comes once in three blocks; the same at once over the lanes."""
+    mix = {"rare": 1, "web": 767}
+    m = mixer((1, mix), V=64)
+    over_time = [block_counts(m, 5, block).get("rare", 0) for block in range(300)]
+    over_lanes = [block_counts(m, lane, 7).get("rare", 0) for lane in range(64)]
+    assert set(over_time) == set(over_lanes) == {0, 1}
+    assert abs(sum(over_time) - 100) < 2 and abs(sum(over_lanes) - 64 / 3) < 2
+    assert max(len(run) for run in "".join(map(str, over_time)).split("1")) <= 5  # never long without it
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(1, 900), mixes), min_size=1, max_size=3), st.integers(0, 2))
+@settings(max_examples=40, deadline=None)
+def test_counts_are_those_of_the_rows_one_by_one(data, phases, lane):
+    m = mixer(*phases, V=3, seed=9)
+    start = data.draw(st.integers(0, 1500))
+    rows = range(start, start + data.draw(st.integers(0, 1500)))
+    dropped = frozenset(data.draw(st.sets(st.sampled_from(NAMES))))
+    one_by_one = Counter(m.bucket(lane, k, dropped) for k in rows)
+    del one_by_one[None]
+    counts = m.counts(lane, rows, dropped)
+    assert counts == one_by_one and list(counts) == sorted(counts)
+
+
+@given(mixes, st.integers(0, 63), st.integers(0, 2**40))
+@settings(max_examples=100, deadline=None)
+def test_counts_are_those_of_fractions_written_out(mix, lane, block):
+    """The same with exact fractions instead of bounds: points k - u on the line of buckets."""
+    frac = Fraction((block * 0x9E3779B97F4A7C15 + lane * 0x6A09E667F3BCC909) % 2**64, 2**64)
+    expected, end = {}, Fraction(0)
+    for bucket, share in sorted(exact_shares(mix).items()):
+        start, end = end, end + BLOCK * share
+        expected[bucket] = math.floor(end + frac) - math.floor(start + frac)
+    assert block_counts(mixer((1, mix), V=64), lane, block) == {b: n for b, n in expected.items() if n}
+
+
+def test_millions_of_rows_add_up():
+    m = mixer((10**6 + 77, {"web": 1, "code": 1}), (5, {"math": 1}), V=2)
+    counts = m.counts(1, range(10, 10**7))
+    assert sum(counts.values()) == 10**7 - 10 and counts["math"] == 10**7 - 10**6 - 77
+    assert abs(counts["web"] - counts["code"]) < 40
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+def test_rows_do_not_depend_on_what_was_asked_before():
+    phases = (300, {"web": 3, "code": 1}), (70, {"math": 1, "wiki": 2, "code": 2}), (400, {"web": 1, "wiki": 1})
+    drops = frozenset(), frozenset({"code"})
+    queries = [(lane, row, dropped) for lane in range(3) for row in range(1100) for dropped in drops]
+    in_order = mixer(*phases, V=3)
+    expected = {query: in_order.bucket(*query) for query in queries}
+    random.Random(1).shuffle(queries)
+    shuffled = mixer(*phases, V=3)
+    assert {query: shuffled.bucket(*query) for query in queries} == expected
+    assert all(mixer(*phases, V=3).bucket(*query) == expected[query] for query in queries[:100])
+    assert all(len(held[3]) == BLOCK for held in shuffled._blocks.values()) and len(shuffled._blocks) == 3
+
+
+def test_lanes_blocks_phases_and_seeds_have_orders_of_their_own():
+    mix = {"web": 1, "code": 1}
+    m = mixer((512, mix), (512, mix), V=2)
+    def rows(m, lane, start):
+        return tuple(m.bucket(lane, start + k) for k in range(BLOCK))
+    other_seed = mixer((512, mix), V=2, seed=1)
+    orders = [rows(m, 0, 0), rows(m, 1, 0), rows(m, 0, 256), rows(m, 0, 512), rows(other_seed, 0, 0)]
+    assert len(set(orders)) == 5 and {o.count("web") for o in orders} == {128}
+    changes = sum(a != b for a, b in zip(orders[0], orders[0][1:]))
+    assert 90 < changes < 166  # no order at all: 127.5 expected, standard deviation 8
+
+
+def test_phases_change_at_the_exact_row_and_the_last_one_goes_on():
+    m = Mixer(curriculum((10 * 64 + 63, {"a": 1}), (300 * 64, {"b": 1}), (64, {"c": 1})), T=16, V=4, seed=0)
+    assert [m.bucket(3, row) for row in (0, 9, 10, 309, 310, 311, 10**12)] == list("aabbccc")
+    assert [m.phase_of(row) for row in (0, 9, 10, 309, 310)] == [(0, 0), (0, 9), (1, 0), (1, 299), (2, 0)]
+    assert m.phase_of(10**12) == (2, 10**12 - 310)
+    assert m.counts(3, range(5, 1000)) == {"a": 5, "b": 300, "c": 690}
+
+
+def test_durations_are_rows_of_each_lane_rounded_down():
+    phases = curriculum((1000, {"a": 1}), (129, {"b": 1}))
+    assert phases.phase_rows(16, 4) == [15, 2] and phases.total_rows(16, 4) == 17
+    with pytest.raises(ValueError, match=r"^phase 2 lasts 129 tokens, less than one row .*T \* V = 26 \* 5 = 130"):
+        phases.phase_rows(26, 5)
+    with pytest.raises(ValueError, match="phase 2 lasts"):
+        Mixer(phases, T=26, V=5, seed=0)
+
+
+def test_one_bucket_alone_and_a_phase_that_is_all_dropped():
+    m = mixer((700, {"only": 0.3}), (10, {"other": 1}))
+    assert {m.bucket(0, row) for row in range(700)} == {"only"} and m.bucket(0, 700) == "other"
+    gone = frozenset({"only"})
+    assert m.bucket(0, 5, gone) is None and m.bucket(0, 700, gone) == "other"
+    assert m.counts(0, range(702), gone) == {"other": 2}
+
+
+def test_what_is_dropped_leaves_the_others_in_proportion():
+    mix = {"web": 6, "code": 3, "math": 1}
+    m, without = mixer((10**6, mix)), mixer((10**6, {"web": 6, "code": 3}))
+    dropped = frozenset({"math"})
+    rows = range(0, 3 * BLOCK)
+    assert [m.bucket(0, k, dropped) for k in rows] == [without.bucket(0, k) for k in rows]
+    assert any(m.bucket(0, k) == "math" for k in rows)
+    counts = m.counts(0, range(100 * BLOCK), dropped)
+    assert abs(counts["web"] - 2 * counts["code"]) < 10
+
+
+def test_the_order_of_names_and_the_way_a_weight_is_written_change_nothing():
+    same = [{"web": 0.6, "code": 0.3, "math": 0.1}, {"math": 1, "web": 6, "code": 3},
+            {"code": 30.0, "math": 10, "web": 60, "wiki": 0}]
+    mixers = [mixer((1, mix)) for mix in same]
+    assert len({tuple(m.bucket(0, k) for k in range(600)) for m in mixers}) == 1
+    assert len({curriculum((5, mix)).identity() for mix in same}) == 1
+    assert Phase(5, (("web", 0.75), ("code", 0.25))).shares() == {"code": 1, "web": 3}
+
+
+def test_rows_and_lanes_that_are_not_there_are_refused():
+    m = mixer((10, {"a": 1}), V=2)
+    for lane, row in ((2, 0), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match=r"lane: got|row: got"):
+            m.bucket(lane, row)
+
+
+def test_the_sequence_never_changes():
+    """Golden: change VERSION in curriculum.py with these."""
+    m = mixer((600, {"web": 0.6, "code": 0.2, "math": 0.1, "wiki": 0.1}), (600, {"web": 3, "math": 1}), V=64, seed=42)
+    def letters(lane, start, n=40, dropped=frozenset()):
+        return "".join(m.bucket(lane, row, dropped)[1] for row in range(start, start + n))  # wEb, cOde, mAth, wIki
+    assert letters(0, 0) == "eieoeoeeeeooeeeeaeeeeeeeiieeaoeaiaeoeeii"
+    assert letters(63, 230) == "eoooeeieeoiaaeeieeooeeoieeaeeeeeiooeoiee"
+    assert letters(7, 580) == "oeaeoeeaeeeeeeoaeoeieeaeeaeeaeeeeeaeeeaa"
+    assert letters(7, 10**9, dropped=frozenset({"math", "code"})) == "e" * 40
+    assert letters(1, 100, dropped=frozenset({"web"})) == "aoooaaooooooaoaioiioioaoooiiiiooooiiooaa"
+    assert [block_counts(m, 3, block) for block in (0, 1)] == [
+        {"code": 51, "math": 26, "web": 153, "wiki": 26}, {"code": 52, "math": 25, "web": 154, "wiki": 25}]
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def write(tmp_path):
+    def write_text(text):
+        path = tmp_path / "mix.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+    return write_text
+
+
+def test_a_file_is_read_as_it_says(write):
+    c = load(write(TEXT), NAMES)
+    assert c.phases[0] == Phase(5 * 10**9, (("code", 0.2), ("math", 0.1), ("web", 0.6), ("wiki", 0.1)))
+    assert c.phases[1] == Phase(5 * 10**9, (("code", 0.3), ("math", 0.2), ("web", 0.3), ("wiki", 0.2)))
+    assert (c.allow_bucket_exhaustion, c.allow_budget_mismatch) == (False, True)
+    assert c.max_epochs == {"code": 4} and [c.epochs(b) for b in NAMES] == [4, 1, 1, 1] and c.buckets == list(NAMES)
+    short = load(write("curriculum: [{duration_tokens: 7, mix: {web: 1}}]"))
+    assert short == Curriculum((Phase(7, (("web", 1),)),)) and not short.allow_budget_mismatch
+
+
+@pytest.mark.parametrize("text, value", [
+    ("5e9", 5 * 10**9), ("5.0e9", 5 * 10**9), ("5.0e+9", 5 * 10**9), ("'5e9'", 5 * 10**9), ("5_000", 5000),
+    ("17.0", 17), ("010", 10), ("+3", 3), (str(2**63 - 1), 2**63 - 1)])
+def test_durations_may_be_written_in_any_decimal_way(write, text, value):
+    c = load(write(f"curriculum: [{{duration_tokens: {text}, mix: {{web: 1}}}}]"))
+    assert c.phases[0].duration_tokens == value and type(c.phases[0].duration_tokens) is int
+
+
+def test_weights_and_names_are_taken_as_they_stand(write):
+    c = load(write("curriculum:\n- duration_tokens: 9\n  mix: {no: 5, 2024: .5, null: 1e-3, 'a b': 2_0}\n"
+                   "max_epochs: {no: 0}"))
+    assert c.phases[0].mix == (("2024", 0.5), ("a b", 20), ("no", 5), ("null", 0.001))
+    assert c.max_epochs == {"no": 0}
+
+
+ONE = "curriculum:\n- duration_tokens: 100\n  mix: {web: 1}\n"
+FOR = ONE + "- mix: {web: 1}\n  duration_tokens: "  # goes on in line 5
+MIX = ONE + "- duration_tokens: 1\n  mix:\n"  # goes on in line 6
+
+
+@pytest.mark.parametrize("text, line, message", [
+    ("", 1, "the file is empty, expected a curriculum"),
+    ("# nothing\n", 1, "the file is empty"),
+    ("curriculum:\n  - [unclosed\n", 3, "not YAML"),
+    ("curriculum: 1\n\tx: 2\n", 2, "not YAML"),
+    (b"curriculum: \xff\xfe", None, "not YAML"),
+    ("[" * 2000, None, "not YAML"),
+    (ONE + "---\n" + ONE, 4, "not YAML .*another document"),
+    ("just words", 1, "the file: got 'just words', expected the keys curriculum, max_epochs"),
+    ("- a\n", 1, "the file: got a list"),
+    ("max_epochs: {}\n", 1, "the file has no 'curriculum'; it has max_epochs"),
+    (ONE + "max_epoch: {web: 1}\n", 4, r"unknown key 'max_epoch' \(did you mean 'max_epochs'\?\); there is allow_"),
+    (ONE + "zzz:\n  1\n", 4, "unknown key 'zzz'; there is allow_bucket_exhaustion, allow_budget"),
+    (ONE + "curriculum:\n", 4, r"'curriculum' twice, first at .*mix.yaml:1$"),
+    (ONE + "allow_bucket_exhaustion: 1\n", 4, "allow_bucket_exhaustion: got '1', expected true or false"),
+    (ONE + "allow_budget_mismatch: 'true'\n", 4, "got 'true', expected true or false"),
+    (ONE + "allow_budget_mismatch: {}\n", 4, "got an empty mapping, expected true or false"),
+    ("curriculum:\n", 1, "curriculum: got nothing, expected a list of phases"),
+    ("curriculum: []\n", 1, "got an empty list, expected a list of phases"),
+    ("curriculum: {web: 1}\n", 1, "got a mapping, expected a list of phases"),
+    ("curriculum:\n- web\n", 2, "phase 1: got 'web', expected the keys duration_tokens, mix"),
+    (ONE + "- mix: {web: 1}\n", 4, "phase 2 has no 'duration_tokens'; it has mix"),
+    (ONE + "- duration_tokens: 1\n", 4, "phase 2 has no 'mix'; it has duration_tokens"),
+    (ONE + "  weights: {}\n", 4, "phase 1 has an unknown key 'weights'; there is duration_tokens, mix"),
+    (ONE + "  duration_token: 4\n", 4, r"unknown key 'duration_token' \(did you mean 'duration_tokens'\?\)"),
+    (ONE + "  mix: {code: 1}\n", 4, "phase 1 has 'mix' twice, first at .*:3$"),
+    (FOR + "0\n", 5, "duration_tokens: got 0, expected a whole number of tokens"),
+    (FOR + "-5e9\n", 5, "duration_tokens: got -5000000000, expected a whole"),
+    (FOR + "0.5\n", 5, "duration_tokens: got 0.5, expected a whole"),
+    (FOR + "1e19\n", 5, "duration_tokens: got 10000000000000000000, expected"),
+    (FOR + "1e999\n", 5, "duration_tokens: got '1e999', expected a number"),
+    (FOR + ".inf\n", 5, "got '.inf', expected a number"),
+    (FOR + "1:30\n", 5, "got '1:30', expected a number"),
+    (FOR + "5 billion\n", 5, "got '5 billion', expected a number"),
+    (FOR + "true\n", 5, "got 'true', expected a number"),
+    (FOR + "[1]\n", 5, "got a list, expected a number"),
+    (FOR + "\n", 5, "got nothing, expected a number"),
+    (ONE + "- duration_tokens: 1\n  mix: web\n", 5, r"mix: got 'web', expected \{bucket: weight\}"),
+    (ONE + "- duration_tokens: 1\n  mix: {}\n", 5, "mix: got an empty mapping"),
+    (MIX + "    web: 1\n    code: -0.1\n", 7, "weight of 'code': got -0.1, expected a number"),
+    (MIX + "    web: .nan\n", 6, "weight of 'web': got '.nan', expected a number"),
+    (MIX + "    web: yes\n", 6, "weight of 'web': got 'yes', expected a number"),
+    (MIX + "    web: 1\n    code: 1\n    web: 2\n", 8, "mix has 'web' twice, first at .*:6$"),
+    (MIX + "    [web, code]: 1\n", 6, "mix has a list for a key, expected a name"),
+    (ONE + "- duration_tokens: 1\n  mix: {web: 0, code: 0.0}\n", 5, "expected at least one weight above 0"),
+    (MIX + "    web: 1\n    coed: 1\n", 7,
+     r"phase 2 mixes 'coed', but the data has no such bucket \(did you mean 'code'\?\); there is code, math, web"),
+    (MIX + "    web: 1\n    qq: 0\n", 7, "phase 2 mixes 'qq', .*bucket; there is code, math"),
+    (ONE + "max_epochs: 3\n", 4, r"max_epochs: got '3', expected \{bucket: passes\}"),
+    (ONE + "max_epochs:\n  web: 1\n  code: 4\n", 6, "no phase mixes 'code'; there is web; give it a weight"),
+    (ONE + "max_epochs:\n  web: 1.5\n", 5, "max_epochs of 'web': got 1.5, expected a whole number of passes"),
+    (ONE + "max_epochs:\n  web: -1\n", 5, "max_epochs of 'web': got -1, expected"),
+    (ONE + "max_epochs:\n  web: lots\n", 5, "max_epochs of 'web': got 'lots', expected a number"),
+])
+def test_every_error_names_file_line_and_what_is_there(write, text, line, message):
+    path = write(text)
+    place = str(path) if line is None else f"{path}:{line}"
+    with pytest.raises(ValueError, match=message) as e:
+        load(path, NAMES)
+    assert str(e.value).startswith(place + ": ") and "\n" not in str(e.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone.yaml: no such curriculum file"):
+        load(tmp_path / "gone.yaml")
+
+
+def test_a_phase_of_no_rows_and_an_unknown_bucket_are_told_with_their_lines_later(write):
+    c = load(path := write(ONE + "- duration_tokens: 90\n  mix: {code: 1}\n"))
+    with pytest.raises(ValueError, match=f"^{path}:4: phase 2 lasts 90 tokens, .*T . V = 10 . 10 = 100"):
+        c.phase_rows(10, 10)
+    with pytest.raises(ValueError, match=f"^{path}:5: phase 2 mixes 'code', .*there is web$"):
+        c.check_buckets(["web"])
+    c.check_buckets({"web", "code", "more"})
+    with pytest.raises(ValueError, match=r"^phase 1 mixes 'web'"):  # from a run's config: no file, no line
+        Curriculum.from_json(c.to_json()).check_buckets(["code"])
+
+
+# ---- stored and compared --------------------------------------------------------------------------------------------
+
+@given(st.lists(st.tuples(st.integers(1, 2**62), mixes), min_size=1, max_size=4), st.integers(0, 9), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_curriculum_survives_json_whole(phases, limit, flag):
+    plain = curriculum(*phases)
+    c = curriculum(*phases, max_epochs={plain.buckets[0]: limit}, allow_bucket_exhaustion=flag)
+    again = Curriculum.from_json(json.loads(json.dumps(c.to_json())))
+    assert again == c and again.to_json() == c.to_json() and again.identity() == c.identity()
+
+
+@given(mixes, mixes)
+@settings(max_examples=100, deadline=None)
+def test_equal_identities_are_equal_shares(one, other):
+    assume(set(one) & set(other))
+    same = exact_shares(one) == exact_shares(other)
+    assert (curriculum((7, one)).identity() == curriculum((7, other)).identity()) == same
+
+
+def test_identity_has_what_decides_the_rows_and_nothing_else():
+    web, both = {"web": 1}, {"web": 1, "code": 1}
+    base = curriculum((5, web), (9, both)).identity()
+    assert json.loads(base)["max_epochs"] == {"code": 1, "web": 1}
+    same = [curriculum((5, {"web": 2.5}), (9, both), max_epochs={"web": 1}), curriculum((5, web), (10**6, both)),
+            curriculum((5, web), (9, both), allow_bucket_exhaustion=True, allow_budget_mismatch=True)]
+    assert {c.identity() for c in same} == {base}
+    others = [curriculum((6, web), (9, both)), curriculum((5, web), (9, both), (9, both)),
+              curriculum((5, web), (9, both), max_epochs={"web": 2}), curriculum((5, web), (9, web)),
+              curriculum((5, web), (9, {"web": 2, "code": 1}))]
+    assert base not in {c.identity() for c in others}
+
+
+def test_what_cannot_be_is_refused_without_a_file_too():
+    for make, message in [
+        (lambda: curriculum(), "no phase in it"), (lambda: curriculum((0, {"a": 1})), "duration_tokens: got 0"),
+        (lambda: curriculum((True, {"a": 1})), "got True"), (lambda: curriculum((5.0, {"a": 1})), "got 5.0"),
+        (lambda: curriculum((5, {"a": True})), "weight of 'a': got True"),
+        (lambda: curriculum((5, {})), "at least one weight above 0"),
+        (lambda: curriculum((5, {"a": math.nan})), "weight of 'a': got nan"),
+        (lambda: curriculum((5, {"a": math.inf})), "weight of 'a': got inf"),
+        (lambda: curriculum((5, {"a": "1"})), "weight of 'a': got '1'"),
+        (lambda: Phase(5, (("a", 1), ("a", 2))), "twice"),
+        (lambda: curriculum((5, {"a": 1}), max_epochs={"a": True}), "max_epochs of 'a': got True"),
+        (lambda: curriculum((5, {"a": 1, "b": 0}), max_epochs={"b": 1}), "no phase mixes 'b'"),
+        (lambda: Curriculum.from_json({"phases": []}), "stored curriculum: got"),
+        (lambda: Curriculum.from_json([]), "stored curriculum: got"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -25,8 +25,7 @@ def open_counting(folder: Path) -> Callable[[Any], Generator[int, None, str]]:
             while True:
                 time.sleep(0.01)
                 yield 0
-        for n in range(task):
-            yield n
+        yield from range(task)
         return f"{task} by {os.getpid()}"
 
     return work

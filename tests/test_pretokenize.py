@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import itertools
 import json
 import tracemalloc
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     ids, offsets = flat(num_ids)
     got, lengths, prefixes = Windows(max_length, overlap).cut(ids, offsets, 0)
     want, want_prefixes = [], []
-    for a, b in zip(offsets[:-1], offsets[1:]):
+    for a, b in itertools.pairwise(offsets):
         windows, p = by_hand(ids[a + 1:b].tolist(), max_length, overlap)
         want += windows
         want_prefixes += p
@@ -108,7 +109,7 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     assert [t for t in fresh if t] == [t for t in ids.tolist() if t]
     if max_length:
         assert lengths.max() <= max_length + 1
-        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "a window of nothing new"
+        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "nothing new"
 
 
 @pytest.mark.parametrize("max_length, overlap", [(-1, 0), (8, -1), (8, 5), (0, -2), (1 << 20, 1 << 16)])

@@ -1,0 +1,356 @@
+"""scripts.tok_shards as a whole: the same bytes for any workers and tasks, and after being killed anywhere."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import workers
+from nanochat.common import hash_file
+from nanochat.shards import ShardWriter, read_index, read_manifest, read_tokens
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import tok_shards
+from tests.toy import some_texts, write_jsonl, write_parquet
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+PATIENCE_S = 120  # a child that takes longer than this hangs
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(folder)
+    return folder
+
+
+@pytest.fixture
+def raw(tmp_path):
+    """Two buckets, three formats, five files."""
+    folder = tmp_path / "raw"
+    for n, ending in enumerate((".jsonl", ".jsonl.gz", ".jsonl")):
+        write_jsonl(folder / "web" / f"{n}{ending}", some_texts(30 + 10 * n, seed=n))
+    for n in range(2):
+        write_parquet(folder / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n))
+    return folder
+
+
+def arguments(raw, out, tokenizer, *more):
+    return ["--input-dir", str(raw), "--output-dir", str(out), "--tokenizer", str(tokenizer), "--max-length", "32",
+            "--overlap-size", "8", *map(str, more)]
+
+
+def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
+    return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
+
+
+def tree(folder):
+    """{name: bytes} of all files."""
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def check_state(out):
+    """What anybody may see at any time: pairs are whole, manifests name what is there."""
+    for idx in out.rglob("*.idx"):
+        read_index(idx)
+    for path in out.rglob("manifest.json"):
+        for name, shard in read_manifest(path.parent)["shards"].items():
+            assert hash_file(path.parent / f"{name}.bin") == shard["bin_hash"]
+            assert hash_file(path.parent / f"{name}.idx") == shard["idx_hash"]
+
+
+# ---- what comes out -------------------------------------------------------------------------------------------------
+
+def texts_of(pair, tokenizer):
+    """The documents of a pair."""
+    index = read_index(pair)
+    ids, eod = read_tokens(index), tokenizer.get_bos_token_id()
+    keep = np.ones(len(ids), bool)
+    for start, prefix in zip(index.offsets[:-1].tolist(), index.prefixes.tolist()):
+        keep[start:start + prefix] = False
+    fresh = ids[keep]
+    ends = np.flatnonzero(fresh == eod)
+    return [tokenizer.decode(part[part != eod]) for part in np.split(fresh, ends + 1)[:-1]]
+
+
+def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
+    out = tmp_path / "out"
+    assert run(raw, out, tokenizer) == 0
+    loaded = RustBPETokenizer.from_directory(out / "tokenizer")
+    assert loaded.fingerprint == RustBPETokenizer.from_directory(tokenizer).fingerprint
+    for shard, texts in {"train/web/0": some_texts(30), "train/web/1": some_texts(40, seed=1),
+                         "val/web/2": some_texts(50, seed=2), "train/code/deep__0": some_texts(25, seed=10),
+                         "val/code/deep__1": some_texts(25, seed=11)}.items():
+        assert texts_of(out / f"{shard}.bin", loaded) == texts
+        manifest = read_manifest((out / shard).parent)
+        record = manifest["shards"][Path(shard).name]
+        index = read_index(out / f"{shard}.bin")
+        assert (record["documents"], record["entries"], record["tokens"]) == (len(texts), len(index), index.num_tokens)
+        assert len(index) > len(texts) and np.diff(index.offsets).max() == 33, "nothing was cut"
+        assert manifest["tokenizer"]["fingerprint"] == loaded.fingerprint
+    check_state(out)
+    assert "5 of 5 shards finished: 170 documents" in capsys.readouterr().out
+
+
+def test_the_same_bytes_for_any_number_of_workers(raw, tmp_path, tokenizer):
+    trees = []
+    for n in (1, 2, 3):
+        assert run(raw, tmp_path / str(n), tokenizer, num_workers=n) == 0
+        trees.append(tree(tmp_path / str(n)))
+    assert trees[0] == trees[1] == trees[2]
+    assert sum(name.endswith(".bin") for name in trees[0]) == 5
+
+
+def test_tasks_on_one_folder_and_finish_give_the_same_bytes(raw, tmp_path, tokenizer, capsys):
+    assert run(raw, tmp_path / "one", tokenizer) == 0
+    out = tmp_path / "two"
+    assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 1) == 0
+    assert not list(out.rglob("manifest.json"))
+    assert run(raw, out, tokenizer, "--finish") == 1
+    assert "missing: train/web/" in capsys.readouterr().err
+    assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 0) == 0
+    assert run(raw, out, tokenizer, "--finish") == 0
+    assert tree(out) == tree(tmp_path / "one")
+
+
+def test_a_second_run_makes_nothing_and_changes_nothing(raw, tmp_path, tokenizer, monkeypatch):
+    assert run(raw, tmp_path / "out", tokenizer) == 0
+    before = tree(tmp_path / "out")
+    monkeypatch.setattr(tok_shards, "pretokenize", None)
+    assert run(raw, tmp_path / "out", tokenizer) == 0
+    assert tree(tmp_path / "out") == before
+
+
+def test_a_bucket_too_small_to_validate_is_told(raw, tmp_path, tokenizer, capsys):
+    assert run(raw, tmp_path / "out", tokenizer, "--val-files", 2) == 0
+    assert "code: too few files to keep 2 for validation" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "val" / "code").exists() and (tmp_path / "out" / "val" / "web" / "1.bin").exists()
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_corrupt_input_fails_alone(raw, tmp_path, tokenizer, capsys, num_workers):
+    assert run(raw, tmp_path / "good", tokenizer) == 0
+    path = raw / "web" / "1.jsonl.gz"
+    good = path.read_bytes()
+    stat = path.stat()
+    path.write_bytes(good[:-40])
+    out = tmp_path / "out"
+    assert run(raw, out, tokenizer, num_workers=num_workers) == 1
+    said = capsys.readouterr()
+    assert "failed: web/1.jsonl.gz" in said.err and "not a whole gzip file" in said.err and "Traceback" not in said.err
+    assert "no manifest in train/web" in said.err and "4 of 5 shards finished" in said.out
+    left = tree(out)
+    assert {n for n in left if n.startswith("train/web/1")} == set() and "train/web/manifest.json" not in left
+    assert "train/code/manifest.json" in left and "val/web/manifest.json" in left
+    assert not any(name.endswith(".tmp") for name in left)
+    path.write_bytes(good)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert run(raw, out, tokenizer) == 0
+    assert tree(out) == tree(tmp_path / "good")
+
+
+def test_broken_lines_are_reported_or_with_strict_fatal(raw, tmp_path, tokenizer, capsys):
+    with open(raw / "web" / "0.jsonl", "ab") as f:
+        f.write(b"{torn\n")
+    assert run(raw, tmp_path / "out", tokenizer) == 0
+    said = capsys.readouterr().out
+    assert "web/0.jsonl: 1 broken line(s) skipped" in said and "line 31: not JSON" in said
+    skipped = read_manifest(tmp_path / "out" / "train" / "web")["shards"]["0"]["skipped"]
+    assert skipped["count"] == 1 and skipped["lines"][0][0] == 31
+    assert run(raw, tmp_path / "out", tokenizer, "--strict") == 1
+    assert "0.jsonl: line 31: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train" / "web" / "0.idx").exists()
+
+
+def test_a_full_disk_fails_the_input_and_keeps_the_rest(raw, tmp_path, tokenizer, monkeypatch, capsys):
+    add = ShardWriter.add
+
+    def fills(self, *args):
+        if self.bin_path.name == "1.bin":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", fills)
+        assert run(raw, tmp_path / "out", tokenizer) == 1
+    assert "1.bin: cannot be written (No space left on device), make room" in capsys.readouterr().err
+    check_state(tmp_path / "out")
+    assert not [name for name in tree(tmp_path / "out") if name.endswith(".tmp")]
+    assert run(raw, tmp_path / "out", tokenizer) == 0
+
+
+@pytest.mark.parametrize("more, what", [
+    (("--overlap-size", 17), "--overlap-size 17: expected at most half of --max-length 32"),
+    (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
+    (("--num-workers", 0), "--num-workers 0"), (("--val-files", -1), "--val-files -1"),
+    (("--task-index", 2, "--num-tasks", 2), "--task-index 2 --num-tasks 2"), (("--num-tasks", 0), "--num-tasks 0"),
+    (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no such folder"),
+    (("--input-dir", "nowhere"), "--input-dir nowhere: no such folder"), (("--output-dir", "raw"), "--output-dir")])
+def test_bad_arguments_write_nothing(raw, tmp_path, tokenizer, monkeypatch, more, what):
+    monkeypatch.chdir(tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises((ValueError, OSError), match=what):
+        tok_shards.main([*arguments("raw", "out", tokenizer), *map(str, more)])
+    assert tree(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_other_arguments_are_refused_and_force_gives_what_a_fresh_folder_would(raw, tmp_path, tokenizer):
+    out = tmp_path / "out"
+    assert run(raw, out, tokenizer) == 0
+    before = tree(out)
+    with pytest.raises(ValueError, match=r"max_length 32 \(now 64\)"):
+        run(raw, out, tokenizer, "--max-length", 64)
+    RustBPETokenizer.train_from_iterator(["other words"] * 9, 266).save(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"tokenizer \w+ \(now \w+\)"):
+        run(raw, out, tmp_path / "other")
+    assert tree(out) == before
+    assert run(raw, out, tmp_path / "other", "--force") == 0
+    assert run(raw, tmp_path / "fresh", tmp_path / "other") == 0
+    assert tree(out) == tree(tmp_path / "fresh") != before
+
+
+# ---- killed ---------------------------------------------------------------------------------------------------------
+
+def run_killed(number, raw, out, tokenizer, *more):
+    """Run in a forked child that is killed just before its change number `number` to the disk. False if it ended."""
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def counted(change):
+            def call(*args, **kwargs):
+                nonlocal done
+                if done == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done += 1
+                return change(*args, **kwargs)
+            return call
+
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            for name in ("fsync", "replace", "unlink", "mkdir", "rmdir"):
+                setattr(os, name, counted(getattr(os, name)))
+            os._exit(run(raw, out, tokenizer, *more))
+        finally:
+            os._exit(99)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0 or os.WIFSIGNALED(status), f"the child ended with {os.waitstatus_to_exitcode(status)}"
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first run", "made again"])
+def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again, capfd):
+    raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
+    for n in range(2):
+        write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
+    more = ("--force",) if again else ()
+    assert run(raw, tmp_path / "whole", tokenizer) == 0
+    want = tree(tmp_path / "whole")
+    if again:
+        assert run(raw, tmp_path / "start", tokenizer, "--max-length", 64) == 0
+    states, number, killed = set(), 0, True
+    while killed:
+        out = tmp_path / "out"
+        if again:
+            shutil.copytree(tmp_path / "start", out)
+        killed = run_killed(number, raw, out, tokenizer, *more)
+        check_state(out)
+        states.add(frozenset(re.sub(r"\..{8}\.tmp", ".tmp", name) for name in tree(out)))
+        assert run(raw, out, tokenizer, *more) == 0
+        assert tree(out) == want, number
+        shutil.rmtree(out)
+        number += 1
+    assert number > 40 and len(states) > 10
+    capfd.readouterr()
+
+
+def start_slow(raw, out, tokenizer, num_workers):
+    """The command in a process group of its own, busy with the inputs whose name begins with `slow`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests._tok_worker", *arguments(raw, out, tokenizer), "--num-workers", str(num_workers)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + PATIENCE_S
+    while len(list(out.glob("busy-*"))) < num_workers and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("num_workers, signum, code, everyone", [
+    (1, signal.SIGINT, 130, True), (1, signal.SIGTERM, 143, False), (2, signal.SIGINT, 130, True),
+    (2, signal.SIGTERM, 143, True), (2, signal.SIGKILL, -9, False)])
+def test_signals_end_it_and_it_goes_on(tmp_path, tokenizer, num_workers, signum, code, everyone):
+    """`everyone`: the whole process group gets the signal, as from a terminal or a scheduler."""
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    for name in ("a/quick.jsonl", "a/slow0.jsonl", "b/slow1.jsonl"):
+        write_jsonl(raw / name, some_texts(50, seed=len(name)))
+    (raw / "a" / "quick.jsonl").write_bytes((raw / "a" / "quick.jsonl").read_bytes() * 3)  # the biggest, so the first
+    process = start_slow(raw, out, tokenizer, num_workers)
+    assert process.poll() is None and list(out.rglob(".slow*.bin.*.tmp")), "it was not busy"
+    (os.killpg if everyone else os.kill)(process.pid, signum)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+    assert "Traceback" not in errors and "Error" not in errors
+    if signum != signal.SIGKILL:
+        assert "1 of 3 shards are finished and kept" in errors
+        assert not list(out.rglob("*.tmp"))
+    workers_ = [int(f.name.split("-")[1]) for f in out.glob("worker-*")]
+    assert len(workers_) == num_workers and all(gone(pid) for pid in workers_)
+    for path in [*out.glob("busy-*"), *out.glob("worker-*")]:
+        path.unlink()
+    check_state(out)
+    assert read_index(out / "train" / "a" / "quick.idx")
+    assert run(raw, out, tokenizer) == 0 and run(raw, tmp_path / "whole", tokenizer) == 0
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def gone(pid):
+    """Whether a process ends (a zombie that nobody here can reap has ended)."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_signal_while_reading_what_is_there_is_an_interruption(raw, tmp_path, tokenizer, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise workers.Terminated
+        yield
+
+    monkeypatch.setattr(tok_shards, "run_tasks", interrupted)
+    assert run(raw, tmp_path / "out", tokenizer) == 143
+
+
+# ---- real text ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared sample data (../shared/data)")
+def test_real_text_comes_back(tmp_path, tokenizer):
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    names = ["books/shard_00000.parquet", "books/shard_00001.parquet"]
+    (raw / "books").mkdir(parents=True)
+    for name in names:
+        table = pq.read_table(SHARED / name, columns=["text"])
+        pq.write_table(table.slice(0, 150), raw / name)
+    assert run(raw, out, tokenizer, "--max-length", 512, "--overlap-size", 64) == 0
+    loaded = RustBPETokenizer.from_directory(tokenizer)
+    for split, name in zip(("train", "val"), names):
+        texts = pq.read_table(raw / name).column("text").to_pylist()
+        assert texts_of(out / split / name.replace(".parquet", ".bin"), loaded) == texts
+    assert json.loads((out / "val/books/manifest.json").read_text())["shards"]["shard_00001"]["documents"] == 150

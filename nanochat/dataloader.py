@@ -170,8 +170,11 @@ class _Slot:
         def there(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True, copy=device.type != "cpu")
 
+        def wide(tensor: torch.Tensor) -> torch.Tensor:  # NumPy takes half the time that torch does
+            return torch.from_numpy(tensor.numpy().astype(np.int64)) if device.type == "cpu" else tensor.to(torch.int64)
+
         tokens = there(self.tokens)
-        inputs, targets = tokens[:, :-1].to(torch.int64), tokens[:, 1:].to(torch.int64)
+        inputs, targets = wide(tokens[:, :-1]), wide(tokens[:, 1:])
         if not self.all_live:
             targets.masked_fill_(there(self.live)[:, 1:] == 0, OFF)
         doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()

@@ -20,7 +20,7 @@ Invariants
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from nanochat.sources import ENDINGS
 
 RECORDS = ".records"
 SPLITS = ("train", "val")
-TEMPORARY = re.compile(r"\.(.+)\.(bin|idx|json)\..{8}\.tmp")  # as common.atomic_open names them
+TOKENIZER = "tokenizer"  # the folder beside the splits
+TEMPORARY = re.compile(r"\.(.+)\.(bin|idx|json|tiktoken)\..{8}\.tmp")  # as common.atomic_open names them
 Record = dict[str, Any]
 
 
@@ -186,12 +187,12 @@ class ShardSet:
 
     def remove_temporary(self, todo: Sequence[Input]) -> None:
         """Remove temporary files that killed processes left of these inputs."""
-        names = {(path.parent, i.stem) for i in todo for path in (i.pair(self.output), i.record(self.output))}
-        for folder in sorted({folder for folder, _ in names}):
-            for path in folder.glob(".*.tmp"):
-                match = TEMPORARY.fullmatch(path.name)
-                if match and (folder, match[1]) in names:
-                    path.unlink(missing_ok=True)
+        stems: dict[Path, set[str]] = {}
+        for i in todo:
+            for path in (i.pair(self.output), i.record(self.output)):
+                stems.setdefault(path.parent, set()).add(i.stem)
+        for folder, of_folder in stems.items():
+            _remove_matching(folder, of_folder.__contains__)
 
     def refuse_others(self, *, force: bool) -> None:
         """ValueError if there are pairs of other arguments, another tokenizer or other inputs; with `force` the latter
@@ -216,7 +217,8 @@ class ShardSet:
                                  f"make all shards there again with --force")
 
     def finish(self) -> list[Input]:
-        """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that are not."""
+        """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that are not; where there
+        is none, nobody is at work any more, so all temporary files go."""
         missing: list[Input] = []
         folders: dict[Path, list[Input]] = {}
         for i in self.inputs:
@@ -228,6 +230,9 @@ class ShardSet:
             if not absent:
                 shards = {i.stem: record["shard"] for i, record in zip(inputs, records) if record}
                 _write(folder / MANIFEST_NAME, new_manifest(self.tokenizer, asdict(self.windows), shards))
+        if not missing:
+            for folder in (self.output / TOKENIZER, *folders, *(folder / RECORDS for folder in folders)):
+                _remove_matching(folder, lambda stem: True)
         return missing
 
 
@@ -249,6 +254,14 @@ def _size(pair: Path, ending: str) -> int:
 def _remove_pair(record: Path, pair: Path) -> None:
     for path in (record, pair.parent / f"{pair.name}.idx", pair.parent / f"{pair.name}.bin"):
         path.unlink(missing_ok=True)
+
+
+def _remove_matching(folder: Path, is_meant: Callable[[str], bool]) -> None:
+    """Remove the temporary files of a folder whose stem is meant."""
+    for path in folder.glob(".*.tmp"):
+        match = TEMPORARY.fullmatch(path.name)
+        if match and is_meant(match[1]):
+            path.unlink(missing_ok=True)
 
 
 def _records(output: Path) -> Iterator[Path]:

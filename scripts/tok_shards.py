@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from nanochat.common import get_base_dir, run_main
 from nanochat.pretokenize import Windows, pretokenize
-from nanochat.shard_set import Input, Record, ShardSet, deal, describe_tokenizer, find_inputs
+from nanochat.shard_set import TOKENIZER, Input, Record, ShardSet, deal, describe_tokenizer, find_inputs
 from nanochat.tokenizer import RustBPETokenizer, read_description
 from nanochat.workers import Terminated, Work, run_tasks, sigterm_raises
 
@@ -64,7 +64,7 @@ def load_tokenizer(name: str) -> RustBPETokenizer:
 
 
 def save_tokenizer(tokenizer: RustBPETokenizer, folder: Path) -> None:
-    """Put the tokenizer beside its shards, so that whoever trains on them finds it."""
+    """Put the tokenizer beside its shards, so that whoever trains on them finds it. Other tasks may do the same."""
     if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
         tokenizer.save(folder, force=True)  # other shards than its own were refused, or --force given
 
@@ -87,19 +87,16 @@ def open_work(tokenizer_name: str, shard_set: ShardSet) -> Work:
 class Outcome:
     """What came of the inputs of a task."""
 
-    records: list[Record]
+    records: list[Record] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # name of the input: why
     seconds: float = 0.0
     new_tokens: int = 0
 
 
-def make_shards(shard_set: ShardSet, mine: Sequence[Input], tokenizer_name: str, *, num_workers: int,
+def make_shards(shard_set: ShardSet, todo: Sequence[Input], tokenizer_name: str, *, num_workers: int,
                 open_work: Callable[..., Work]) -> Outcome:
-    """Make the pairs of `mine` that are not there yet, under a progress bar."""
-    records = {i: shard_set.finished(i) for i in mine}
-    todo = [i for i in mine if records[i] is None]
-    outcome = Outcome([record for record in records.values() if record])
-    shard_set.prepare(todo)
+    """Make the pairs of `todo`, under a progress bar."""
+    outcome = Outcome()
     began = time.monotonic()
     tasks = run_tasks(open_work, (tokenizer_name, shard_set), todo, num_workers=num_workers)
     total = sum(i.size for i in todo)
@@ -172,15 +169,19 @@ def run(args: argparse.Namespace, open_work: Callable[..., Work]) -> int:
     if args.finish:
         return finish(shard_set)
     mine = deal(inputs, args.num_tasks)[args.task_index]
+    before = {i: shard_set.finished(i) for i in mine}
+    todo = [i for i, record in before.items() if record is None]
     try:
-        outcome = make_shards(shard_set, mine, name, num_workers=args.num_workers, open_work=open_work)
+        shard_set.prepare(todo)
+        save_tokenizer(tokenizer, args.output_dir / TOKENIZER)
+        outcome = make_shards(shard_set, todo, name, num_workers=args.num_workers, open_work=open_work)
     except KeyboardInterrupt as e:
         shard_set.remove_temporary(mine)
         finished = sum(shard_set.finished(i) is not None for i in mine)
         print(f"interrupted: {finished:,} of {len(mine):,} shards are finished and kept; the same command goes on",
               file=sys.stderr)
         return 143 if isinstance(e, Terminated) else 130
-    save_tokenizer(tokenizer, args.output_dir / "tokenizer")
+    outcome.records += [record for record in before.values() if record]
     print_summary(outcome, len(mine))
     code = finish(shard_set) if args.num_tasks == 1 else 0
     return 1 if outcome.failed else code

@@ -189,7 +189,7 @@ _Block = tuple[int, int, frozenset[str], list[str | None]]  # first row, end, dr
 def _edges(shares: Mapping[str, int]) -> _Edges:
     """Bucket j ends behind floor(BLOCK * P_j + u) rows, P_j being the share of buckets up to j, and u = U / 2**64.
     That is whole_j, and one more if U > bound_j: one comparison of integers, exact."""
-    names, whole, bound, total, up_to = sorted(shares), [], [], sum(shares.values()), 0
+    names, whole, bound, total, up_to = list(shares), [], [], sum(shares.values()), 0
     for name in names:
         up_to += shares[name]
         rows, rest = divmod(BLOCK * up_to, total)

@@ -15,12 +15,10 @@ smear and backout come from the modded-nanogpt speedruns. No biases, no dropout;
 Types: matrices are float32 masters, cast to the activations' type where they are used; `wte` and the value embeddings
 are stored in the compute type, and their type is the compute type of the model. No autocast.
 
-Initial weights are a pure function of (seed, parameter name, shape): every parameter is drawn on the CPU by its own
-generator. One generator for the whole model would be shorter, but then a layer more would change the bits of everything
-drawn after it, and a rank could not fill only what it owns.
+Documents of a row see each other, unless the batch comes with masks (made outside the compiled forward) that keep
+attention and smear inside each:   masks = model.masks(doc_ids);  loss = model(inputs, targets, masks=masks)
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +29,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import MODES, attention, make_block_mask
+from nanochat.attention import MODES, DocMasks, attention, make_masks
+from nanochat.init_weights import initial_weight
 from nanochat.optim import MuonAdamW
 
 if TYPE_CHECKING:
@@ -159,8 +158,9 @@ class CausalSelfAttention(nn.Module):
             self.ve_gate = Linear(min(VE_GATE_CHANNELS, config.n_embd), config.n_kv_head)
 
     def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor], kv_cache: "KVCache | None",
-                masking: dict[str, Any]) -> Tensor:
-        """x: (B, T, C); ve: (B, T, Hkv * D), this layer's value embedding, or None. Returns (B, T, C)."""
+                mask: Any) -> Tensor:
+        """x: (B, T, C); ve: (B, T, Hkv * D), this layer's value embedding, or None; mask: see `attention`. Returns
+        (B, T, C)."""
         heads = (*x.shape[:2], -1, self.head_dim)  # (B, T, heads, head_dim)
         q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
         if ve is not None:
@@ -171,7 +171,7 @@ class CausalSelfAttention(nn.Module):
         k = norm(apply_rotary(k, *rotary)) * QK_SCALE
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)
-        y = attention(q, k, v, window=self.window, **masking)
+        y = attention(q, k, v, window=self.window, mask=mask)
         return self.c_proj(y.reshape(x.shape))
 
 
@@ -200,13 +200,13 @@ class GPT(nn.Module):
     """Build it on any device, also `meta` (then `to_empty(device=...)`), then either `init_weights`, or
     `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
-    attention_mode is handed to `attention.attention`.
+    attention_mode: causal, or what `masks` makes of document ids: sdpa_mask (runs everywhere) or flex (fast on CUDA).
     """
 
-    def __init__(self, config: GPTConfig, *, attention_mode: str = "auto") -> None:
+    def __init__(self, config: GPTConfig, *, attention_mode: str = "causal") -> None:
         super().__init__()
         if attention_mode not in MODES:
-            raise ValueError(f"attention_mode: got {attention_mode!r}, expected one of {', '.join(MODES)}")
+            raise ValueError(f"--attention-mode: got {attention_mode!r}, expected one of {', '.join(MODES)}")
         self.config = config
         self.attention_mode = attention_mode
         kv_width = config.n_kv_head * config.head_dim
@@ -244,7 +244,7 @@ class GPT(nn.Module):
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
         self.set_compute_dtype(compute_dtype)  # before the draw, so that each value is rounded once
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, seed=seed, config=self.config))
+            parameter.copy_(initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd))
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
@@ -260,14 +260,12 @@ class GPT(nn.Module):
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, *, doc_ids: Tensor | None = None,
-                block_masks: dict[int, Any] | None = None, kv_cache: "KVCache | None" = None,
-                loss_reduction: str = "mean") -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, *, masks: DocMasks | None = None,
+                kv_cache: "KVCache | None" = None, loss_reduction: str = "mean") -> Tensor:
         """Logits, or the loss where targets are given.
 
-        idx: (B, T) int64. targets: (B, T) int64, -100 where the loss is off. doc_ids: (B, T) int32, equal inside a
-        document: nothing (attention, smear) then crosses from one to the next. block_masks: see `block_masks()`.
-        kv_cache: continue behind what it holds (one more token, or a chunk), and add to it.
+        idx: (B, T) int64. targets: (B, T) int64, -100 where the loss is off. masks: what `masks` made of this batch.
+        kv_cache: continue behind what it holds (one more token, or a chunk), and add to it; goes without masks.
         loss_reduction: 'mean' over live targets (NaN without any), 'sum' (0 without any), 'none' (0 where off).
         Returns logits (B, T, vocab_size) float32, or the loss in nats, float32: 0-dim, or (B, T) for 'none'.
         Raises ValueError past the end of the rotary tables (ten times sequence_len).
@@ -277,12 +275,11 @@ class GPT(nn.Module):
         if end > self.cos.size(0):
             raise ValueError(f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); use fewer tokens")
         rotary = self.cos[start:end], self.sin[start:end]
-        x = x0 = middle = self._smear(norm(self.transformer["wte"](idx)), doc_ids, kv_cache)
+        x = x0 = middle = self._smear(norm(self.transformer["wte"](idx)), masks, kv_cache)
         for i, block in enumerate(self.transformer["h"].children()):
-            masking = {"doc_ids": doc_ids, "mode": self.attention_mode,
-                       "block_mask": None if block_masks is None else block_masks[self.config.window_sizes[i]]}
+            mask = None if masks is None else masks.by_window[self.config.window_sizes[i]]
             ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
-            x = block(self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0, ve, rotary, kv_cache, masking)
+            x = block(self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0, ve, rotary, kv_cache, mask)
             if i == self.config.n_layer // 2:
                 middle = x
         if kv_cache is not None:
@@ -295,22 +292,27 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=loss_reduction)
         return loss.view(targets.shape) if loss_reduction == "none" else loss
 
-    def _smear(self, x: Tensor, doc_ids: Tensor | None, kv_cache: "KVCache | None") -> Tensor:
-        """Add to each position a gated share of the (unsmeared) embedding before it; none to the first of a row."""
+    def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: "KVCache | None") -> Tensor:
+        """Add to each position a gated share of the (unsmeared) embedding before it; none to the first of a row
+        or, with masks, of a document."""
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
             before, kv_cache.prev_embedding = kv_cache.prev_embedding, x[:, -1:]
         previous = torch.cat((before, x[:, :-1]), dim=1)
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :self.smear_gate.in_features]))
-        if doc_ids is not None:
-            same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
-            gate = gate * same_doc.unsqueeze(-1)
+        if masks is not None:
+            gate = gate * masks.same_doc.unsqueeze(-1)
         return x + gate * previous
 
-    def block_masks(self, T: int, *, doc_ids: Tensor | None = None) -> dict[int, Any]:
-        """FlexAttention's masks for rows of T tokens, by window: make them here, outside a compiled forward."""
-        windows = sorted(set(self.config.window_sizes))
-        return {w: make_block_mask(T, w, self.get_device(), doc_ids=doc_ids) for w in windows}
+    def masks(self, doc_ids: Tensor | None) -> DocMasks | None:
+        """What keeps the documents of a batch apart in `forward`, None in causal mode. Call it outside a compiled
+        forward. doc_ids: (B, T) int32, equal inside a document; padding has an id of its own. ValueError without them
+        where the mode needs them."""
+        if self.attention_mode == "causal":
+            return None
+        if doc_ids is None:
+            raise ValueError(f"--attention-mode {self.attention_mode}: got no doc_ids; make the loader with them")
+        return make_masks(doc_ids, self.config.window_sizes, mode=self.attention_mode)
 
     @torch.inference_mode()
     def generate(self, tokens: list[int], max_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
@@ -377,31 +379,3 @@ class GPT(nn.Module):
     def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
         """The optimizer over `param_groups(...)`; same keywords."""
         return MuonAdamW(self.param_groups(**learning_rates))
-
-
-def initial_weight(name: str, shape: torch.Size, *, seed: int, config: GPTConfig) -> Tensor:
-    """One parameter's initial value: float32 on the CPU, a pure function of the arguments.
-
-    Matrices are uniform (no outliers) with standard deviation 1/sqrt(n_embd), less for the MLP's first; matrices that
-    write to the residual stream start at zero, so that every block starts as the identity; gates start slightly open.
-    """
-    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    rng = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)  # it takes 63 bits
-    weight = torch.empty(shape, dtype=torch.float32)
-    bound = (3 / config.n_embd) ** 0.5  # of the uniform distribution with that standard deviation
-    kind = name.removesuffix(".weight").split(".")[-1]
-    if kind == "wte":
-        return weight.normal_(0, 0.8, generator=rng)
-    if kind == "lm_head":
-        return weight.normal_(0, 0.001, generator=rng)
-    if kind in ("c_q", "c_k", "c_v") or name.startswith("value_embeds."):
-        return weight.uniform_(-bound, bound, generator=rng)
-    if kind == "c_fc":
-        return weight.uniform_(-0.4 * bound, 0.4 * bound, generator=rng)
-    if kind in ("ve_gate", "smear_gate"):
-        return weight.uniform_(0, 0.02, generator=rng)
-    if kind in ("resid_lambdas", "x0_lambdas"):
-        depth = torch.arange(shape[0]) / max(shape[0] - 1, 1)  # 0 at the first layer, 1 at the last
-        return 1.15 - 0.10 * depth if kind == "resid_lambdas" else 0.20 - 0.15 * depth
-    constants = {"c_proj": 0.0, "smear_lambda": 0.0, "backout_lambda": 0.2}
-    return weight.fill_(constants[kind])

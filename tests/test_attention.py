@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import attention as attention_module
-from nanochat.attention import attention, make_block_mask
+from nanochat.attention import attention, make_masks
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -40,6 +40,10 @@ def make(seed, B, Tq, H, Hkv, D, Tk=None, dtype=torch.float32):
     return q, k, v, documents
 
 
+def mask_of(doc_ids, window, mode="sdpa_mask"):
+    return None if doc_ids is None else make_masks(doc_ids, [window], mode=mode).by_window[window]
+
+
 def assert_equals_oracle(y, expected):
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=0)
 
@@ -50,20 +54,29 @@ def assert_equals_oracle(y, expected):
 def test_sdpa_equals_the_written_out_softmax(seed, B, T, heads, D, window, masked):
     q, k, v, documents = make(seed, B, T, *heads, D)
     doc_ids = documents if masked else None
-    assert_equals_oracle(attention(q, k, v, window=window, doc_ids=doc_ids), oracle(q, k, v, window, doc_ids))
+    y = attention(q, k, v, window=window, mask=mask_of(doc_ids, window))
+    assert_equals_oracle(y, oracle(q, k, v, window, doc_ids))
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("T, heads, window", [(37, (4, 2), 5), (20, (2, 2), -1), (150, (2, 1), 129), (9, (3, 1), 0)])
-def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window, masked):
+def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window):
     q, k, v, documents = make(T, 2, T, *heads, 8)
-    doc_ids = documents if masked else None
-    assert not masked or documents.unique().numel() > 1
-    flex = attention(q, k, v, window=window, doc_ids=doc_ids, mode="flex")
-    assert_equals_oracle(flex, oracle(q, k, v, window, doc_ids))
-    torch.testing.assert_close(flex, attention(q, k, v, window=window, doc_ids=doc_ids, mode="sdpa"), atol=2e-6, rtol=0)
-    given_mask = make_block_mask(T, window, q.device, doc_ids=doc_ids)
-    assert torch.equal(flex, attention(q, k, v, window=window, doc_ids=doc_ids, mode="flex", block_mask=given_mask))
+    one_document = torch.zeros_like(documents)
+    assert documents.unique().numel() > 1
+    for doc_ids in (documents, one_document):
+        flex, sdpa = (attention(q, k, v, mask=mask_of(doc_ids, window, mode)) for mode in ("flex", "sdpa_mask"))
+        assert_equals_oracle(flex, oracle(q, k, v, window, doc_ids))
+        torch.testing.assert_close(flex, sdpa, atol=2e-6, rtol=0)
+    torch.testing.assert_close(flex, attention(q, k, v, window=window), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+def test_masks_are_made_once_for_windows_that_mean_the_same(mode):
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+    same_doc, by_window = make_masks(doc_ids, [3, -1, 7, 100, 3], mode=mode)
+    assert same_doc.tolist() == [[False, True, True, False, True, False, True, True]]
+    assert by_window.keys() == {3, -1, 7, 100}
+    assert by_window[-1] is by_window[7] is by_window[100] is not by_window[3]
 
 
 @pytest.mark.parametrize("window, masked", [(-1, False), (4, False), (-1, True), (4, True)])
@@ -71,13 +84,15 @@ def test_gradients_equal_those_of_the_written_out_softmax(window, masked):
     q, k, v, documents = make(3, 2, 12, 4, 2, 8)
     doc_ids = documents if masked else None
     gradients = []
-    for compute, dtype in ((attention, torch.float32), (oracle, torch.float64)):
+    def ours(q, k, v):
+        return attention(q, k, v, window=window, mask=mask_of(doc_ids, window))
+    for compute, dtype in ((ours, torch.float32), (lambda *qkv: oracle(*qkv, window, doc_ids), torch.float64)):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
-        compute(*leaves, window=window, doc_ids=doc_ids).square().sum().backward()
+        compute(*leaves).square().sum().backward()
         gradients.append([t.grad.double() for t in leaves])
-    for ours, expected in zip(*gradients, strict=True):
+    for got, expected in zip(*gradients, strict=True):
         assert expected.abs().max() > 0
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("Tq, Tk", [(1, 12), (5, 12), (1, 1), (11, 12)])
@@ -92,7 +107,7 @@ def test_documents_equal_each_document_alone():
     edges = [0, 4, 5, 12, 17]
     doc_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(edges).diff())[None].int()
     for window in (-1, 2):
-        together = attention(q, k, v, window=window, doc_ids=doc_ids)
+        together = attention(q, k, v, mask=mask_of(doc_ids, window))
         alone = [attention(q[:, a:b], k[:, a:b], v[:, a:b], window=window)
                  for a, b in itertools.pairwise(edges)]
         torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=2e-6, rtol=0)
@@ -111,38 +126,35 @@ def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(monkey
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
     q, k, v, _ = make(0, 3, 13, 4, 2, 8)
     for window in (-1, 0, 4):
-        assert_equals_oracle(attention(q, k, v, window=window, mode="flash"), oracle(q, k, v, window))
+        assert_equals_oracle(attention(q, k, v, window=window, kernel="flash"), oracle(q, k, v, window))
 
 
 def test_flash_traces_through_the_real_operator_with_gradients():
     q, k, v, _ = make(0, 2, 16, 4, 2, 8, dtype=torch.bfloat16)
     leaves = [t.to("meta").requires_grad_() for t in (q, k, v)]
-    y = attention(*leaves, window=4, mode="flash")
+    y = attention(*leaves, window=4, kernel="flash")
     y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("dtype, T, Tk, D, window, masked, expected", [
-    (torch.bfloat16, 64, 64, 128, 8, False, "flash"), (torch.bfloat16, 64, 64, 128, -1, False, "sdpa"),
-    (torch.bfloat16, 64, 64, 128, 8, True, "flex"), (torch.bfloat16, 64, 64, 128, -1, True, "flex"),
-    (torch.float32, 64, 64, 128, 8, False, "sdpa"), (torch.bfloat16, 1, 64, 128, 8, False, "sdpa"),
-    (torch.bfloat16, 64, 64, 12, 8, False, "sdpa"), (torch.bfloat16, 64, 64, 512, 8, False, "sdpa"),
+@pytest.mark.parametrize("dtype, T, Tk, D, window, expected", [
+    (torch.bfloat16, 64, 64, 128, 8, "flash"), (torch.bfloat16, 64, 64, 128, -1, "sdpa"),
+    (torch.float32, 64, 64, 128, 8, "sdpa"), (torch.bfloat16, 1, 64, 128, 8, "sdpa"),
+    (torch.bfloat16, 64, 64, 12, 8, "sdpa"), (torch.bfloat16, 64, 64, 512, 8, "sdpa"),
 ])
-def test_auto_on_cuda_takes_flash_only_where_its_kernel_runs(dtype, T, Tk, D, window, masked, expected):
+def test_auto_on_cuda_takes_flash_only_where_its_kernel_runs(dtype, T, Tk, D, window, expected):
     def on_cuda(length):
         return types.SimpleNamespace(is_cuda=True, dtype=dtype, size=(2, length, 4, D).__getitem__)
-    assert attention_module._pick_mode(on_cuda(T), on_cuda(Tk), window, masked_docs=masked) == expected
+    assert attention_module._pick_kernel(on_cuda(T), on_cuda(Tk), window) == expected
 
 
 def test_a_mask_cached_while_sampling_still_serves_training():
     q, k, v, _ = make(5, 1, 23, 2, 2, 8)
     with torch.inference_mode():
         attention(q, k, v, window=3)
-        make_block_mask(23, 3, q.device)
     attention(q.requires_grad_(), k, v, window=3).sum().backward()
     assert q.grad is not None
     assert not attention_module._cached_band(23, 23, 3, q.device).is_inference()
-    assert not make_block_mask(23, 3, q.device).kv_num_blocks.is_inference()
 
 
 def test_what_does_not_fit_is_refused():
@@ -151,9 +163,9 @@ def test_what_does_not_fit_is_refused():
         attention(q, k[:, :5], v[:, :5])
     with pytest.raises(ValueError, match="multiple of Hkv"):
         attention(q[:, :, :3], k, v)
-    with pytest.raises(ValueError, match="leave doc_ids out"):
-        attention(q[:, -1:], k, v, doc_ids=documents[:, -1:])
+    with pytest.raises(ValueError, match="leave them out when decoding"):
+        attention(q[:, -1:], k, v, mask=mask_of(documents, -1))
     with pytest.raises(ValueError, match="expected one of auto, sdpa"):
-        attention(q, k, v, mode="fast")
-    with pytest.raises(ValueError, match="neither doc_ids nor a cache"):
-        attention(q, k, v, doc_ids=documents, mode="flash")
+        attention(q, k, v, kernel="fast")
+    with pytest.raises(ValueError, match="'flash' has no cache"):
+        attention(q[:, -2:], k, v, kernel="flash")

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
-from nanochat.gpt import GPT, GPTConfig, initial_weight, sample_next_token
+from nanochat.gpt import GPT, GPTConfig, sample_next_token
+from nanochat.init_weights import initial_weight
 
 SMALL = GPTConfig(sequence_len=160, vocab_size=70, n_layer=5, n_head=4, n_kv_head=2, n_embd=32)
 
@@ -113,9 +115,8 @@ def test_initial_bits_depend_on_seed_and_name_only():
 
 
 def test_initial_weights_have_their_spread():
-    config = GPTConfig(vocab_size=2048, n_layer=3, n_head=2, n_kv_head=2, n_embd=256)
     def std(name, shape):
-        return initial_weight(name, torch.Size(shape), seed=1, config=config).std().item()
+        return initial_weight(name, torch.Size(shape), seed=1, n_embd=256).std().item()
     assert std("transformer.wte.weight", (2048, 256)) == pytest.approx(0.8, rel=0.01)
     assert std("lm_head.weight", (2048, 256)) == pytest.approx(0.001, rel=0.01)
     for name in ("transformer.h.0.attn.c_q.weight", "transformer.h.2.attn.c_v.weight", "value_embeds.2.weight"):
@@ -146,7 +147,7 @@ def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
 
 def test_embeddings_are_rounded_once():
     wte = build(dtype=torch.bfloat16).get_parameter("transformer.wte.weight")
-    drawn = initial_weight("transformer.wte.weight", wte.shape, seed=0, config=SMALL)
+    drawn = initial_weight("transformer.wte.weight", wte.shape, seed=0, n_embd=32)
     assert torch.equal(wte, drawn.bfloat16())
 
 
@@ -186,18 +187,108 @@ def test_smear_adds_the_token_before_and_nothing_to_the_first():
     assert changed_positions(model, x, 4) == [4]
 
 
-@pytest.mark.parametrize("mode", ["auto", "flex"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_with_doc_ids_each_document_is_alone(mode):
-    config = GPTConfig(**{**SMALL.__dict__, "sequence_len": 200, "n_layer": 2})
-    model = shake(build(config, attention_mode=mode)).requires_grad_(False)
-    x, edges = tokens(1, 200), [0, 150, 151, 160, 200]
-    doc_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(edges).diff())[None].int()
-    masks = model.block_masks(200, doc_ids=doc_ids) if mode == "flex" else None
-    together = model(x, doc_ids=doc_ids, block_masks=masks)
-    alone = torch.cat([model(x[:, a:b]) for a, b in itertools.pairwise(edges)], dim=1)
-    torch.testing.assert_close(together, alone, atol=2e-3, rtol=0)
-    assert (together - model(x)).abs().max() > 1  # without them the documents do mix
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+T_DOCS = 200
+EDGES = [[0, 150, 151, 160, 200], [0, 40, 190, 200]]  # of the documents of two rows; the last of each is padding
+LAYERS = {"windows": "SSL", "all": "L"}  # a window is 128: a document of 150 is longer
+flex_runs_uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def documents():
+    """(inputs, targets, doc_ids), each (2, T): padding has a document id of its own and no targets."""
+    x, y = tokens(2, T_DOCS), tokens(2, T_DOCS, seed=1)
+    lengths = [torch.tensor(edges).diff() for edges in EDGES]
+    doc_ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), n) for n in lengths]).int()
+    for row, edges in enumerate(EDGES):
+        x[row, edges[-2]:], y[row, edges[-2]:] = 0, -100
+    return x, y, doc_ids
+
+
+def docs_model(mode, pattern):
+    config = GPTConfig(**{**SMALL.__dict__, "sequence_len": T_DOCS, "n_layer": 4, "window_pattern": LAYERS[pattern]})
+    assert (128 in config.window_sizes) == (pattern == "windows") and config.n_kv_head < config.n_head
+    model = shake(build(config, attention_mode=mode))
+    assert model.smear_lambda.abs() > 0.1 and len(model.value_embeds) == 2
+    return model
+
+
+def alone(model, x, y, **kwargs):
+    """The losses (2, T) of each document by itself, without masks."""
+    return torch.stack([torch.cat([model(x[row:row + 1, a:b], y[row:row + 1, a:b], **kwargs)[0]
+                                   for a, b in itertools.pairwise(edges)]) for row, edges in enumerate(EDGES)])
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+@flex_runs_uncompiled
+def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(mode, pattern):
+    model = docs_model(mode, pattern).requires_grad_(False)
+    x, y, doc_ids = documents()
+    together = model(x, y, masks=model.masks(doc_ids), loss_reduction="none")
+    expected = alone(model, x, y, loss_reduction="none")
+    torch.testing.assert_close(together, expected, atol=2e-3, rtol=0)
+    assert (y == -100).sum() == 50 and not together[y == -100].any() and (expected[y >= 0] > 0).all()
+    without = model(x, y, loss_reduction="none")  # without them the documents do mix
+    assert (without - expected)[0, :150].abs().max() < 2e-3 < 1 < (without - expected).abs().max()
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_with_an_explicit_mask_the_gradients_are_those_of_each_document_alone(pattern):
+    gradients = []
+    x, y, doc_ids = documents()
+    for masked in (True, False):
+        model = docs_model("sdpa_mask", pattern).double()  # all but the loss, which is float32
+        model.cos, model.sin = model.cos.double(), model.sin.double()
+        if masked:
+            model(x, y, masks=model.masks(doc_ids), loss_reduction="sum").backward()
+        else:
+            alone(model, x, y, loss_reduction="none").sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[1].items():
+        assert expected.any(), name
+        torch.testing.assert_close(gradients[0][name], expected, atol=1e-6 * expected.abs().max().item(), rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA only")
+def test_flex_has_the_gradients_of_the_explicit_mask():
+    x, y, doc_ids = (t.cuda() for t in documents())
+    gradients = []
+    for mode in ("sdpa_mask", "flex"):
+        model = docs_model(mode, "windows").cuda()
+        model(x, y, masks=model.masks(doc_ids), loss_reduction="sum").backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, atol=5e-3 * expected.abs().max().item(), rtol=0)
+
+
+def test_nothing_crosses_from_one_document_to_the_next():
+    model = docs_model("sdpa_mask", "windows").requires_grad_(False)
+    x, _, doc_ids = documents()
+    masks = model.masks(doc_ids)
+    for row, edges in enumerate(EDGES):
+        for a, b in itertools.pairwise(edges):
+            other = x.clone()
+            other[row, a:b] = (other[row, a:b] + 1) % 70
+            moved = (model(x, masks=masks) != model(other, masks=masks)).any(2).nonzero()
+            assert set(moved[:, 0].tolist()) == {row} and a == moved[:, 1].min() and moved[:, 1].max() < b
+
+
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+def test_a_mask_serves_all_layers_of_equal_window(mode):
+    model, (_, _, doc_ids) = docs_model(mode, "windows"), documents()
+    assert model.config.window_sizes == [128, 128, -1, -1]
+    assert model.masks(doc_ids).by_window.keys() == {128, -1}
+
+
+def test_attention_modes():
+    assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
+    with pytest.raises(ValueError, match="--attention-mode flex: got no doc_ids"):
+        build(attention_mode="flex").masks(None)
+    with pytest.raises(ValueError, match="--attention-mode: got 'auto', expected one of causal, sdpa_mask, flex"):
+        GPT(SMALL, attention_mode="auto")
+    names = [list(build(attention_mode=mode).state_dict()) for mode in ("causal", "sdpa_mask", "flex")]
+    assert names[0] == names[1] == names[2]
 
 
 def test_rows_do_not_see_each_other():
@@ -319,6 +410,18 @@ def test_a_compiled_forward_is_one_graph_with_the_same_result():
     model, x = shake(build(GPTConfig(**{**SMALL.__dict__, "n_layer": 2}))), tokens(2, 150)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, x), model(x, x))
+
+
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+@flex_runs_uncompiled
+def test_masks_made_outside_go_into_a_compiled_forward_without_compiling_again(mode):
+    counter = CompileCounter()
+    model, (x, y, doc_ids) = docs_model(mode, "windows").requires_grad_(False), documents()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for ids in (doc_ids, doc_ids.flip(0), torch.zeros_like(doc_ids)):
+        masks = model.masks(ids)
+        torch.testing.assert_close(compiled(x, y, masks=masks), model(x, y, masks=masks))
+    assert counter.frame_count == 1
 
 
 # ---- accounting and groups ------------------------------------------------------------------------------------------

@@ -271,12 +271,12 @@ def test_opening_looks_at_no_offsets_but_the_ends(tmp_path):
         source.lengths(0, 4, 10)
 
 
-@pytest.mark.parametrize("value", [-5, 1 << 40])
-def test_offsets_outside_the_file_are_refused(tmp_path, value):
+@pytest.mark.parametrize("value, unit", [(-5, 1), (1 << 40, 0)])
+def test_offsets_outside_the_file_are_refused(tmp_path, value, unit):
     write_pair(tmp_path / "a", [[i, E] for i in range(20)])
     patch(tmp_path / "a.idx", 16 + 8 * 10, value.to_bytes(8, "little", signed=True))
-    with pytest.raises(ValueError, match=r"a\.idx: the offsets of entries 10 to 20 do not ascend"):
-        open_source(tmp_path).fetch(0, 1, 10)
+    with pytest.raises(ValueError, match=rf"a\.idx: the offsets of entries {10 * unit} to {10 * unit + 10} do not asc"):
+        open_source(tmp_path).fetch(0, unit, 10)
 
 
 def test_a_prefix_longer_than_its_entry_is_refused(tmp_path):
@@ -355,6 +355,7 @@ def truncate(path: Path, size: int) -> None:
     (lambda p: truncate(p / "a.bin", 6), r"a\.bin: 3 tokens on disk, header says 5; delete it and rerun "
                                          r"scripts\.tok_shards"),
     (lambda p: truncate(p / "a.bin", 7), r"a\.bin: 3\.5 tokens on disk, header says 5"),
+    (lambda p: patch(p / "a.bin", 10, b"x"), r"a\.bin: 5\.5 tokens on disk, header says 5"),
     (lambda p: patch(p / "a.bin", 10, b"xx"), r"a\.bin: 6 tokens on disk, header says 5"),
     (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes, expected 44 for 2 entries"),
     (lambda p: patch(p / "a.idx", 44, b"x"), r"a\.idx: 45 bytes, expected 44"),
@@ -387,6 +388,9 @@ def test_a_pair_that_is_gone_or_another_one_is_named(tmp_path):
     manifest = scan(tmp_path)
     write_pair(tmp_path / "a", [[1, 2, E], [3, 4], [4, E]])
     with pytest.raises(ValueError, match=r"a\.bin: 3 entries, 2 when this run began; bring the old file back"):
+        ShardSource(manifest, Tokenizer()).fetch(0, 0, 64)
+    write_pair(tmp_path / "a", [[1, 2, E, 3, E]])  # of the same size
+    with pytest.raises(ValueError, match=r"a\.bin: 1 entries, 2 when this run began"):
         ShardSource(manifest, Tokenizer()).fetch(0, 0, 64)
     for path in list(tmp_path.iterdir()):
         path.unlink()
@@ -476,6 +480,20 @@ def test_a_crash_between_the_renames_never_shows_a_torn_pair(tmp_path, monkeypat
     monkeypatch.setattr(os, "replace", watch)
     write_pair(tmp_path / "a", [[1, 2, 3, E]])
     assert seen == ["a.idx", 4]
+
+
+def test_a_rename_that_fails_leaves_no_half(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def fail(source, target):
+        if str(target).endswith(".idx"):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_pair(tmp_path / "a", [[1, E]])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_views_of_a_pair_that_is_replaced_stay(tmp_path):

@@ -1,5 +1,5 @@
 """
-Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken.
+Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an encoder equal to it.
 
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
@@ -22,12 +22,11 @@ pickle of the tiktoken object would be one file less, but to load it is to run c
 import base64
 import itertools
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import rustbpe
@@ -35,6 +34,7 @@ import tiktoken
 import torch
 
 from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
+from nanochat.encoders import Encoder, cut_long_spaces, fastest_encoder, format_ranks, replace_surrogates
 
 log = logging.getLogger(__name__)
 
@@ -55,59 +55,6 @@ SPLIT_PATTERN = (
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 CHUNKS_PER_THREAD = 8  # more even out documents of unequal length, fewer cost less Python
-
-# `\s+(?!\S)` backtracks; about a million spaces in a row exhaust the regex engine of tiktoken and of rustbpe.
-_LONG_SPACE = re.compile(r"(\s{65536})")
-
-
-# ---- the seam: texts in, flat ids out -------------------------------------------------------------------------------
-
-class Encoder(Protocol):
-    """What a (faster) encoder has to do to serve a `RustBPETokenizer`; one object is called from many threads."""
-
-    def __call__(self, texts: Sequence[str], first: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Encode every text as ordinary text, with id `first` (None: nothing) in front of each.
-
-        Returns (ids (sum of lengths,) uint32, lengths (len(texts),) int64); lengths count `first`.
-        """
-
-
-class TiktokenEncoder:
-    """The default encoder. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases the GIL."""
-
-    def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding = encoding
-
-    def __call__(self, texts: Sequence[str], first: int | None) -> tuple[np.ndarray, np.ndarray]:
-        head = b"" if first is None else np.uint32(first).tobytes()
-        parts: list[Any] = []
-        num_bytes = np.empty(len(texts), np.int64)
-        for i, text in enumerate(texts):
-            ids = self._encode(text)
-            parts += (head, ids)
-            num_bytes[i] = len(head) + ids.nbytes
-        return np.frombuffer(b"".join(parts), np.uint32), num_bytes // 4
-
-    def _encode(self, text: str) -> memoryview:
-        try:
-            return memoryview(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, frozenset()))
-        except UnicodeEncodeError:
-            return self._encode(replace_surrogates(text))
-        except ValueError:  # a very long run of spaces
-            pieces = cut_long_spaces(text)
-            if len(pieces) < 2:
-                raise
-            return memoryview(b"".join(map(self._encode, pieces)))
-
-
-def replace_surrogates(text: str) -> str:
-    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken does."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def cut_long_spaces(text: str) -> list[str]:
-    """Cut a text inside runs of white space that no regex engine here survives; ["text"] where there are none."""
-    return [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
 def _bounds(texts: Sequence[str], num_chunks: int) -> list[int]:
@@ -132,7 +79,7 @@ class RustBPETokenizer:
         self.bos_token = bos_token
         self.bos_token_id = self.encode_special(bos_token)
         self.training = dict(training or {})
-        self.encoder: Encoder = TiktokenEncoder(enc)
+        self.encoder: Encoder = fastest_encoder(enc)
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
@@ -238,7 +185,7 @@ class RustBPETokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """128 bits, as hex, of everything that decides ids."""
-        return hash_json({"ranks": hash_bytes(_format_ranks(self.enc._mergeable_ranks)), "pattern": self.enc._pat_str,
+        return hash_json({"ranks": hash_bytes(format_ranks(self.enc._mergeable_ranks)), "pattern": self.enc._pat_str,
                           "special_tokens": self.enc._special_tokens, "bos_token": self.bos_token})
 
     # -- text to ids and back
@@ -299,7 +246,7 @@ class RustBPETokenizer:
         Raises ValueError where a different tokenizer is there that runs were trained with, unless `force`.
         """
         json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
-        rank_bytes = _format_ranks(self.enc._mergeable_ranks)
+        rank_bytes = format_ranks(self.enc._mergeable_ranks)
         description = {
             "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, "vocab_size": self.get_vocab_size(),
             "bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
@@ -334,11 +281,6 @@ def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
             text = replace_surrogates(text)
         yield from cut_long_spaces(text) if len(text) > 65536 else (text,)
     log.info("read %d documents with %d characters, now merging", counts["documents"], counts["characters"])
-
-
-def _format_ranks(ranks: dict[bytes, int]) -> bytes:
-    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
-                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def _parse_ranks(data: bytes) -> dict[bytes, int]:

@@ -1,0 +1,368 @@
+"""Every encoder gives tiktoken's ids for every text; one that does not is refused; without a fast one: tiktoken."""
+
+import builtins
+import importlib.util
+import itertools
+import logging
+import os
+import pickle
+import pydoc_data.topics
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import rustbpe
+import tiktoken
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nanochat import encoders
+from nanochat.encoders import (
+    LONG_RUN,
+    FastokensEncoder,
+    TiktokenEncoder,
+    checked,
+    cut_long_spaces,
+    fastest_encoder,
+    hard_sample,
+    is_compared,
+    is_odd,
+)
+from nanochat.tokenizer import SPLIT_PATTERN, RustBPETokenizer
+
+needs_fastokens = pytest.mark.skipif(importlib.util.find_spec("fastokens") is None,
+                                     reason="fastokens is not installed (extra `fast`)")
+FAST = settings(max_examples=150, deadline=None)
+PATTERNS = {  # of tiktoken's own encodings, as published with them
+    "ours": SPLIT_PATTERN,
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
+                   r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+    "o200k_base": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+                  r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"""
+                  r"""[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"""
+                  r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+
+PIECES = st.sampled_from([
+    "<|bos|>", "<|endoftext|>", "<|", "\r\n", " " * 40, "\u3000", "\x1c", "\x85", "\u2028", "12345", "\u0663\xb2",
+    "don't", "I'LL", "'\u017f", "\ud55c\uad6d\uc5b4", "\U0001f468\u200d\U0001f469", "e\u0301", "\ufeff", "\x00",
+    "a" * 300, "\n\n\n  x", "\u180e", "  \u180e", "\ud800", "\udc00", "\t\t", "./\n/", "\U0010ffff"])
+ANY = st.characters(exclude_categories=[])  # surrogates and unassigned ones included
+SHORT = st.one_of(st.text(ANY), st.lists(st.one_of(PIECES, st.text(ANY, max_size=5)), max_size=12).map("".join))
+LONG = st.builds(lambda head, piece, n, tail: head + piece * n + tail, SHORT,
+                 st.sampled_from([" ", "x", "1", ".", "\n", " \n", "\u3000", "\u4e2d", "ab ", "'s", "\x1c"]),
+                 st.sampled_from([1000, 20_000, LONG_RUN - 1, LONG_RUN, LONG_RUN + 3, 100_000]), SHORT)
+
+
+def all_pairs(pattern):
+    """An encoding in which all pairs of bytes are tokens: an edge between pieces that moves changes the ids."""
+    pairs = list(itertools.product(range(256), repeat=2))
+    random.Random(3).shuffle(pairs)
+    tokens = [bytes([b]) for b in range(256)] + [bytes(pair) for pair in pairs]
+    return tiktoken.Encoding("pairs", pat_str=pattern, mergeable_ranks={token: i for i, token in enumerate(tokens)},
+                             special_tokens={"<|bos|>": len(tokens)})
+
+
+@pytest.fixture(scope="module")
+def trained():
+    corpus = [*pydoc_data.topics.topics.values(), " " * 5000, "\n" * 700]
+    return RustBPETokenizer.train_from_iterator(corpus, 1024).enc
+
+
+@pytest.fixture(scope="module", params=["trained", *PATTERNS])
+def pair(request, trained):
+    """(fast encoder, oracle)."""
+    encoding = trained if request.param == "trained" else all_pairs(PATTERNS[request.param])
+    fast = fastest_encoder(encoding)
+    assert isinstance(fast, FastokensEncoder)
+    return fast, TiktokenEncoder(encoding)
+
+
+def assert_same(pair, texts, first=None):
+    (ids, lengths), (expected, expected_lengths) = (encoder(texts, first) for encoder in pair)
+    assert ids.dtype == expected.dtype == np.uint32 and lengths.dtype == np.int64
+    assert np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected)
+
+
+# ---- equal ids -----------------------------------------------------------------------------------------------------
+
+@needs_fastokens
+@FAST
+@given(texts=st.lists(SHORT, max_size=8), first=st.sampled_from([None, 0, 7]))
+@example(texts=["", "", "a", ""], first=5)
+@example(texts=["A'\u017f", "a'\u017fb"], first=None)
+@example(texts=["a", "  \u180e", "\ud800", "b\udc00", "c"], first=5)
+def test_ids_of_all_of_unicode_are_tiktokens(pair, texts, first):
+    assert_same(pair, texts, first)
+
+
+@needs_fastokens
+@settings(max_examples=12, deadline=None)
+@given(text=LONG)
+def test_ids_of_very_long_pieces_are_tiktokens(pair, text):
+    assert_same(pair, [text, "a"])
+
+
+@needs_fastokens
+def test_ids_of_a_million_spaces_are_those_of_the_cut_run(trained):
+    fast, text = fastest_encoder(trained), "a" + " " * 1_000_000 + "b"
+    assert_same((fast, TiktokenEncoder(trained)), [text])
+    assert len(cut_long_spaces(text)) == 17 and is_odd(text)
+
+
+@needs_fastokens
+def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens():
+    encoding = all_pairs(SPLIT_PATTERN)
+    contexts = ("  {0}", "..{0}", "12{0}34 '{0}x", "\n{0}the {0}\n\n")
+    characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not 0xE200 <= c < 0xF800
+                  and (c < 0x20000 or c % 16 == 0)]  # of the planes of ideographs and private use, some
+    assert len(characters) > 150_000
+    texts = ["".join(context.format(c) for c in characters[i:i + 64] for context in contexts)
+             for i in range(0, len(characters), 64)]
+    assert_same((fastest_encoder(encoding), TiktokenEncoder(encoding)), texts)
+
+
+@needs_fastokens
+def test_ids_do_not_depend_on_what_was_encoded_before(pair):
+    rng, words = random.Random(1), " ".join(pydoc_data.topics.topics.values())[:40_000]
+    for _ in range(60):
+        text = words[:rng.randrange(4096, 30_000)] + rng.choice([" ", "\n", "x", "\t\n"]) * rng.randrange(1, 2000)
+        other = text[:rng.randrange(4096, len(text))] + rng.choice([" ", "  ", "\n", "x", "", "'s", "\u0301"])
+        for t in (text, other, text):
+            assert_same(pair, [t])
+
+
+@needs_fastokens
+def test_vocabularies_of_few_letters_with_many_ways_to_merge_give_tiktokens_ids():
+    rng = random.Random(2)
+    for letters in ("ab", "abc", "ab ", "a\n ", "ab1."):
+        trainer = rustbpe.Tokenizer()
+        text = ["".join(rng.choices(letters, k=rng.randrange(50, 2000))) for _ in range(20)]
+        trainer.train_from_iterator(iter(text), 256 + rng.randrange(5, 100), pattern=SPLIT_PATTERN)
+        ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+        encoding = tiktoken.Encoding("few", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        fast = fastest_encoder(encoding)
+        assert isinstance(fast, FastokensEncoder)
+        assert_same((fast, TiktokenEncoder(encoding)),
+                    ["".join(rng.choices(letters, k=k)) for k in (3, 10, 30, 300, 3000) for _ in range(10)])
+
+
+@needs_fastokens
+def test_many_threads_at_once_get_the_ids_that_one_gets(trained):
+    fast, oracle = fastest_encoder(trained), TiktokenEncoder(trained)
+    chunks = [list(pydoc_data.topics.topics.values())[i::16] + hard_sample()[i::16] for i in range(16)]
+    expected = [oracle(chunk, 1) for chunk in chunks]
+    with ThreadPoolExecutor(8) as pool:
+        for (ids, lengths), (want, want_lengths) in zip(pool.map(lambda c: fast(c, 1), chunks * 4), expected * 4):
+            assert np.array_equal(ids, want) and np.array_equal(lengths, want_lengths)
+
+
+@needs_fastokens
+def test_a_tokenizer_uses_it_for_encode_flat_and_encode_one(trained):
+    tokenizer = RustBPETokenizer(trained, "<|bos|>")
+    assert isinstance(tokenizer.encoder, FastokensEncoder)
+    assert tokenizer.encode_one("a b")[1:].tolist() == trained.encode_ordinary("a b")
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert isinstance(copy.encoder, FastokensEncoder) and copy.encode("It's") == tokenizer.encode("It's")
+
+
+# ---- threads -------------------------------------------------------------------------------------------------------
+
+@needs_fastokens
+def test_encoding_releases_the_gil(trained, monkeypatch):
+    fast, text = fastest_encoder(trained), "hello world, this is 12\n" * 100_000
+    running, seen, ended = threading.Event(), [], threading.Event()
+    inner = fast.batch
+
+    def batch(texts):
+        running.set()
+        try:
+            return inner(texts)
+        finally:
+            ended.set()
+
+    def watch():
+        running.wait()
+        while not ended.is_set():
+            seen.append(1)
+
+    monkeypatch.setattr(fast, "batch", batch)
+    thread = threading.Thread(target=watch)
+    thread.start()
+    fast([text], None)
+    thread.join()
+    assert len(seen) > 100  # with the GIL held the other thread would stand still
+
+
+@needs_fastokens
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task") or not hasattr(os, "sched_setaffinity"),
+                    reason="counts threads and chooses CPUs as Linux does")
+def test_it_starts_no_thread_leaves_the_cpus_as_they_were_and_survives_a_fork():
+    program = """if True:
+        import os, signal
+        import numpy, torch
+        from nanochat.tokenizer import RustBPETokenizer
+        tokens = lambda: sorted(os.listdir("/proc/self/task"))
+        before, cpus = tokens(), os.sched_getaffinity(0)
+        tok = RustBPETokenizer.train_from_iterator(["a b c the cat sat on the mat 123 " * 9], 270)
+        texts = ["the cat " * 40_000, *["mat " * 100] * 100]
+        trained = tokens()
+        ids = tok.encode_flat(texts, num_threads=1)[0]
+        assert type(tok.encoder).__name__ == "FastokensEncoder" and len(ids) > 80_000
+        assert os.sched_getaffinity(0) == cpus
+        names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in tokens()}
+        assert tokens() == trained and not any("fastokens" in name for name in names), names
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            os._exit(0 if (tok.encode_flat(texts, num_threads=1)[0] == ids).all() else 3)
+        assert os.waitpid(child, 0)[1] == 0
+        print("done")"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FASTOKENS")} | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert run.stdout == "done\n", run.stderr
+
+
+# ---- what is given to tiktoken -------------------------------------------------------------------------------------
+
+@FAST
+@given(st.integers(0, 3000), st.sampled_from([0, LONG_RUN - 1, LONG_RUN, LONG_RUN + 5000]), st.integers(0, 3000),
+       st.sampled_from(" \n\u3000\x85"))
+def test_no_long_run_of_spaces_is_missed_and_ordinary_text_is_not_odd(before, run, after, space):
+    text = "a" * before + space * run + "a b" * after
+    assert is_odd(text) >= (run >= LONG_RUN)
+    assert not is_odd("a b\n" * 50_000 + text[:before])
+
+
+@needs_fastokens
+def test_mongolian_vowel_separator_is_why_there_are_odd_texts(trained):
+    encoding = all_pairs(SPLIT_PATTERN)
+    fast = FastokensEncoder(TiktokenEncoder(encoding))
+    raw = np.frombuffer(fast.batch(["  \u180e"])[0], np.uint32).tolist()
+    assert raw != encoding.encode_ordinary("  \u180e") == fast(["  \u180e"], None)[0].tolist()
+    assert is_odd("x\u180e") and not is_odd("x\u180f")
+
+
+class Panic(BaseException):
+    """What a panic in Rust looks like."""
+
+
+@needs_fastokens
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_texts_that_make_it_raise_are_encoded_by_tiktoken_and_only_those(trained, monkeypatch, error):
+    fast, by_tiktoken = fastest_encoder(trained), []
+    inner, oracle = fast.batch, TiktokenEncoder(trained)
+
+    def batch(texts):
+        if any("bad" in text for text in texts):
+            raise error("no")
+        return inner(texts)
+
+    class Counting(TiktokenEncoder):
+        def __call__(self, texts, first):
+            by_tiktoken.extend(texts)
+            return super().__call__(texts, first)
+
+    monkeypatch.setattr(fast, "batch", batch)
+    monkeypatch.setattr(fast, "oracle", Counting(trained))
+    assert_same((fast, oracle), ["one", "bad two", "", "three"], 3)
+    assert by_tiktoken == ["bad two"]
+
+
+@needs_fastokens
+def test_an_interrupt_is_not_swallowed(trained, monkeypatch):
+    fast = fastest_encoder(trained)
+
+    def batch(texts):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fast, "batch", batch)
+    with pytest.raises(KeyboardInterrupt):
+        fast(["a"], None)
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("wrong", ["one id", "one text", "raises", "drops the tail"])
+def test_a_wrong_encoder_is_refused_with_a_warning_that_shows_the_difference(trained, caplog, wrong):
+    oracle = TiktokenEncoder(trained)
+
+    def encoder(texts, first):
+        ids, lengths = oracle(texts, first)
+        if wrong == "raises" and "\ufeff" in texts[0]:
+            raise RuntimeError("boom")
+        if (wrong == "one id" and 124 in ids) or (wrong == "one text" and "\u2028" in texts[0]):
+            ids = ids ^ np.uint32(1)
+        return (ids[:-1] if wrong == "drops the tail" and len(ids) > 9000 else ids), lengths
+
+    assert checked(encoder, oracle) is oracle
+    message = {"raises": "RuntimeError: boom"}.get(wrong, "instead of")
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] and message in caplog.text
+
+
+def test_a_right_encoder_passes_the_check_in_silence(trained, caplog):
+    oracle = TiktokenEncoder(trained)
+    same = TiktokenEncoder(trained)
+    assert checked(same, oracle) is same and not caplog.records
+
+
+@needs_fastokens
+def test_a_broken_fastokens_is_refused_when_the_tokenizer_is_made(trained, caplog, monkeypatch):
+    class Broken(FastokensEncoder):
+        def _encode(self, texts, first):
+            ids, lengths = super()._encode(texts, first)
+            return ids[::-1], lengths
+
+    monkeypatch.setattr(encoders, "FastokensEncoder", Broken)
+    tokenizer = RustBPETokenizer(trained, "<|bos|>")
+    assert type(tokenizer.encoder) is TiktokenEncoder and "Broken gives other ids" in caplog.text
+    assert tokenizer.encode("a b") == trained.encode_ordinary("a b")
+
+
+def test_without_fastokens_it_is_tiktoken_in_silence(trained, caplog, monkeypatch):
+    real = builtins.__import__
+
+    def no_fastokens(name, *args, **kwargs):
+        if name == "fastokens":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_fastokens)
+    assert type(fastest_encoder(trained)) is TiktokenEncoder and not caplog.records
+
+
+@needs_fastokens
+def test_a_vocabulary_that_it_cannot_load_is_left_to_tiktoken_with_a_warning(caplog):
+    ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}  # neither ab nor bc
+    encoding = tiktoken.Encoding("odd", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    encoder = fastest_encoder(encoding)
+    assert type(encoder) is TiktokenEncoder and "cannot load" in caplog.text
+    assert encoder(["abc"], None)[0].tolist() == [256]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS.values(), r"\p{L}+|\s+|[^\s\p{L}]"])
+def test_patterns_that_were_compared_are_known_as_such(pattern):
+    assert is_compared(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"\w+|\W", r"\d+|\p{L}+", r".+|\n", r"\s+$|\S+", r"^\s+|\S+", r"\bx",
+                                     r"\p{Han}+|\S", r"(?<!\s)\s+|\S+", r"[\S&&[^a]]+|\s|a", r"[a-z]+|\s"])
+def test_a_pattern_with_parts_that_were_not_compared_is_left_to_tiktoken(trained, pattern):
+    assert not is_compared(pattern)
+    encoding = tiktoken.Encoding("p", pat_str=pattern, mergeable_ranks=trained._mergeable_ranks,
+                                 special_tokens={})
+    assert type(fastest_encoder(encoding)) is TiktokenEncoder
+
+
+def test_the_patterns_here_are_those_of_tiktoken(monkeypatch):
+    from tiktoken_ext import openai_public
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **kwargs: {})
+    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *args, **kwargs: {})
+    for name in ("gpt2", "cl100k_base", "o200k_base"):
+        assert PATTERNS[name] == openai_public.ENCODING_CONSTRUCTORS[name]()["pat_str"]

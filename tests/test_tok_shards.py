@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from nanochat import workers
 from nanochat.common import hash_file
@@ -336,6 +337,54 @@ def test_a_signal_while_reading_what_is_there_is_an_interruption(raw, tmp_path, 
 
     monkeypatch.setattr(tok_shards, "run_tasks", interrupted)
     assert run(raw, tmp_path / "out", tokenizer) == 143
+
+
+# ---- several machines -----------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with stand-ins for .venv/bin/python and sbatch that print what they are given."""
+    for name, lines in {".venv/bin/python": 'printf "%s\\n" "$@"',
+                        "bin/sbatch": 'echo "$*" >> submitted; echo 17'}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+    return tmp_path
+
+
+def sbatch(cluster, *args, **environment):
+    environment = {"PATH": f"{cluster}/bin:{os.environ['PATH']}", "RAW": "in put", "OUT": "out", "TOKENIZER": "gpt2",
+                   **environment}
+    return subprocess.run(["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args], cwd=cluster, env=environment,
+                          capture_output=True, text=True)
+
+
+def test_the_slurm_script_submits_all_tasks_and_then_the_end(cluster):
+    assert sbatch(cluster, NUM_TASKS="3").returncode == 0
+    array, end = (cluster / "submitted").read_text().splitlines()
+    assert "--array=0-2" in array and "--dependency=afterany:17" in end and end.endswith("tok_shards.sbatch --finish")
+    assert sbatch(cluster, RAW="").returncode != 0
+
+
+@pytest.mark.parametrize("more, index, is_end", [((), 2, False), (("--finish",), 0, True)])
+def test_what_the_slurm_script_runs_is_understood(cluster, more, index, is_end):
+    said = sbatch(cluster, *more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16", NUM_TASKS="3")
+    assert said.returncode == 0, said.stderr
+    module, *rest = said.stdout.splitlines()[1:]
+    args = tok_shards.parse_args(rest)
+    assert (module, args.input_dir, args.tokenizer) == ("scripts.tok_shards", Path("in put"), "gpt2")
+    assert (args.task_index, args.finish) == (index, is_end)
+    assert is_end or (args.num_tasks, args.num_workers) == (3, 16)
+
+
+def test_what_the_kubernetes_job_runs_is_understood():
+    spec = yaml.safe_load((ROOT / "dev/slurm/tok_shards.k8s.yaml").read_text())["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    assert container["command"] == ["python", "-m", "scripts.tok_shards"] and spec["completionMode"] == "Indexed"
+    args = tok_shards.parse_args([a.replace("$(JOB_COMPLETION_INDEX)", "7") for a in container["args"]])
+    assert args.task_index == 7 and args.num_tasks == spec["completions"]
+    tok_shards.check_args(args)
 
 
 # ---- real text ------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ compiled model, and one for all layers of equal window; padding is a document of
 
 A model is in one of three modes:
 
-- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel): causal for full windows, an explicit
-  boolean band (cached) for short ones; the band costs what the full square costs: fine on a CPU and for a few decoded
-  tokens. On CUDA short windows take `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels that the PyTorch
+- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel): causal for full windows, a boolean
+  band (cached) for short ones; the band costs what the full square costs: fine on a CPU and for a few decoded tokens.
+  On CUDA short windows take `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels that the PyTorch
   wheel carries. They take the window as a number and skip the blocks outside it, so a short window pays for what it
   sees. bfloat16 and float16 only.
 - `sdpa_mask`: an explicit (B, 1, T, T) mask: B T^2 bytes for each kind of window. Runs everywhere.

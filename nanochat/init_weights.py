@@ -4,8 +4,8 @@ Initial weights: a pure function of (seed, parameter name, shape).
     "transformer.h.3.attn.c_q.weight", seed 42  ->  BLAKE2b  ->  seed of a generator of its own  ->  the matrix
 
 Every parameter is drawn on the CPU by its own generator, so its bits are the same on every device, for every world
-size and whatever else is in the model. One generator for the whole model would be shorter, but then a layer more would
-change the bits of everything drawn after it, and a rank could not fill only what it owns.
+size and whatever else is in the model. One generator for the whole model would be shorter, but then a layer more
+would change the bits of everything drawn after it, and a rank could not fill only what it owns.
 """
 
 import hashlib

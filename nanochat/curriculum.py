@@ -184,6 +184,7 @@ class Curriculum:
 
 _Edges = tuple[list[str], list[int], list[int]]  # buckets; where each ends: whole rows; above which U one more
 _Block = tuple[int, int, frozenset[str], list[str | None]]  # first row, end, dropped buckets, buckets of the rows
+_NO_BLOCK: _Block = (0, 0, frozenset(), [])
 
 
 def _edges(shares: Mapping[str, int]) -> _Edges:
@@ -218,10 +219,10 @@ class Mixer:
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
         """The bucket of a lane's row where the lane has dropped some; None where it has dropped all of the phase."""
-        held = self._blocks.get(lane)
-        if held is None or not held[0] <= row < held[1] or held[2] != dropped:
-            held = self._blocks[lane] = self._load(lane, row, dropped)
-        return held[3][row - held[0]]
+        first, end, without, buckets = self._blocks.get(lane, _NO_BLOCK)
+        if not first <= row < end or without != dropped:
+            first, _, _, buckets = self._blocks[lane] = self._load(lane, row, dropped)
+        return buckets[row - first]
 
     def counts(self, lane: int, rows: range, dropped: frozenset[str] = frozenset()) -> dict[str, int]:
         """How often `bucket` gives each bucket for rows (in steps of 1) of a lane; those that never come are left

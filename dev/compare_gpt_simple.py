@@ -1,5 +1,5 @@
 """
-Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simple itself, in an environment of its own.
+Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simple itself, in its own environment.
 
     python -m dev.compare_gpt_simple [--venv DIR] [--golden DIR]
 
@@ -148,13 +148,14 @@ def compare_theirs(work: Path, check: "Checks") -> None:
         entries, eod = told["entries"], told["eod"]
         check(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
               entries_here(path) == entries and read_index(path).prefixes.tolist() == told["prefixes"])
-        check(f"{name}: the stream gets them without the end of documents",
-              documents_here(path, told) == [e[:-1] if e[-1] == eod else e for e in entries])
+        check(f"{name}: the stream gets them with BOS in front and without the end of documents",
+              documents_here(path, told) == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
         check(f"{name}: scripts.verify finds nothing wrong",
               verify([str(path), "--vocab-size", str(told["vocab_size"])]) == 0)
         write_here(work / "here" / name, entries, told["prefixes"], told["vocab_size"])
+        mine = work / "here" / path.name
         check(f"{name}: the same entries written here are the same bytes", all(
-            (work / "here" / f"{name}{e}").read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
+            mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
 
 def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: "Checks") -> None:
@@ -186,7 +187,8 @@ def random_entries(vocab_size: int) -> tuple[list[list[int]], list[int]]:
 def prepare(venv: Path) -> Path:
     """The Python of gpt-simple's environment, made if it is not there."""
     python = venv / "bin" / "python"
-    if not python.exists() or subprocess.run([str(python), "-c", "import gpt_simple"], capture_output=True).returncode:
+    ready = python.exists() and subprocess.run([str(python), "-c", "import gpt_simple"]).returncode == 0
+    if not ready:
         print(f"installing {' '.join(PACKAGES)} into {venv}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         subprocess.run([str(python), "-m", "pip", "install", "-q", *PACKAGES], check=True)

@@ -7,25 +7,27 @@ Shards: token ids on disk, written once, read as views into a memory map.
             0 0 0 1                                    n uint16: how many first ids repeat the end of the entry before
     manifest.json                                      of the folder: tokenizer, arguments, counts, checksums
 
-Above: two short documents, and one cut into windows of 4 ids with an overlap of 1. E ends documents, not windows; it is
-the same id as BOS. Everything is little-endian. The format is that of gpt-simple 0.1.2 (its pretokenize module), whose
-shards have no manifest.json and are read too.
+Above: two short documents, and one cut into windows of 4 ids with an overlap of 1. E ends documents, not windows; it
+is the same id as BOS. Everything is little-endian. The format is that of gpt-simple 0.1.2 (its pretokenize module),
+whose shards have no manifest.json and are read too.
 
-**Writing.** `ShardWriter` streams ids to a temporary .bin, hashing as it goes, and renames .idx last: a pair without a
-good .idx does not exist, so a crash or a full disk leaves no pair or a whole one.
+**Writing.** `ShardWriter` streams ids to a temporary .bin, hashing as it goes, and renames .idx last: a pair without
+a good .idx does not exist, so a crash or a full disk leaves no pair or a whole one.
 
 **Which entries end a document?** An entry whose follower repeats something of it does not. Any other does if the
-manifest tells that all later windows repeat something (or that there are none), so lengths and overlaps are known from
-.idx alone. Otherwise (foreign shards, windows without overlap) the entry's last id decides. gpt-simple may follow
-the end of a document with one more window that repeats its tail: only the last id tells that.
+manifest tells that all later windows repeat something (or that there are none), so lengths and overlaps are known
+from .idx alone. Otherwise (foreign shards, windows without overlap) the entry's last id decides. gpt-simple may
+follow the end of a document with one more window that repeats its tail: only the last id tells that.
 
 **Reading.** Opening a pair looks at 16 bytes, two offsets and two sizes, never at all offsets: a thousand shards open
-in well under a second, and nothing is kept for each entry. Offsets are checked where they are used.
-The rejected alternative, one Python object or array element for each document, costs gigabytes at a billion documents.
+in well under a second, and nothing is kept for each entry. Offsets are checked where they are used. The stream wants
+documents as BOS + ids, and the E that ends an entry stands just in front of the next one: most documents are views
+that begin one id earlier. The rejected alternative, one Python object or array element for each document, costs
+gigabytes at a billion documents.
 
-The kernel kills a process (SIGBUS) that reads a memory map beyond the end of a file truncated after it was
-opened. Sizes are checked when a file is opened, but nobody can check later ones: do not write into shards in use. A new
-file renamed over the old one is harmless, the map stays with the old.
+The kernel kills a process (SIGBUS) that reads a memory map beyond the end of a file truncated after it was opened.
+Sizes are checked when a file is opened, but nobody can check later ones: do not write into shards in use. A new file
+renamed over the old one is harmless, the map stays with the old.
 """
 
 import bisect
@@ -77,8 +79,8 @@ class Written:
 
 
 class ShardWriter:
-    """Context manager that writes PATH.bin and PATH.idx. When the block ends well both are there, whole, and `written`
-    says what they hold; after an exception neither is, and a pair that was there before is left alone.
+    """Context manager that writes PATH.bin and PATH.idx. When the block ends well both are there, whole, and
+    `written` says what they hold; after an exception neither is, and a pair that was there before is left alone.
 
     Memory: 10 bytes an entry. ValueError for ids outside the vocabulary, arrays that do not fit together, no entry at
     all.
@@ -155,7 +157,8 @@ class ShardWriter:
         for part in (HEADER.pack(MAGIC, VERSION, code, n), offsets.data, np.concatenate(self._prefixes).data):
             self._idx.write(part)
             digest.update(part)
-        return Written(n, self._tokens, self._tokens * self.dtype.itemsize, self._hash.hexdigest(), digest.hexdigest())
+        num_bytes = self._tokens * self.dtype.itemsize
+        return Written(n, self._tokens, num_bytes, self._hash.hexdigest(), digest.hexdigest())
 
     def _abandon(self, error: BaseException) -> None:
         """Have both temporary files go: they are closed as if `error` had come up in each."""
@@ -194,9 +197,10 @@ def _open(path: Path) -> BinaryIO:
         return open(path, "rb")
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
-        raise FileNotFoundError(f"{path}: not there, but {other.name} needs it; bring it back, or delete {other.name} "
-                                f"and rerun scripts.tok_shards" if other.exists() else
-                                f"{path}: the file is gone; bring it back, or start a new run (--model-tag)") from None
+        why = (f"not there, but {other.name} needs it; bring it back, or delete {other.name} and rerun "
+               f"scripts.tok_shards")
+        gone = "the file is gone; bring it back, or start a new run (--model-tag)"
+        raise FileNotFoundError(f"{path}: {why if other.exists() else gone}") from None
 
 
 def read_header(path: Path) -> tuple[np.dtype, int]:
@@ -222,7 +226,7 @@ def read_header(path: Path) -> tuple[np.dtype, int]:
 def read_index(path: Path | str) -> Index:
     """Open a pair, given by either file. Looks at header, sizes, first and last offset; cheap for any size.
 
-    Raises FileNotFoundError or ValueError naming the file: a missing sibling, no GPTS header, a size that does not fit.
+    Raises FileNotFoundError or ValueError naming the file: a missing sibling, no GPTS header, a wrong size.
     """
     idx, bin = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
     dtype, n = read_header(idx)
@@ -250,16 +254,16 @@ def read_tokens(index: Index) -> np.ndarray:
 
 def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any], shards: Mapping[str, Any]
                  ) -> dict[str, Any]:
-    """The manifest of a folder of shards. `tokenizer`: fingerprint, eod, vocab_size, name. `shards`: a record for each
-    pair by its name without ending: input, documents, entries, tokens, skipped, bin_bytes, bin_hash, idx_hash, and
-    groups (entries of each) where they are not GROUP_ENTRIES each."""
+    """The manifest of a folder of shards. `tokenizer`: fingerprint, eod, vocab_size, name. `shards`: a record for
+    each pair by its name without ending: input, documents, entries, tokens, skipped, bin_bytes, bin_hash, idx_hash,
+    and groups (entries of each) where they are not GROUP_ENTRIES each."""
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "tokenizer": dict(tokenizer),
             "arguments": dict(arguments), "shards": {name: shards[name] for name in sorted(shards)}}
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of shards, None where it has none; do not change it, it may be shared. ValueError if it
-    is broken or of another format."""
+    """The manifest of a folder of shards, None where it has none; do not change it, it may be shared. ValueError if
+    it is broken or of another format."""
     path = Path(folder) / MANIFEST_NAME
     try:
         stat = path.stat()
@@ -271,15 +275,21 @@ def read_manifest(folder: Path | str) -> dict[str, Any] | None:
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     manifest = read_json(path)
-    kind = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else type(manifest).__name__
+    kind = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else None
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
-        raise ValueError(f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file away to "
-                         f"read these shards without it, or make them again with scripts.tok_shards")
-    wanted = [("tokenizer", manifest, {"fingerprint", "eod", "vocab_size"}),
-              ("arguments", manifest, {"max_length", "overlap_size"}),
-              *((name, manifest.get("shards"), RECORD_KEYS) for name in manifest.get("shards", {}))]
-    for name, where, keys in wanted:
-        if missing := keys - set(where.get(name, {})):
+        raise ValueError(f"{path}: got {kind or type(manifest).__name__}, expected "
+                         f"{(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file away to read these shards without "
+                         f"it, or make them again with scripts.tok_shards")
+    shards = manifest.get("shards")
+    wanted: list[tuple[str, Any, set[str]]] = [
+        ("tokenizer", manifest.get("tokenizer"), {"fingerprint", "eod", "vocab_size"}),
+        ("arguments", manifest.get("arguments"), {"max_length", "overlap_size"}), ("shards", shards, set()),
+        *((name, record, RECORD_KEYS) for name, record in (shards.items() if isinstance(shards, dict) else ()))]
+    for name, value, keys in wanted:
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}: {name} is {type(value).__name__}, expected a JSON object; delete it and rerun "
+                             f"scripts.tok_shards")
+        if missing := keys - set(value):
             raise ValueError(f"{path}: {name} lacks {', '.join(sorted(missing))}; delete it and rerun "
                              f"scripts.tok_shards")
     return manifest
@@ -304,8 +314,8 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
 
 def scan_file(path: Path, name: str) -> dict[str, Any]:
     """What pins a pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups"}. `footer` hashes
-    size, header and both ends of the .idx. ValueError or FileNotFoundError naming the file if the pair is not whole or
-    not what manifest.json says."""
+    size, header and both ends of the .idx. ValueError or FileNotFoundError naming the file if the pair is not whole
+    or not what manifest.json says."""
     index = read_index(path)
     manifest = read_manifest(path.parent)
     record = None if manifest is None else manifest["shards"].get(path.stem)
@@ -343,11 +353,14 @@ class _Shard:
 
 
 class ShardSource:
-    """Shards as a bucket of the stream (`nanochat.sources.Source`): documents are entries, ready made.
+    """Shards as a bucket of the stream (`nanochat.sources.Source`): documents are entries, as BOS + ids, or as they
+    are stored (with EOD where it is, without BOS) with `keep_eod`.
 
-    `manifest` is a run's (`nanochat.sources.scan`). A trailing end-of-document id is dropped unless `keep_eod`. Files
-    are opened when first used, from any thread. Nothing is kept for each entry.
+    `manifest` is a run's (`nanochat.sources.scan`). Files are opened when first used, from any thread. ValueError for
+    shards of another tokenizer.
     """
+
+    mapped = True
 
     def __init__(self, manifest: "Manifest", tokenizer: "Tokenizer", *, keep_eod: bool = False):
         self.manifest, self.keep_eod = manifest, keep_eod
@@ -368,14 +381,15 @@ class ShardSource:
         for folder in sorted({path.parent for path in self._paths}):
             manifest = read_manifest(folder)
             if manifest is not None and manifest["tokenizer"]["fingerprint"] != fingerprint:
-                raise ValueError(f"{folder}: its shards were made with tokenizer {manifest['tokenizer']['fingerprint']}"
-                                 f", this run has {fingerprint}; name their tokenizer with --tokenizer-dir, or make "
-                                 f"them again with scripts.tok_shards")
+                theirs = manifest["tokenizer"]["fingerprint"]
+                raise ValueError(f"{folder}: its shards were made with tokenizer {theirs}, this run has {fingerprint}"
+                                 f"; name their tokenizer with --tokenizer-dir, or make them again with "
+                                 f"scripts.tok_shards")
         for path in self._paths:
             dtype, _ = read_header(path.with_suffix(".idx"))
             if vocab_size - 1 > np.iinfo(dtype).max:
-                raise ValueError(f"{path}: its ids are {dtype.name}, too small for a vocabulary of {vocab_size:,}; it "
-                                 f"was made with another tokenizer: name that one with --tokenizer-dir")
+                raise ValueError(f"{path}: its ids are {dtype.name}, too small for a vocabulary of {vocab_size:,}; "
+                                 f"it was made with another tokenizer: name that one with --tokenizer-dir")
 
     def _place(self, group: int) -> tuple[int, int]:
         file = bisect.bisect_right(self._first_group, group) - 1
@@ -397,8 +411,8 @@ class ShardSource:
         path, entry = self._paths[file], self.manifest["files"][file]
         index = read_index(path)
         if len(index) != sum(entry["groups"]) or path.stat().st_size != entry["size"]:
-            raise ValueError(f"{path}: {len(index):,} entries, {sum(entry['groups']):,} when this run began; bring the "
-                             f"old file back, or start a new run (--model-tag)")
+            raise ValueError(f"{path}: {len(index):,} entries, {sum(entry['groups']):,} when this run began; bring "
+                             f"the old file back, or start a new run (--model-tag)")
         manifest = read_manifest(path.parent)
         known = manifest is not None and path.stem in manifest["shards"] and ends_follow(manifest)
         return _Shard(index, read_tokens(index), known)
@@ -416,8 +430,8 @@ class ShardSource:
         offsets = shard.index.offsets[first:last + 1]
         starts, ends = offsets[:-1], offsets[1:]
         if np.count_nonzero(ends < starts) or offsets[0] < 0 or offsets[-1] > len(shard.ids):
-            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: the offsets of entries {first:,} to {last:,} do "
-                             f"not ascend; python -m scripts.verify tells which, then {_REDO}")
+            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: the offsets of entries {first:,} to {last:,} "
+                             f"do not ascend; python -m scripts.verify tells which, then {_REDO}")
         if self.keep_eod or not len(shard.ids):
             return shard, starts, ends
         if not shard.ends_follow:
@@ -429,16 +443,22 @@ class ShardSource:
         return shard, starts, np.maximum(ends - closed, starts)
 
     def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[np.ndarray]:
-        """Ids of a group's entries [unit * unit_size, (unit + 1) * unit_size): read-only views, uint16 or uint32.
-        ValueError naming the file for offsets that do not ascend."""
+        """A group's entries [unit * unit_size, (unit + 1) * unit_size), uint16 or uint32, as the stream sees them:
+        BOS and ids, or as they are stored with `keep_eod`. Views; an entry is copied where no EOD, the same id as
+        BOS, happens to stand before it. ValueError naming the file for offsets that do not ascend."""
         shard, starts, ends = self._bounds(group, unit, unit_size)
         ids = shard.ids
-        return [ids[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
+        if self.keep_eod:
+            return [ids[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
+        framed = (starts > 0) & (ids[starts - 1] == self.eod) if len(ids) else starts > 0
+        bos = np.array([self.eod], ids.dtype)
+        return [ids[a - 1:b] if f else np.concatenate((bos, ids[a:b]))
+                for a, b, f in zip(starts.tolist(), ends.tolist(), framed.tolist())]
 
     def lengths(self, group: int, unit: int, unit_size: int) -> list[int]:
-        """How many ids `fetch` gives for each entry; does not read .bin where the index tells."""
+        """How many tokens `fetch` gives for each entry; does not read .bin where the index tells."""
         _, starts, ends = self._bounds(group, unit, unit_size)
-        return (ends - starts).tolist()
+        return (ends - starts + (not self.keep_eod)).tolist()
 
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
         """How many first ids of each entry repeat the entry before it. ValueError where that is more than it has."""

@@ -4,13 +4,13 @@ Verify what lies on disk, to the last byte:
     python -m scripts.verify PATH...        a .bin or .idx of shards, or folders: everything below them
 
 Shards (nanochat/shards.py), with manifest.json or without: header and sizes; offsets that ascend; no empty entry;
-prefixes shorter than their entries; ids inside the vocabulary; end-of-document ids at the ends of documents and nowhere
-else; counts and checksums of manifest.json; pairs that it lists and are gone, pairs that it does not list. Then a table
-for each bucket: what is in it, how long entries are, how many tokens lie beyond a row of T + 1.
+prefixes shorter than their entries; ids inside the vocabulary; end-of-document ids at the ends of documents and
+nowhere else; counts and checksums of manifest.json; pairs that it lists and are gone, pairs that it does not list.
+Then a table for each bucket: what is in it, how long entries are, how many tokens lie beyond a row of T + 1.
 
-All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Files are read in blocks,
-so memory does not depend on their size. A foreign shard names neither vocabulary nor end-of-document id: the last id of
-each file is taken for the latter, and ids have no bound unless --tokenizer or --vocab-size gives one.
+All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Files are read in
+blocks, so memory does not depend on their size. A foreign shard names neither vocabulary nor end-of-document id: the
+last id of each file is taken for the latter, and ids have no bound unless --tokenizer or --vocab-size gives one.
 """
 
 import argparse
@@ -117,8 +117,8 @@ def compare_record(found: dict[str, Any], record: dict[str, Any], problems: Prob
         if value != record[key]:
             problems.lines.append(f"{problems.path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}")
     if record.get("groups") is not None and sum(record["groups"]) != found["entries"]:
-        problems.lines.append(f"{problems.path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} entries, "
-                              f"the file {found['entries']:,}")
+        problems.lines.append(f"{problems.path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} "
+                              f"entries, the file {found['entries']:,}")
 
 
 def check_entries(index: Index, expected: Expected, facts: Facts, problems: Problems, T: int) -> bool:
@@ -145,7 +145,7 @@ def check_entries(index: Index, expected: Expected, facts: Facts, problems: Prob
             problems.add("windows too long", places(lengths > limit), lambda i:
                          f"entry {i:,}: {length(i)}, but windows have at most {expected.max_length:,} and an "
                          f"end-of-document id")
-        facts.count(np.maximum(lengths, 0), T)
+        facts.count(lengths, T)
         ascending &= not (lengths < 0).any()
     problems.add("prefix of the first entry", np.flatnonzero(index.prefixes[:1]), lambda i:
                  f"entry 0: a prefix of {index.prefixes[0]:,}, but there is no entry before it")

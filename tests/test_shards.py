@@ -77,7 +77,7 @@ def open_source(root: Path, tokenizer=None, **kwargs) -> ShardSource:
 
 
 def read_all(source: ShardSource, unit_size: int = 3) -> list[list[int]]:
-    """All documents, after checking that lengths and overlaps agree with them."""
+    """All documents without their BOS, after checking that it is there and that lengths and overlaps agree."""
     found = []
     for group, size in enumerate(source.groups.tolist()):
         for unit in range(-(-size // unit_size)):
@@ -85,7 +85,9 @@ def read_all(source: ShardSource, unit_size: int = 3) -> list[list[int]]:
             assert source.lengths(group, unit, unit_size) == list(map(len, documents))
             assert len(source.overlaps(group, unit, unit_size)) == len(documents)
             assert source.encode(documents) is documents
-            found += [d.tolist() for d in documents]
+            if not source.keep_eod:
+                assert all(d[0] == source.eod for d in documents)
+            found += [d.tolist() if source.keep_eod else d.tolist()[1:] for d in documents]
     return found
 
 
@@ -155,8 +157,8 @@ def windowed(draw):
 
 @given(windowed(), st.integers(1, 5), st.integers(1, 4), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_the_source_gives_entries_without_the_eod_with_and_without_a_manifest(tmp_path_factory, case, unit_size, group,
-                                                                              keep_eod):
+def test_the_source_gives_entries_without_eod_with_or_without_manifest(tmp_path_factory, case, unit_size, group,
+                                                                       keep_eod):
     entries, prefixes, overlap = case
     root = tmp_path_factory.mktemp("root")
     sizes = [min(group, len(entries) - i) for i in range(0, len(entries), group)]
@@ -197,7 +199,7 @@ def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path):
         source.fetch(0, 0, 1)
         shard = source._shards[0]
         source._shards[0] = shards._Shard(shard.index, np.zeros_like(shard.ids), shard.ends_follow)  # no E in sight
-        assert source.lengths(0, 0, 3) == ([2, 2, 1] if index_only else [2, 3, 2])
+        assert source.lengths(0, 0, 3) == ([3, 3, 2] if index_only else [3, 4, 3])
     assert not ends_follow(None)
 
 
@@ -221,23 +223,29 @@ def test_groups_and_places_over_several_files(tmp_path):
     assert source.fingerprint == sources.fingerprint(scan(tmp_path))
 
 
-def test_documents_are_plain_read_only_views_and_files_are_opened_when_used(tmp_path):
-    write_pair(tmp_path / "a", [[1, E]])
-    write_pair(tmp_path / "b", [[70_000, E]], vocab_size=100_000)
+def test_documents_behind_an_end_are_plain_read_only_views_and_files_are_opened_when_used(tmp_path):
+    """The end of the document before is the BOS of this one. Others are copied: the first, and later windows."""
+    write_pair(tmp_path / "a", [[1, E], [2, 3], [4, E]])
+    write_pair(tmp_path / "b", [[5, E], [70_000, E]], vocab_size=100_000)
     source = open_source(tmp_path)
     assert source._shards == [None, None]
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
-    [a], [b] = source.fetch(0, 0, 64), source.fetch(1, 0, 64)
-    assert type(a) is type(b) is np.ndarray
-    assert (a.dtype, b.dtype) == (np.uint16, np.uint32)
-    assert not a.flags.owndata and not a.flags.writeable
+    [first, a, later], [_, b] = source.fetch(0, 0, 64), source.fetch(1, 0, 64)
+    assert [d.tolist() for d in (first, a, later, b)] == [[E, 1], [E, 2, 3], [E, 4], [E, 70_000]]
+    assert {type(d) for d in (first, a, later, b)} == {np.ndarray}
+    assert (first.dtype, a.dtype, later.dtype, b.dtype) == (np.uint16, np.uint16, np.uint16, np.uint32)
+    assert [d.flags.owndata for d in (first, a, later, b)] == [True, False, True, False]
+    assert not a.flags.writeable and not b.flags.writeable
+    stored = [*open_source(tmp_path, keep_eod=True).fetch(0, 0, 64)]
+    assert [d.tolist() for d in stored] == [[1, E], [2, 3], [4, E]]
+    assert not any(d.flags.owndata for d in stored)
     assert before is None or len(os.listdir("/proc/self/fd")) == before  # no descriptor a shard
 
 
 def test_views_outlive_the_source(tmp_path):
-    write_pair(tmp_path / "a", [[1, 2, 3, E]])
-    [view] = open_source(tmp_path).fetch(0, 0, 1)
-    assert view.tolist() == [1, 2, 3]
+    write_pair(tmp_path / "a", [[E], [1, 2, 3, E]])
+    [_, view] = open_source(tmp_path).fetch(0, 0, 2)
+    assert view.tolist() == [E, 1, 2, 3] and not view.flags.owndata
 
 
 def test_threads_open_a_file_once(tmp_path, monkeypatch):
@@ -248,7 +256,7 @@ def test_threads_open_a_file_once(tmp_path, monkeypatch):
 
     def work() -> None:
         start.wait()
-        got.append(sum(d.tolist()[0] for d in source.fetch(0, 0, 256)))
+        got.append(sum(d.tolist()[1] for d in source.fetch(0, 0, 256)))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -275,7 +283,7 @@ def test_opening_looks_at_no_offsets_but_the_ends(tmp_path):
 def test_offsets_outside_the_file_are_refused(tmp_path, value, unit):
     write_pair(tmp_path / "a", [[i, E] for i in range(20)])
     patch(tmp_path / "a.idx", 16 + 8 * 10, value.to_bytes(8, "little", signed=True))
-    with pytest.raises(ValueError, match=rf"a\.idx: the offsets of entries {10 * unit} to {10 * unit + 10} do not asc"):
+    with pytest.raises(ValueError, match=rf"a\.idx: the offsets of entries {10 * unit} to {10 * unit + 10} do not"):
         open_source(tmp_path).fetch(0, unit, 10)
 
 
@@ -325,7 +333,9 @@ def test_manifests_are_read_once_and_again_when_they_change(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("value, message", [
     ([], "list"), ({"format": "x", "version": 1}, "expected"), ({"format": "nanochat-shards", "version": 9}, "9"),
-    (new_manifest({}, {}, {}), "tokenizer lacks eod"),
+    (new_manifest({}, {}, {}), "tokenizer lacks eod"), ({**new_manifest({}, {}, {}), "tokenizer": 3}, "is int"),
+    ({**new_manifest({"fingerprint": "t", "eod": 1, "vocab_size": 2}, {"max_length": 0, "overlap_size": 0}, {}),
+      "shards": []}, "shards is list"),
     (new_manifest({"fingerprint": "t", "eod": 1, "vocab_size": 2}, {"max_length": 0, "overlap_size": 0}, {"a": {}}),
      "a lacks bin_bytes"),
 ])
@@ -497,17 +507,17 @@ def test_a_rename_that_fails_leaves_no_half(tmp_path, monkeypatch):
 
 
 def test_views_of_a_pair_that_is_replaced_stay(tmp_path):
-    write_pair(tmp_path / "a", [[1, 2, 3, E]])
+    write_pair(tmp_path / "a", [[E], [1, 2, 3, E]])
     source = open_source(tmp_path)
-    [view] = source.fetch(0, 0, 1)
+    [_, view] = source.fetch(0, 0, 2)
     write_pair(tmp_path / "a", [[7, E]])
-    assert view.tolist() == source.fetch(0, 0, 1)[0].tolist() == [1, 2, 3]
+    assert view.tolist() == source.fetch(0, 0, 2)[1].tolist() == [E, 1, 2, 3]
 
 
 # ---- the other project's files --------------------------------------------------------------------------------------
 
 def test_shards_written_by_gpt_simple(tmp_path):
-    """A pair that gpt-simple 0.1.2 wrote, with what its own reader says of it (dev/compare_gpt_simple.py made both)."""
+    """A pair that gpt-simple 0.1.2 wrote, and what its own reader says of it; dev/compare_gpt_simple.py made both."""
     told = json.loads((GOLDEN / "tiny.json").read_text())
     index = read_index(GOLDEN / "tiny.bin")
     ids = read_tokens(index)

@@ -73,8 +73,8 @@ DAMAGE = {
         "a.bin: entry 1: it is empty", "a.bin: entry 0: 6 ids, but", "a.bin: entry 0: the document ends here without",
         f"a.bin: entry 0: the end-of-document id {E} at 2, inside",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2: a prefix of 3 in an entry of 3"]),
-    "first prefix": ("idx", lambda p: patch(p, FIRST_PREFIX, b"\x01"), ["a.bin: entry 0: a prefix of 1, but there is"]),
+    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2: a prefix of 3 in an entry of"]),
+    "first prefix": ("idx", lambda p: patch(p, FIRST_PREFIX, b"\1"), ["a.bin: entry 0: a prefix of 1, but there is"]),
     "lost prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\0"), [
         "a.bin: entry 1: the document ends here without"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
@@ -84,8 +84,8 @@ DAMAGE = {
     "lost end": ("bin", lambda p: patch(p, 16, u16(9)), [
         f"a.bin: entry 2: the document ends here without the end-of-document id {E}",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "end inside": ("bin", lambda p: patch(p, 8, u16(E)), [f"a.bin: entry 1: the end-of-document id {E} at 4, inside"]),
-    "end of a window": ("bin", lambda p: patch(p, 10, u16(E)), ["a.bin: entry 1: it ends with the end-of-document id"]),
+    "end inside": ("bin", lambda p: patch(p, 8, u16(E)), [f"a.bin: entry 1: the end-of-document id {E} at 4,"]),
+    "end of a window": ("bin", lambda p: patch(p, 10, u16(E)), ["a.bin: entry 1: it ends with the end-of-document"]),
     "another id": ("bin", lambda p: patch(p, 0, u16(2)), []),
 }
 
@@ -187,7 +187,8 @@ def test_foreign_shards(tmp_path, capsys):
     patch(tmp_path / "a.bin", 2, u16(E))  # so an entry without an end becomes one with it
     assert run(capsys, tmp_path)[0] == 0
     patch(tmp_path / "a.bin", 0, u16(E))
-    assert run(capsys, tmp_path)[1] == [f"{tmp_path}/a.bin: entry 0: the end-of-document id {E} at 0, inside the entry"]
+    assert run(capsys, tmp_path)[1] == [
+        f"{tmp_path}/a.bin: entry 0: the end-of-document id {E} at 0, inside the entry"]
 
 
 def test_the_last_entry_of_a_foreign_shard_ends_a_document(tmp_path, capsys, monkeypatch):

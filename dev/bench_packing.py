@@ -39,8 +39,7 @@ from tqdm import tqdm
 from nanochat.common import hash_json, run_main
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import BestFit, Placement
-from nanochat.run_data import BUCKET
-from nanochat.sources import ParquetSource, fingerprint, scan
+from nanochat.sources import BUCKET, ParquetSource, fingerprint, scan
 from nanochat.stream import Document
 from nanochat.tokenizer import RustBPETokenizer
 

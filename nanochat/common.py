@@ -23,6 +23,7 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1  # what a script returns after a clear error
+EXIT_HALTED = 3  # a person must decide how the run goes on
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------

@@ -131,8 +131,8 @@ class Layout:
 
 
 class _Slot:
-    """Host memory for one micro-batch: tokens and target masks. The device makes int64 of them, so that a quarter of the
-    bytes travels and nothing is written twice."""
+    """Host memory for one micro-batch: tokens and target masks. The device makes int64 of them, so that fewer bytes
+    travel and nothing is written twice."""
 
     def __init__(self, B: int, T: int, bos: int, *, pinned: bool, with_doc_ids: bool = False):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -196,8 +196,8 @@ class _Filled:
 class DataLoader:
     """Endless iterator over this rank's micro-batches; where epochs are limited it ends by raising `Dry`.
 
-    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`. What goes wrong while prefetching is raised by the `next`
-    that would have had the batch. Close it, or use it as a context manager.
+    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`. What goes wrong
+    while prefetching is raised by the `next` that would have had the batch. Close it, or use it as a context manager.
     """
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
@@ -323,15 +323,16 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 
 
 def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, device_batch_size: int, num_tokens: int,
-                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_threads: int = 4
-                      ) -> Iterator[MicroBatch]:
+                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_threads: int = 4,
+                      with_doc_ids: bool = False) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane (at least
     one; fewer where the data ends). A rank beyond the number of lanes has none."""
     config = validation_config(source, T)
     world_size = min(world_size, config.V)
     lanes = block(rank, world_size, config.V) if rank < world_size else range(0)
     device = torch.device(device)
-    slot = _Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda")
+    slot = _Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda",
+                 with_doc_ids=with_doc_ids)
     stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
     rows: list[Row] = []
     steps = max(1, num_tokens // (T * config.V))

@@ -8,15 +8,38 @@ counts, and a flag that does not fit is better told before gigabytes are filled.
 """
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanochat.common import print0
+from nanochat.curriculum import load
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
+from nanochat.packing import VERSION
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
+
+
+def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenizer:
+    """The tokenizer in a folder; without one, that which lies beside shards, or the default one."""
+    beside = Path(data_path) / "tokenizer"
+    return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None))
+
+
+def command_settings(flags: dict[str, Any], tokenizer: RustBPETokenizer, world_size: int, device_type: str
+                     ) -> dict[str, Any]:
+    """The settings that a command stands for: its flags, what its curriculum file says, where it runs. What a
+    curriculum allows stands apart from what it mixes."""
+    mix = None if flags["curriculum"] is None else load(flags["curriculum"])
+    plain = None if mix is None else replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False).to_json()
+    return {**flags, "curriculum": plain, "allow_budget_mismatch": mix is not None and mix.allow_budget_mismatch,
+            "allow_bucket_exhaustion": flags["allow_bucket_exhaustion"] or bool(mix and mix.allow_bucket_exhaustion),
+            "vocab_size": tokenizer.get_vocab_size(), "tokenizer_fingerprint": tokenizer.fingerprint,
+            "world_size": world_size, "packer_version": VERSION, "device_type": device_type}
 
 
 def build_model(settings: dict[str, Any], depth: int) -> GPT:
@@ -25,7 +48,7 @@ def build_model(settings: dict[str, Any], depth: int) -> GPT:
                                   aspect_ratio=settings["aspect_ratio"], head_dim=settings["head_dim"],
                                   window_pattern=settings["window_pattern"])
     with torch.device("meta"):
-        return GPT(config)
+        return GPT(config, attention_mode=settings["attention_mode"])
 
 
 def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tuple[dict[str, Any], Horizon, GPT]:
@@ -37,7 +60,7 @@ def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tu
         **{k: settings[k] for k in ("num_iterations", "target_flops", "target_param_data_ratio", "total_batch_size",
                                     "weight_decay")},
         sequence_len=settings["max_seq_len"], scaling_params=scaling[0], reference_scaling_params=scaling[1],
-        flops_per_token=model.estimate_flops())
+        flops_per_token=model.estimate_flops(), curriculum_tokens=curriculum_tokens(settings))
     rows = horizon.total_batch_size // settings["max_seq_len"]
     lanes = default_lanes(rows) if settings["lanes"] == -1 else settings["lanes"]
     if lanes < 1:
@@ -46,8 +69,24 @@ def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tu
         raise ValueError(f"--tokenizer-threads: got {settings['tokenizer_threads']}, expected at least 1")
     leaves = default_leaves(world_size, lanes) if settings["leaves"] == -1 else settings["leaves"]
     Layout(lanes, rows, settings["device_batch_size"], 0, world_size, leaves)  # says what does not fit
+    check_budget(settings, horizon)
     return {**settings, "total_batch_size": horizon.total_batch_size, "lanes": lanes, "leaves": leaves,
             "dtype": str(dtype).removeprefix("torch.")}, horizon, model
+
+
+def curriculum_tokens(settings: dict[str, Any]) -> int:
+    """What all phases of the curriculum last together, 0 without one."""
+    return sum(phase["duration_tokens"] for phase in (settings["curriculum"] or {"phases": ()})["phases"])
+
+
+def check_budget(settings: dict[str, Any], horizon: Horizon) -> None:
+    """ValueError where training is more than a step longer or shorter than the curriculum, unless that is allowed."""
+    wanted, total = curriculum_tokens(settings), horizon.total_tokens
+    if wanted and abs(total - wanted) > horizon.total_batch_size and not settings["allow_budget_mismatch"]:
+        raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
+                         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); leave out "
+                         f"--num-iterations to train as long as the curriculum, mend its durations, or set "
+                         f"allow_budget_mismatch: true in it")
 
 
 def derive(horizon: Horizon, model: GPT) -> dict[str, Any]:

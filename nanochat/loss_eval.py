@@ -13,7 +13,7 @@ it. All ranks' row sums travel for that: one number for thousands of tokens.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,32 +24,52 @@ from torch import Tensor
 NO_BYTES = "nothing to evaluate: no target stands for bytes of text; check the validation data and `steps`"
 
 
-@torch.no_grad()
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over `steps` batches (None: until there are no more), over all ranks' batches together.
+    """Bits per byte of `model` over `steps` batches (None: until there are no more), all ranks' batches together.
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat.
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`
+    also with masks=model.masks(doc_ids).
     batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T) int64, targets of -100 off.
     token_bytes: (vocab_size,) integers, bytes of each token's text, 0 for special tokens.
     Collective when torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
     ValueError on all ranks if no rank has a byte. The model's train or eval mode is left alone.
     """
+    return _bits_per_byte(*_measure(model, batches, steps, torch.as_tensor(token_bytes).to("cpu", torch.int64)))
+
+
+def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any
+                     ) -> tuple[float, dict[str, float]]:
+    """Collective, as `evaluate_bpb`: (bits per byte of all buckets' batches together, of each bucket)."""
     token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
+    measured = {name: _measure(model, batches, None, token_bytes) for name, batches in buckets.items()}
+    together = [nats for rows, _ in measured.values() for nats in rows], sum(n for _, n in measured.values())
+    return _bits_per_byte(*together), {name: _bits_per_byte(*found) for name, found in measured.items()}
+
+
+def _bits_per_byte(row_nats: list[float], num_bytes: int) -> float:
+    if num_bytes == 0:
+        raise ValueError(NO_BYTES)
+    return math.fsum(row_nats) / (math.log(2) * num_bytes)
+
+
+@torch.no_grad()
+def _measure(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Tensor) -> tuple[list[float], int]:
+    """(nats of each row, bytes of all of them), of all ranks."""
     row_nats: list[float] = []
     num_bytes = 0
     iterator = iter(batches)
     while (steps is None or steps > 0) and (batch := next(iterator, None)) is not None:
         x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
-        losses = model(x, y, loss_reduction="none")
+        doc_ids = getattr(batch, "doc_ids", None)
+        extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
+        losses = model(x, y, loss_reduction="none", **extra)
         nats, counted = _row_sums(losses, y, token_bytes)
         row_nats += nats
         num_bytes += counted
         steps = None if steps is None else steps - 1
     if dist.is_available() and dist.is_initialized():
         row_nats, num_bytes = _gather(row_nats, num_bytes)
-    if num_bytes == 0:
-        raise ValueError(NO_BYTES)
-    return math.fsum(row_nats) / (math.log(2) * num_bytes)
+    return row_nats, num_bytes
 
 
 def _row_sums(losses: Tensor, targets: Tensor, token_bytes: Tensor) -> tuple[list[float], int]:

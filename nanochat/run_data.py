@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import read_json, write_json
+from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
-from nanochat.sources import Manifest, ParquetSource, check, split_train_val
+from nanochat.shards import ShardSource
+from nanochat.sources import Manifest, ParquetSource, Source, check, scan, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"
-BUCKET = "data"  # the name of the bucket of a run without a curriculum
 
 
 @dataclass(frozen=True)
@@ -28,52 +29,77 @@ class RunData:
     """What a run's stream is made of."""
 
     tokenizer: RustBPETokenizer
-    train: dict[str, ParquetSource]
-    val: ParquetSource
+    train: dict[str, Source]
+    val: dict[str, Source]
 
 
-def pin_data(run_dir: Path, data_path: Path | str, val_path: Path | str | None = None, *, strict: bool = False
-             ) -> dict[str, Manifest]:
-    """Write the run's data_manifest.json, or, where it has one, compare it with the files below the given paths.
+def pin_data(run_dir: Path, data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
+             curriculum: Curriculum | None = None, strict: bool = False) -> dict[str, dict[str, Manifest]]:
+    """Write the run's data_manifest.json: {"train": {bucket: manifest}, "val": ...}. Where it has one, compare the
+    files of the buckets in use with it, below the given paths, and add buckets that the curriculum did not mix before.
 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
     path = run_dir / MANIFEST_NAME
-    if not path.exists():
-        train, val = split_train_val(data_path, val_path, strict=strict)
-        manifests = {"train": train, "val": val}
-    else:
-        old = read_json(path)
-        roots = {"train": data_path, "val": data_path if val_path is None else val_path}
-        manifests = {split: check(old[split], roots[split], strict=strict) for split in old}
-        if manifests == old:
-            return manifests
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(path, manifests)
+    old: dict[str, dict[str, Manifest]] = read_json(path) if path.exists() else {}
+    roots = {"train": Path(data_path), "val": Path(data_path if val_path is None else val_path)}
+    manifests = {split: dict(buckets) for split, buckets in old.items()}
+    for split, buckets in old.items():
+        for bucket, manifest in buckets.items():
+            if split == "val" or curriculum is None or bucket in curriculum.buckets:
+                manifests[split][bucket] = check(manifest, roots[split], strict=strict)
+    if not old or (curriculum is not None and set(curriculum.buckets) - set(old["train"])):
+        files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=curriculum is not None)
+        if curriculum is not None:
+            curriculum.check_buckets(files["train"])
+            files["train"] = {bucket: files["train"][bucket] for bucket in curriculum.buckets}
+        for split, buckets_of in files.items():
+            known = manifests.setdefault(split, {})
+            if not old or split == "train":
+                known.update({bucket: scan(roots[split], found, strict=strict) for bucket, found in buckets_of.items()
+                              if bucket not in known})
+    if manifests != old:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(path, manifests)
     return manifests
 
 
-def open_data(run_dir: Path) -> RunData:
+def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
+    """The source of a manifest's files; `as_stored`: entries of shards keep their end-of-document id."""
+    if manifest["files"][0]["name"].endswith(".bin"):
+        return ShardSource(manifest, tokenizer, keep_eod=as_stored)
+    if as_stored:
+        raise ValueError("--packing binned: packs stored entries, and this data is text; make shards of it with python "
+                         "-m scripts.tok_shards, or take --packing bestfit")
+    return ParquetSource(manifest, tokenizer)
+
+
+def open_data(run_dir: Path, *, as_stored: bool = False) -> RunData:
     """The run's tokenizer and sources, from its directory alone. FileNotFoundError if it never pinned them."""
     path = run_dir / MANIFEST_NAME
     if not path.exists():
         raise FileNotFoundError(f"{path}: missing, so this run never read any data; start it first")
     manifests = read_json(path)
     tokenizer = RustBPETokenizer.from_directory(run_dir / "tokenizer")
-    return RunData(tokenizer, {BUCKET: ParquetSource(manifests["train"], tokenizer)},
-                   ParquetSource(manifests["val"], tokenizer))
+    train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
+    return RunData(tokenizer, train, {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()})
 
 
-def stream_config(settings: Mapping[str, Any]) -> StreamConfig:
-    """The stream of a run's resolved settings (config.json), by the names its flags have."""
+def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None) -> StreamConfig:
+    """The stream of a run's resolved settings (config.json), by the names its flags have. `curriculum`: in place of the
+    one that the run began with."""
+    mix = curriculum or settings["curriculum"]
     return StreamConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
                         layout=settings["packing"], long_docs=settings["long_docs"], overlap=settings["overlap"],
-                        buffer_size=settings["buffer_size"], packer_version=settings["packer_version"])
+                        buffer_size=settings["buffer_size"], pack=settings["pack"],
+                        curriculum=None if mix is None else Curriculum.from_json(mix),
+                        packer_version=settings["packer_version"])
 
 
 def open_run(run_dir: Path) -> tuple[RunData, StreamConfig, dict[str, Any]]:
     """(data, stream settings, resolved settings) of a run; the pinned files are compared with the disk first."""
     settings = read_config(run_dir)
-    for manifest in read_json(run_dir / MANIFEST_NAME).values():
-        check(manifest)
-    return open_data(run_dir), stream_config(settings), settings
+    for buckets in read_json(run_dir / MANIFEST_NAME).values():
+        for manifest in buckets.values():
+            check(manifest)
+    return open_data(run_dir, as_stored=settings["packing"] == "binned"), stream_config(settings), settings

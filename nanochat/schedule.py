@@ -62,13 +62,15 @@ def auto_batch_tokens(size_ratio: float, sequence_len: int) -> int:
     return sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
 
 
-def _num_iterations(num_iterations: int, target_flops: float, target_tokens: int, batch_tokens: int,
-                    flops_per_token: float) -> int:
-    """Steps by the first horizon that is set: iterations, FLOPs, data:parameter ratio."""
+def _num_iterations(num_iterations: int, target_flops: float, curriculum_tokens: int, target_tokens: int,
+                    batch_tokens: int, flops_per_token: float) -> int:
+    """Steps by the first horizon that is set: iterations, FLOPs, the curriculum's phases, data:parameter ratio."""
     if num_iterations > 0:
         return num_iterations
     if target_flops > 0:
         steps, flag = round(target_flops / (flops_per_token * batch_tokens)), "--target-flops"
+    elif curriculum_tokens > 0:
+        steps, flag = curriculum_tokens // batch_tokens, "--curriculum"
     elif target_tokens > 0:
         steps, flag = target_tokens // batch_tokens, "--target-param-data-ratio"
     else:
@@ -82,11 +84,12 @@ def _num_iterations(num_iterations: int, target_flops: float, target_tokens: int
 
 def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_data_ratio: float, total_batch_size: int,
                     weight_decay: float, sequence_len: int, scaling_params: int, reference_scaling_params: int,
-                    flops_per_token: float) -> Horizon:
+                    flops_per_token: float, curriculum_tokens: int = 0) -> Horizon:
     """Settle steps, batch size and scaling from the flags of the same names (-1 switches one off, or asks for auto).
 
     `scaling_params` counts transformer matrices and the output head of the model, `reference_scaling_params` those of
-    the same model at REFERENCE_DEPTH. Raises ValueError that names the flag.
+    the same model at REFERENCE_DEPTH; `curriculum_tokens` is what all phases last (0: no curriculum). Raises ValueError
+    that names the flag.
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
@@ -97,7 +100,8 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
     target_tokens = max(0, int(target_param_data_ratio * scaling_params))
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
     return Horizon(
-        num_iterations=_num_iterations(num_iterations, target_flops, target_tokens, total_batch_size, flops_per_token),
+        num_iterations=_num_iterations(num_iterations, target_flops, curriculum_tokens, target_tokens,
+                                       total_batch_size, flops_per_token),
         total_batch_size=total_batch_size,
         target_tokens=target_tokens,
         batch_lr_scale=batch_lr_scale,

@@ -16,9 +16,12 @@ refused, so forgetting one is safe; a test of the training script's flags agains
 Warning instead of refusing was rejected: nobody reads the log of a job that restarts at night.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from nanochat.curriculum import Curriculum
 
 _UNSET = object()
 
@@ -73,6 +76,7 @@ SETTINGS: dict[str, Rule] = {
     "head_dim": _ARCHITECTURE,
     "window_pattern": _ARCHITECTURE,
     "vocab_size": _ARCHITECTURE,
+    "attention_mode": Rule(False, "what a token attends to"),
     "dtype": Rule(False, "the type of activations and embeddings", auto="auto"),
     # the stream
     "data_path": _FILES,
@@ -86,10 +90,17 @@ SETTINGS: dict[str, Rule] = {
     "lanes": Rule(False, "every lane has its own share of the data", auto=-1),
     "seed": _STREAM,
     "packing": _STREAM,
+    "pack": _STREAM,
     "long_docs": _STREAM,
     "overlap": _STREAM,
     "buffer_size": _STREAM,
     "packer_version": _STREAM,
+    "curriculum": Rule(False, "decides which bucket a row comes from; --allow-curriculum-change allows it"),
+    "allow_curriculum_change": Rule(True, "asks for this very resume"),
+    "allow_bucket_exhaustion": Rule(True, "a lane whose bucket has run dry goes on with the others, or halts the run",
+                                    notify=True),
+    "allow_budget_mismatch": Rule(True, "the run may be longer or shorter than its curriculum"),
+    "plan": Rule(True, "whether the run is rehearsed before it starts"),
     "leaves": Rule(False, "the order in which gradients are added", auto=-1),
     # what a step computes
     "embedding_lr": _RATE,
@@ -152,6 +163,40 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], *, defaults: dict
         change = Change(name, before, after, reason or rule.note, rule.notify)
         (allowed if rule.may_change and reason is None else refused).append(change)
     return Changes(tuple(allowed), tuple(refused))
+
+
+def settle_curriculum(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(the run's settings as the command's curriculum leaves them, whether that is another curriculum). Raises
+    ValueError with a diff where it is another one and --allow-curriculum-change is not given."""
+    then, now = ({} if s["curriculum"] is None else json.loads(Curriculum.from_json(s["curriculum"]).identity())
+                 for s in (old, new))
+    settled = {**old, "curriculum": new["curriculum"]}
+    if then == now:  # it may be written otherwise, and its last phase may be longer
+        return settled, False
+    if new["allow_curriculum_change"]:
+        return settled, True
+    lines = [f"  {name}: the run has {a}, the command says {b}"
+             for name, a, b in ((name, _show(then, name), _show(now, name)) for name in _names(then, now)) if a != b]
+    raise ValueError("--curriculum: the run was started with another one:\n" + "\n".join(lines) +
+                     "\nuse the run's, allow the change with --allow-curriculum-change, or start a new run with "
+                     "--model-tag NAME")
+
+
+def _names(*identities: dict[str, Any]) -> list[str]:
+    phases = max(len(identity.get("phases", ())) for identity in identities)
+    return [*(f"phase {i + 1}" for i in range(phases)), "max_epochs"]
+
+
+def _show(identity: dict[str, Any], name: str) -> str:
+    """A part of a curriculum's identity, for a diff."""
+    if name == "max_epochs" or not identity:
+        return str(identity.get(name, "none"))
+    number = int(name.removeprefix("phase ")) - 1
+    if number >= len(identity["phases"]):
+        return "none"
+    phase = identity["phases"][number]
+    length = "to the end" if phase["duration_tokens"] is None else f"{phase['duration_tokens']:,} tokens"
+    return f"{length} of {', '.join(f'{bucket} {share}' for bucket, share in sorted(phase['shares'].items()))}"
 
 
 def _batch_problem(old: dict[str, Any], total_batch_size: Any) -> str | None:

@@ -39,11 +39,13 @@ from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
 from nanochat.dataset import list_parquet_files, pinned_dataset
+from nanochat.shards import scan_file as scan_shard
 
 log = logging.getLogger(__name__)
 
-ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")
+FORMATS = {"text": (".parquet", ".jsonl", ".jsonl.gz"), "shards": (".bin",)}
 GROUP_DOCUMENTS = 1024  # documents in a row group of what we write
+BUCKET = "data"  # the name of the bucket where there is only one
 SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
 Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
 
@@ -77,18 +79,21 @@ class Source(Protocol):
 
 # ---- files and manifests --------------------------------------------------------------------------------------------
 
-def find_files(path: Path | str) -> list[Path]:
-    """All text files below a folder in the order of their relative paths; a single file is itself."""
+def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
+    """All files of a format below a folder in the order of their relative paths; a single file is itself."""
     path = Path(path)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
-    files = [f for f in path.rglob("*") if f.name.endswith(ENDINGS) and f.is_file()
+    files = [f for f in path.rglob("*") if f.name.endswith(FORMATS[data_format]) and f.is_file()
              and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     if not files:
-        raise FileNotFoundError(f"{path}: no {', '.join(ENDINGS)} file below it; is --data-path right?")
+        other = next((name for name in FORMATS if name != data_format
+                      and any(f.name.endswith(FORMATS[name]) for f in path.rglob("*"))), None)
+        hint = f"there are files of --data-format {other}" if other else "is --data-path right?"
+        raise FileNotFoundError(f"{path}: no {', '.join(FORMATS[data_format])} file below it; {hint}")
     return sorted(files, key=lambda f: f.relative_to(path).as_posix())
 
 
@@ -120,6 +125,8 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
 
 
 def _scan_file(path: Path, name: str) -> dict[str, Any]:
+    if path.suffix == ".bin":
+        return scan_shard(path, name)
     metadata, footer = read_footer(path)
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # a struct before it has several
     column = leaves.index("text")
@@ -177,18 +184,45 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     return {**manifest, "root": str(folder.resolve())}
 
 
-def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, strict: bool = False
-                    ) -> tuple[Manifest, Manifest]:
-    """Manifests of the training and the validation files: the last file is validation unless `val_path` is given."""
-    if val_path is not None:
-        return scan(data_path, strict=strict), scan(val_path, strict=strict)
-    files = find_files(data_path)
-    if pinned_dataset(data_path):
-        list_parquet_files(data_path)  # insists on the validation shard of a known data set
-    if len(files) < 2:
-        raise ValueError(f"{data_path}: one data file only ({files[0].name}), expected at least two (the last one is "
-                         f"validation); add one, or name validation data with --val-path")
-    return scan(data_path, files[:-1], strict=strict), scan(data_path, files[-1:], strict=strict)
+def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
+                    by_bucket: bool = False) -> dict[str, dict[str, list[Path]]]:
+    """{"train": {bucket: files}, "val": {bucket: files}} of a data folder.
+
+        DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they lie; without `by_bucket` all of train is one bucket
+        DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket validates
+        DIR/...                                      one bucket: the last of all files validates
+
+    `val_path` names validation files in place of the last ones; each of its subfolders is a bucket of its own.
+    ValueError or FileNotFoundError where files for one of the two are missing.
+    """
+    root = Path(data_path)
+    if pinned_dataset(root):
+        list_parquet_files(root)  # insists on the validation shard of a known data set
+    laid_out = (root / "train").is_dir()
+    val = None if val_path is None else _buckets(Path(val_path), data_format)
+    if laid_out and val is None:
+        if not (root / "val").is_dir():
+            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
+        val = _buckets(root / "val", data_format)
+    train = _buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
+    if val is None:
+        val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
+        if not val:
+            only = next(iter(train.values()))[0].name
+            raise ValueError(f"{root}: one data file only ({only}), expected at least two (the last one is "
+                             f"validation); add one, or name validation data with --val-path")
+        train = {bucket: files[:-1] if len(files) > 1 else files for bucket, files in train.items()}
+    return {"train": train, "val": val}
+
+
+def _buckets(folder: Path, data_format: str, *, merge: bool = False) -> dict[str, list[Path]]:
+    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are BUCKET."""
+    files = find_files(folder, data_format)
+    buckets: dict[str, list[Path]] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts if folder.is_dir() else (file.name,)
+        buckets.setdefault(BUCKET if merge or len(parts) == 1 else parts[0], []).append(file)
+    return buckets
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------
@@ -196,7 +230,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
 def as_parquet(path: Path, *, strict: bool = False) -> Path:
     """`path` itself, or the cached parquet made of a .jsonl or .jsonl.gz file (converted once for its size and time of
     change). Broken lines are counted and reported with their numbers; with `strict` the first is a ValueError."""
-    if path.name.endswith(".parquet") or not path.exists():
+    if path.name.endswith((".parquet", ".bin")) or not path.exists():
         return path
     stat = path.stat()
     key = hash_json([str(path.resolve()), stat.st_size, stat.st_mtime_ns])

@@ -53,7 +53,7 @@ class Row:
     index: int  # of this lane's rows
     bucket: str
     placements: list[Placement]
-    documents: list[tuple[Any, int, int]]  # (tokens or a _Deferred, how many first ones are gone, where live ones begin)
+    documents: list[tuple[Any, int, int]]  # (tokens or a _Deferred, how many are gone, where live ones begin)
     feed: "Feed"
 
     def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
@@ -95,9 +95,9 @@ class Feed:
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        self.documents: dict[Document, Any] = {}  # that wait: tokens (n,), a _Deferred, or an int: restored, so long
-        self.gone: dict[Document, int] = {}  # of waiting documents whose first tokens are used and dropped: how many
-        self.prefix: dict[Document, int] = {}  # of waiting documents that begin with repeated tokens: the first live one
+        self.documents: dict[Document, Any] = {}  # that wait: tokens, a _Deferred, or an int: restored, so long
+        self.gone: dict[Document, int] = {}  # of waiting documents whose first tokens are used and gone: how many
+        self.prefix: dict[Document, int] = {}  # of waiting documents that begin with overlap: where it ends
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted

@@ -4,6 +4,7 @@ The parts of training that are not the loop: how a run begins or goes on, what r
     begin      no RUN yet           write config.json, tokenizer/, data_manifest.json; step 0
                RUN, unfinished      refuse changed settings; newest good checkpoint, or step 0
                RUN, completed       say so; nothing changes
+               RUN, halted          say why; go on only where what halted it is allowed now
 
     a step     each rank: gradients of its rows, sum of their losses, live targets, its part of the digest
                one small reduction adds the last three; loss of the step = sum of losses / live targets, both global
@@ -15,8 +16,8 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,13 +26,14 @@ import torch.distributed as dist
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, newest_good, save_checkpoint, to_host
 from nanochat.common import get_dist_info
+from nanochat.curriculum import Curriculum
 from nanochat.dataloader import DataLoader
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
 from nanochat.run_data import MANIFEST_NAME, pin_data
 from nanochat.run_dir import clean_stale, is_run_dir, read_config, write_config
 from nanochat.schedule import Schedule
-from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes
+from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.sources import split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -93,34 +95,70 @@ def gather(value: T) -> list[T]:
     return everyone or []
 
 
+def gather_all(value: T) -> list[T]:
+    """Collective. All ranks' values in rank order, on every rank."""
+    world_size = get_dist_info()[3]
+    if world_size == 1:
+        return [value]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+class Halt(Exception):
+    """The run cannot take its next step, and a person must decide how it goes on. All ranks raise it together."""
+
+
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks' rows of a step come to. Tensors stay on the device until asked for."""
 
-    sums: torch.Tensor  # (6,): sum of losses in nats, live targets, four 16-bit parts of the digest
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of a live target, nats."""
-        return float(self.sums[0] / self.sums[1])
+    sums: torch.Tensor  # (5 + 3 N,): four 16-bit parts of the digest, dry ranks; of N buckets: nats, targets, dropped
 
     @property
     def digest(self) -> str:
         """The step's batch digest, 16 hex digits."""
-        parts = self.sums[2:].tolist()
+        parts = self.sums[:4].tolist()
         return f"{sum(int(part) << 16 * i for i, part in enumerate(parts)) % 2**64:016x}"
+
+    @property
+    def dry(self) -> bool:
+        """Whether a rank could not give its rows."""
+        return bool(self.sums[4])
+
+    @property
+    def _by_bucket(self) -> torch.Tensor:
+        return self.sums[5:].view(3, -1)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a live target, nats."""
+        return float(self._by_bucket[0].sum() / self._by_bucket[1].sum())
+
+    def bucket_losses(self) -> list[float | None]:
+        """Mean loss of a live target in each bucket, None where the step has none of it."""
+        nats, live, _ = self._by_bucket.tolist()
+        return [n / targets if targets else None for n, targets in zip(nats, live)]
+
+    def dropped(self) -> list[int]:
+        """How many lanes have dropped each bucket."""
+        return [int(n) for n in self._by_bucket[2].tolist()]
 
     def grad_scale(self, num_targets: int) -> torch.Tensor:
         """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean loss."""
-        return (num_targets / self.sums[1]).float()
+        return (num_targets / self._by_bucket[1].sum()).float()
 
 
-def add_up(loss_sum: torch.Tensor, live: torch.Tensor, digest: int) -> StepTotals:
-    """Collective. One reduction of float64 values: the digest travels as four 16-bit parts, whose sums are exact."""
-    device = loss_sum.device
+def add_up(nats: torch.Tensor, live: torch.Tensor, *, dropped: Sequence[int], digest: int, dry: bool = False
+           ) -> StepTotals:
+    """Collective. One reduction of float64 values. `nats`, `live`: (N,) sums of losses and live targets of this rank's
+    rows of each bucket; `dropped`: lanes that have dropped it. The digest travels as four 16-bit parts, whose sums are
+    exact; `dry`: this rank could not give its rows."""
+    device = nats.device
     wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64, and no process groups
-    parts = torch.tensor([digest >> 16 * i & 0xFFFF for i in range(4)], dtype=wide)
-    sums = torch.cat([torch.stack([loss_sum.to(wide), live.to(wide)]), parts.to(device, non_blocking=True)])
+    parts = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, *dropped], dtype=wide)
+    parts = parts.to(device, non_blocking=True)
+    sums = torch.cat([parts[:5], nats.to(wide), live.to(wide), parts[5:]])
     if get_dist_info()[3] > 1:
         dist.all_reduce(sums)
     return StepTotals(sums)
@@ -131,13 +169,16 @@ def add_up(loss_sum: torch.Tensor, live: torch.Tensor, digest: int) -> StepTotal
 @dataclass(frozen=True)
 class Start:
     """How a run goes on. `checkpoint` is None for step 0. `completed_steps`: a completed run did so many, so there is
-    nothing to do unless its horizon has moved beyond them; 0 for an unfinished one."""
+    nothing to do unless its horizon has moved beyond them; 0 for an unfinished one. `halted`: why the run may not go
+    on, and what would let it; empty if it may. `changed`: whether its curriculum is another one from now on."""
 
     settings: dict[str, Any]
-    checkpoint: Path | None
-    completed_steps: int
-    wipe: bool
-    notices: list[str]
+    checkpoint: Path | None = None
+    completed_steps: int = 0
+    wipe: bool = False
+    notices: tuple[str, ...] = ()
+    halted: str = ""
+    changed: bool = False
 
 
 def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
@@ -153,17 +194,10 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         if exists and not force:
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
-        return Start(settings, None, 0, exists, [])
-    changes = Changes((), ())
-    if (run_dir / "config.json").exists():
-        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
-        _check_tokenizer(run_dir, old, settings)
-        changes = compare_settings(old, settings)
-        refuse_changes(changes, run_name=run_dir.name)
-        settings = inherit_settings(old, settings)
+        return Start(settings, wipe=exists)
     clean_stale(run_dir)  # first, so that no checkpoint found is renamed later
     checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
-    completed_steps = 0
+    state: dict[str, Any] = {}
     if checkpoint is not None:
         if not checkpoint.is_dir():
             there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
@@ -171,9 +205,20 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
                                     f"path; checkpoints in {run_dir / 'checkpoints'}: {there}")
         loaded = load_checkpoint(checkpoint, verify=resume != "auto")
         loaded.check_tokenizer(settings["tokenizer_fingerprint"])
-        if loaded.trainer_state["status"] == "completed":
-            completed_steps = loaded.step
-    return Start(settings, checkpoint, completed_steps, False, changes.notices())
+        state = loaded.trainer_state
+    changes, changed = Changes((), ()), False
+    if (run_dir / "config.json").exists():
+        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+        _check_tokenizer(run_dir, old, settings)
+        old["curriculum"] = state.get("curriculum", old["curriculum"])
+        settings, changed = settle_curriculum(old, settings)
+        changes = compare_settings(old, settings)
+        refuse_changes(changes, run_name=run_dir.name)
+        settings = inherit_settings(old, settings)
+    allowed = changed or settings["allow_bucket_exhaustion"]
+    halted = state["halted"] if state.get("status") == "halted" and not allowed else ""
+    return Start(settings, checkpoint, state["step"] if state.get("status") == "completed" else 0, False,
+                 tuple(changes.notices()), halted, changed)
 
 
 def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -190,12 +235,15 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
     the resolved settings; `derived` is what follows from them, for people."""
     if start.wipe:
-        split_train_val(settings["data_path"], settings["val_path"], strict=settings["strict"])  # or keep the old
+        split_train_val(settings["data_path"], settings["val_path"], data_format=settings["data_format"],
+                        by_bucket=settings["curriculum"] is not None)  # or keep the old
         log.warning("deleting the run in %s, as asked", run_dir)
         shutil.rmtree(run_dir)
     if not is_run_dir(run_dir):
         (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
-    pin_data(run_dir, settings["data_path"], settings["val_path"], strict=settings["strict"])
+    curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
+    pin_data(run_dir, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
+             curriculum=curriculum, strict=settings["strict"])
     tokenizer.save(run_dir / "tokenizer")
     if not (run_dir / "config.json").exists():
         write_config(run_dir, {**settings, "derived": derived})
@@ -214,6 +262,7 @@ class Progress:
     val_bpb: float | None = None
     first_val_bpb: float | None = None
     min_val_bpb: float | None = None
+    dropped: dict[str, int] = field(default_factory=dict)  # buckets that lanes have dropped: how many lanes
 
     def note_val(self, bpb: float) -> None:
         """Take in a validation result, bits per byte."""
@@ -226,7 +275,7 @@ def save(run_dir: Path, name: str, *, model: GPT, optimizer: MuonAdamW, schedule
          progress: Progress, status: str, extra: dict[str, Any]) -> Path:
     """Collective. Collect all ranks' state on the host and write it on rank 0. OSError if it cannot be written."""
     optimizer_state = optimizer.gather_state()
-    cursors = gather(loader.cursors())
+    cursors = gather(loader.cursors(progress.step))
     rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
 
     def write() -> Path:

@@ -46,9 +46,18 @@ class Watch:
             raise ValueError(f"step {step}: its batch has digest {digest}, but had {logged} when this run was there "
                              f"before: data or code changed; go back to what it was")
 
+    def note_dropped(self, dropped: dict[str, int]) -> None:
+        """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each bucket."""
+        for bucket, lanes in dropped.items():
+            if lanes > self.progress.dropped.get(bucket, 0):
+                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
+                self.event("dropped", bucket=bucket, lanes=lanes)
+        self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
+
     def step(self, schedule: Schedule, *, tokens: int, loss: float, grad_norm: float, digest: str, step_s: float,
-             wait_s: float, mfu_per_rate: float) -> None:
-        """Count the step that is done, print its line and log it. `mfu_per_rate`: share of the peak for 1 token/s."""
+             wait_s: float, mfu_per_rate: float, bucket_loss: dict[str, float | None]) -> None:
+        """Count the step that is done, print its line and log it. `mfu_per_rate`: share of the peak for 1 token/s;
+        `bucket_loss`: of each bucket, where there are several."""
         p, step = self.progress, self.progress.step
         p.step += 1
         p.tokens += tokens
@@ -61,7 +70,8 @@ class Watch:
                f"{grad_norm:.4f} | {step_s * 1000:.1f} ms | {rate:,.0f} tok/s | mfu {100 * rate * mfu_per_rate:.1f}% | "
                f"data wait {wait_s * 1000:.1f} ms | eta {eta_s / 60:.1f} min")
         record = {"loss": loss, "smooth_loss": smooth, "lr": lr, "grad_norm": grad_norm, "step_s": step_s,
-                  "wait_s": wait_s, "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * mfu_per_rate}
+                  "wait_s": wait_s, "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * mfu_per_rate,
+                  **{f"loss/{bucket}": value for bucket, value in bucket_loss.items()}}
         if self.log is not None:
             self.log.write(step=step, digest=digest, **record)
         self.wandb.log({"step": step, **{f"train/{key}": value for key, value in record.items()}})

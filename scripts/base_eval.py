@@ -14,6 +14,7 @@ CORE and other benchmarks that are downloaded are left out.
 """
 
 import argparse
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,18 +36,18 @@ from nanochat.common import (
     setup_logging,
     write_json,
 )
-from nanochat.dataloader import DataLoader, validation_loader
+from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
-from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.order import StreamConfig
-from nanochat.run_data import RunData, open_run
+from nanochat.run_data import RunData, open_data, open_run
 from nanochat.run_dir import list_runs, read_config
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import on_rank0
 from scripts.sample import PROMPTS
 
-FORMAT = 1  # of eval.json
+FORMAT = 2  # of eval.json
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -100,30 +101,34 @@ def count_training_tokens(data: RunData, config: StreamConfig, num_tokens: int) 
     least `num_tokens` tokens: (vocab_size,) int64."""
     counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
     with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V, device_batch_size=config.V,
-                    with_digest=False) as loader:
+                    with_digest=False, drop_dry=True) as loader, contextlib.suppress(Dry):
         for _ in range(-(-num_tokens // (config.V * config.T))):
             count_targets(next(loader).targets, counts)
     return counts
 
 
-def measure_bpb(model: Any, data: RunData, config: StreamConfig, *, eval_tokens: int, device_batch_size: int,
-                unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig, *, eval_tokens: int,
+                device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1
+                ) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram
-    model on the same validation tokens."""
+    model on the same validation tokens. `stored`: the data as the layout of the run has it, `data` as `split` has."""
     token_bytes = data.tokenizer.token_bytes()
     seen = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
 
-    def bpb(source: Any, counts: np.ndarray) -> float:
-        batches = validation_loader(source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size,
-                                    num_tokens=eval_tokens, device=device, rank=rank, world_size=world_size)
-        return evaluate_bpb(model, counting(batches, counts), None, token_bytes)
+    def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
+        return counting(validation_loader(
+            source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size, num_tokens=num_tokens,
+            device=device, rank=rank, world_size=world_size, with_doc_ids=model.attention_mode != "causal"), counts)
 
-    val = bpb(data.val, seen)
-    train = {name: bpb(source, np.zeros_like(seen)) for name, source in data.train.items()}
+    val, buckets = evaluate_buckets(model, {name: batches(source, eval_tokens // len(data.val), seen)
+                                            for name, source in data.val.items()}, token_bytes)
+    train = {name: evaluate_bpb(model, batches(source, eval_tokens, np.zeros_like(seen)), None, token_bytes)
+             for name, source in data.train.items()}
     seen = add_over_ranks(seen, device)
-    trained = on_rank0(lambda: count_training_tokens(data, config, unigram_tokens))
+    trained = on_rank0(lambda: count_training_tokens(stored, config, unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=data.tokenizer.token_dtype), seen)
-    return {"val_bpb": val, "train_bpb": train, "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
+    return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train,
+            "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
             "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
 
 
@@ -164,7 +169,9 @@ def show(result: dict[str, Any], path: Path) -> None:
         print0(f"{'-' * 80}\n{text}")
     print0("-" * 80)
     print0(f"{result['of']['checkpoint']}, step {result['step']:,}; bits per byte:")
-    rows = [("validation", result["val_bpb"]), *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
+    buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
+    rows = [("validation", result["val_bpb"]), *((f"validation, {k}", v) for k, v in buckets.items()),
+            *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
             ("validation, unigram model", result["unigram_bpb"])]
     for name, bpb in rows:
         print0(f"  {name:28s} {bpb:.6f}")
@@ -177,9 +184,11 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], ran
     began = time.perf_counter()
     dtype = get_compute_dtype(device, of["dtype"])
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
-    data, config, settings = open_run(checkpoint.parent.parent)
+    stored, config, settings = open_run(checkpoint.parent.parent)
+    data = stored if config.framed else open_data(checkpoint.parent.parent)
+    model.attention_mode = settings["attention_mode"]
     B = settings["device_batch_size"] if args.device_batch_size == -1 else args.device_batch_size
-    bpb = measure_bpb(model, data, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
+    bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
                       unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size)
     samples = draw_samples(model, tokenizer) if rank == 0 else {}
     return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from nanochat.attention import MODES
 from nanochat.checkpoint import list_checkpoints, load_checkpoint
 from nanochat.common import (
+    EXIT_HALTED,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
@@ -34,20 +36,22 @@ from nanochat.common import (
     run_main,
     setup_logging,
 )
-from nanochat.dataloader import DataLoader, validation_loader
+from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
-from nanochat.job import derive, introduce, resolve
-from nanochat.loss_eval import evaluate_bpb
-from nanochat.packing import VERSION
+from nanochat.job import command_settings, derive, find_tokenizer, introduce, resolve
+from nanochat.loss_eval import evaluate_buckets
+from nanochat.order import LAYOUTS
 from nanochat.run_data import open_data, stream_config
 from nanochat.run_dir import run_path
 from nanochat.schedule import Schedule
-from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
-from nanochat.trainer import Progress, add_up, agree, begin, on_rank0, prepare, save
+from nanochat.sources import FORMATS
+from nanochat.tokenizer import RustBPETokenizer
+from nanochat.trainer import Halt, Progress, add_up, agree, begin, gather_all, on_rank0, prepare, save
 from nanochat.watch import Watch
 
+WAY_ON = "--allow-bucket-exhaustion goes on without what ran dry, --allow-curriculum-change with another curriculum"
 SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water boils when", "import os\n",
                   "If 3*x + 2 = 11, then x is")
 
@@ -69,21 +73,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     g.add_argument("--aspect-ratio", type=int, default=64, help="width = depth * aspect ratio, up to a whole head")
     g.add_argument("--head-dim", type=int, default=128, help="size of an attention head")
     g.add_argument("--max-seq-len", type=int, default=2048, help="T: tokens a row trains on")
+    g.add_argument("--attention-mode", default="causal", choices=list(MODES), help="the last two keep it in a document")
     g.add_argument("--window-pattern", default="SSSL", help="attention windows, tiled over layers: L full, S a quarter")
     g = p.add_argument_group("data")
     g.add_argument("--data-path", help=f"folder of text files (default: the {DEFAULT_DATASET.name} download)")
     g.add_argument("--val-path", help="validation files (default: the last file below --data-path)")
-    g.add_argument("--data-format", default="text", choices=["text"], help="parquet, .jsonl, .jsonl.gz")
+    g.add_argument("--data-format", default="text", choices=list(FORMATS), help="text: parquet, jsonl, jsonl.gz | "
+                   "shards: what scripts.tok_shards makes")
+    g.add_argument("--curriculum", help="YAML file: which buckets (subfolders of the data) are mixed when")
+    g.add_argument("--allow-bucket-exhaustion", action="store_true", help="go on without a bucket that has run dry")
+    g.add_argument("--allow-curriculum-change", action="store_true", help="take up another curriculum at a restart")
     g.add_argument("--strict", action="store_true", help="a broken line of jsonl is an error")
     g.add_argument("--tokenizer-dir", help="default: <base dir>/tokenizer, where scripts.tok_train puts it")
     g.add_argument("--tokenizer-threads", type=int, default=4, help="threads per process that read and tokenize")
-    g.add_argument("--packing", default="bestfit", choices=["bestfit", "concat"], help="how documents become rows")
+    g.add_argument("--packing", default="bestfit", choices=list(LAYOUTS), help="how documents become rows")
+    g.add_argument("--no-pack", dest="pack", action="store_false", help="with --packing binned: one entry a row")
     g.add_argument("--long-docs", default="crop", choices=["crop", "split"], help="what does not fit: dropped or later")
     g.add_argument("--overlap", type=int, default=64, help="context tokens repeated before a split document's rest")
     g.add_argument("--buffer-size", type=int, default=128, help="documents that wait in a lane for a row they fit")
     g.add_argument("--lanes", type=int, default=-1, help="V; -1: the largest divisor of the rows per step up to 64")
     g.add_argument("--leaves", type=int, default=-1, help="K; -1: the next power of two >= the number of processes")
-    g = p.add_argument_group("horizon (the first that is set counts)")
+    g = p.add_argument_group("horizon (the first that is set counts; a curriculum stands before the ratio)")
     g.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps")
     g.add_argument("--target-flops", type=float, default=-1.0, help="steps to spend so many FLOPs")
     g.add_argument("--target-param-data-ratio", type=float, default=12.0, help="tokens per scaling parameter")
@@ -127,12 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
     # ---- the run: new, or the one that is there
-    tokenizer = agree(lambda: get_tokenizer(args.tokenizer_dir))
     args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    tokenizer = agree(lambda: find_tokenizer(args.tokenizer_dir, args.data_path))
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = agree(lambda: run_path(args.model_tag))
-    settings = {**vars(args), "vocab_size": tokenizer.get_vocab_size(), "tokenizer_fingerprint": tokenizer.fingerprint,
-                "world_size": world_size, "packer_version": VERSION, "device_type": device.type}
+    settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")
@@ -141,12 +150,15 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     if start.completed_steps >= horizon.num_iterations:
         print0(f"{run_dir}: completed ({start.checkpoint}), nothing to do; --model-tag NAME starts another run")
         return 0
+    if start.halted:
+        print0(f"{run_dir}: halted ({start.checkpoint}): {start.halted}; {WAY_ON}")
+        return EXIT_HALTED
     config = agree(lambda: stream_config(settings))
     schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
                                       args.final_lr_frac, horizon.weight_decay_scaled))
     derived = derive(horizon, model)
     on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived))
-    data = open_data(run_dir)
+    data = agree(lambda: open_data(run_dir, as_stored=config.layout == "binned"))
 
     # ---- model, optimizer, progress: fresh, or as they were saved
     model.to_empty(device=device)
@@ -169,56 +181,72 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
     mfu_per_rate = model.estimate_flops() / (peak_flops * world_size)
     first_step, token_bytes = progress.step, tokenizer.token_bytes()
+    bucket_ids = torch.arange(len(config.curriculum.buckets) if config.curriculum else 1, device=device)
     watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id)
     loader = DataLoader(config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
                         device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
                         num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
-                        num_threads=args.tokenizer_threads)
+                        num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
+                        drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed)
 
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0 and (progress.step > first_step or first_step == 0)
 
     def evaluate() -> None:
-        batches = validation_loader(data.val, tokenizer=tokenizer, T=config.T, num_tokens=args.eval_tokens,
-                                    device_batch_size=args.device_batch_size, device=device, rank=rank,
-                                    world_size=world_size, num_threads=args.tokenizer_threads)
-        bpb = evaluate_bpb(compiled, batches, None, token_bytes)
+        batches = {bucket: validation_loader(
+            source, tokenizer=tokenizer, T=config.T, num_tokens=args.eval_tokens // len(data.val), device=device,
+            device_batch_size=args.device_batch_size, rank=rank, world_size=world_size,
+            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal")
+            for bucket, source in data.val.items()}
+        bpb, by_bucket = evaluate_buckets(compiled, batches, token_bytes)
         progress.note_val(bpb)
-        print0(f"step {progress.step:05d} | validation bits per byte {bpb:.6f}")
-        watch.event("val", bpb=bpb)
+        told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
+        print0(f"step {progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
+        watch.event("val", bpb=bpb, buckets=by_bucket)
 
-    def checkpoint_now(name: str, status: str) -> None:
+    def checkpoint_now(name: str, status: str, **more: Any) -> None:
         began = time.perf_counter()
         path = save(run_dir, name, model=model, optimizer=optimizer, schedule=schedule, loader=loader,
                     progress=progress, status=status, extra={"tokenizer_fingerprint": tokenizer.fingerprint,
-                                                             "wandb_id": watch.wandb_id, "K": settings["leaves"]})
+                                                             "wandb_id": watch.wandb_id, "K": settings["leaves"],
+                                                             "curriculum": settings["curriculum"], **more})
         print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
         watch.event("saved", checkpoint=name, status=status)
 
     def one_step() -> None:
-        began, waited = time.perf_counter(), loader.wait_s
-        loss_sum = torch.zeros((), device=device)
-        live = torch.zeros((), dtype=torch.int64, device=device)
-        for _ in range(loader.micro_batches_per_step):
-            batch = next(loader)
-            loss = compiled(batch.inputs, batch.targets, loss_reduction="sum")
-            (loss / horizon.total_batch_size).backward()
-            loss_sum += loss.detach()
-            live += (batch.targets >= 0).sum()
-        totals = add_up(loss_sum, live, loader.digest)
+        began, waited, dry = time.perf_counter(), loader.wait_s, ""
+        nats, live = torch.zeros((2, len(loader.buckets)), device=device)
+        try:
+            for _ in range(loader.micro_batches_per_step):
+                batch = next(loader)
+                losses = compiled(batch.inputs, batch.targets, loss_reduction="none", masks=model.masks(batch.doc_ids))
+                losses = losses.sum(dim=1)
+                (losses.sum() / horizon.total_batch_size).backward()
+                of_bucket = batch.buckets[:, None] == bucket_ids
+                nats += (losses.detach()[:, None] * of_bucket).sum(dim=0)
+                live += ((batch.targets >= 0).sum(dim=1)[:, None] * of_bucket).sum(dim=0)
+        except Dry as e:
+            dry = str(e)
+        totals = add_up(nats, live, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry))
+        if totals.dry:
+            raise Halt(next(filter(None, gather_all(dry))))
         schedule.apply(optimizer, progress.step)
         grad_norm = float(optimizer.step(totals.grad_scale(horizon.total_batch_size)))  # waits for the device
         model.zero_grad(set_to_none=True)
         if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
             raise ArithmeticError(f"step {progress.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
         watch.check_digest(totals.digest, tokens=horizon.total_batch_size)
+        watch.note_dropped(dict(zip(loader.buckets, totals.dropped())))
+        by_bucket = dict(zip(loader.buckets, totals.bucket_losses())) if len(loader.buckets) > 1 else {}
         watch.step(schedule, tokens=horizon.total_batch_size, loss=totals.loss, grad_norm=grad_norm,
                    digest=totals.digest, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited,
-                   mfu_per_rate=mfu_per_rate)
+                   mfu_per_rate=mfu_per_rate, bucket_loss=by_bucket)
 
     # ---- the loop: look, save, step
     try:
         introduce(settings, derived, loader.layout)
+        if start.changed:
+            watch.event("curriculum", curriculum=settings["curriculum"])
         watch.event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived)
         while True:
             last = progress.step >= horizon.num_iterations
@@ -236,6 +264,11 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             if progress.step == first_step + 1:
                 gc.collect()
                 gc.freeze()  # what set-up left is not looked at again
+    except Halt as e:
+        checkpoint_now(f"checkpoint-{progress.step}", "halted", halted=str(e))
+        watch.event("halted", reason=str(e))
+        print0(f"halted: {e}; {WAY_ON}")
+        return EXIT_HALTED
     except ArithmeticError as e:
         watch.event("failed", reason=str(e))
         if rank != 0:

@@ -23,7 +23,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,24 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import EXIT_FAILED, run_main, setup_logging
+from nanochat.curriculum import Curriculum, load
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET
+from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
-from nanochat.run_data import BUCKET, open_run
+from nanochat.run_data import open_run, open_source
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
-from nanochat.sources import ParquetSource, split_train_val
+from nanochat.sources import FORMATS, Source, scan, split_train_val
 from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger
-from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
 
 DEFAULTS = {"max_seq_len": 2048, "seed": 42, "total_batch_size": 524288, "lanes": -1}  # else StreamConfig's
 CONFIG_FLAGS = {"max_seq_len": "T", "seed": "seed", "packing": "layout", "long_docs": "long_docs",
-                "overlap": "overlap", "buffer_size": "buffer_size"}  # flag -> field of StreamConfig
-STREAM_FLAGS = (*CONFIG_FLAGS, "data_path", "val_path", "tokenizer", "total_batch_size", "rows_per_step", "lanes")
+                "overlap": "overlap", "buffer_size": "buffer_size", "pack": "pack"}  # flag -> field of StreamConfig
+STREAM_FLAGS = (*CONFIG_FLAGS, "data_path", "val_path", "data_format", "curriculum", "tokenizer",
+                "total_batch_size", "rows_per_step", "lanes")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Opened:
     """A stream that can be entered at any step."""
 
     config: StreamConfig
-    sources: dict[str, ParquetSource]
+    sources: dict[str, Source]
     tokenizer: RustBPETokenizer
     base_rows: int  # of a step, where no log tells
     run_dir: Path | None = None
@@ -78,10 +81,22 @@ class Opened:
                 return rows
         return self.base_rows
 
-    def stream(self, cursors: Sequence[Cursor] | None) -> Stream:
-        """All lanes, from their cursors or from the start."""
-        lanes, tokenizer = range(self.config.V), self.tokenizer.fingerprint
-        return Stream(self.config, self.sources, lanes, tokenizer=tokenizer, cursors=cursors)
+    @functools.cached_property
+    def mixes(self) -> dict[int, Curriculum]:
+        """{step: the curriculum that a run took up there}, ascending."""
+        records = () if self.run_dir is None else iter_log(self.run_dir / "logs" / "train.jsonl")
+        found = {r["step"]: Curriculum.from_json(r["curriculum"]) for r in records if r.get("event") == "curriculum"}
+        return dict(sorted(found.items()))
+
+    def config_at(self, step: int) -> StreamConfig:
+        """The stream's settings in a step: its curriculum may have been changed on the way."""
+        mixes = [mix for since, mix in self.mixes.items() if since <= step]
+        return replace(self.config, curriculum=mixes[-1]) if mixes else self.config
+
+    def stream(self, cursors: Sequence[Cursor] | None, step: int) -> Stream:
+        """All lanes at a step, from their cursors or from the start."""
+        return Stream(self.config_at(step), self.sources, range(self.config.V), tokenizer=self.tokenizer.fingerprint,
+                      cursors=cursors, drop_dry=True, new_curriculum=bool(self.mixes))
 
     def cursors_at(self, step: int) -> list[Cursor]:
         """The cursors of all lanes when `step` steps are done. ValueError if those kept are of another stream."""
@@ -93,10 +108,14 @@ class Opened:
                 log.warning("passed over: %s", e)
         else:
             done, cursors = 0, None
-        with closing(self.stream(cursors)) as stream:
-            for s in tqdm(range(done, step), desc=f"packing from step {done}", unit=" steps", disable=None):
-                stream.next_rows(self.rows_per_step(s) // self.config.V)
-            return stream.cursors()
+        edges = [done, *(s for s in self.mixes if done < s < step), step]
+        for first, last in itertools.pairwise(edges):
+            with closing(self.stream(cursors, first)) as stream:
+                for s in tqdm(range(first, last), desc=f"packing from step {first}", unit=" steps", disable=None):
+                    stream.next_rows(self.rows_per_step(s) // self.config.V)
+                cursors = stream.cursors()
+        assert cursors is not None
+        return cursors
 
 
 def open_stream(args: argparse.Namespace) -> Opened:
@@ -122,21 +141,28 @@ def open_flags(flags: dict[str, Any]) -> Opened:
     if rest or rows < 1:
         raise ValueError(f"--total-batch-size: expected a multiple of {T} (--max-seq-len), got {rows * T + rest}")
     fields = {field: flags[name] for name, field in CONFIG_FLAGS.items() if name in flags}
-    config = StreamConfig(V=default_lanes(rows) if flags["lanes"] == -1 else flags["lanes"], **fields)
-    tokenizer = get_tokenizer(flags.get("tokenizer"))
-    train, _ = split_train_val(flags.get("data_path", DEFAULT_DATASET.data_dir), flags.get("val_path"))
-    return Opened(config, {BUCKET: ParquetSource(train, tokenizer)}, tokenizer, rows)
+    mix = load(flags["curriculum"]) if "curriculum" in flags else None
+    lanes = default_lanes(rows) if flags["lanes"] == -1 else flags["lanes"]
+    config = StreamConfig(V=lanes, curriculum=mix, **fields)
+    tokenizer = find_tokenizer(flags.get("tokenizer"), flags.get("data_path", DEFAULT_DATASET.data_dir))
+    path = flags.get("data_path", DEFAULT_DATASET.data_dir)
+    files = split_train_val(path, flags.get("val_path"), data_format=flags.get("data_format", "text"),
+                            by_bucket=mix is not None)["train"]
+    sources = {bucket: open_source(scan(path, found), tokenizer, as_stored=not config.framed)
+               for bucket, found in files.items()}
+    return Opened(config, sources, tokenizer, rows)
 
 
 def step_digests(opened: Opened, steps: range, *, W: int, B: int) -> Iterator[tuple[int, list[int]]]:
     """(step, each rank's part of its digest), from one loader for each of W ranks, in micro-batches of B rows."""
     cursors = opened.cursors_at(steps.start)
-    for rows, same_size in itertools.groupby(steps, key=opened.rows_per_step):
-        same = list(same_size)
+    for (rows, config), alike in itertools.groupby(steps, key=lambda s: (opened.rows_per_step(s), opened.config_at(s))):
+        same = list(alike)
         with ExitStack() as stack:
             loaders = [stack.enter_context(DataLoader(
-                opened.config, opened.sources, tokenizer=opened.tokenizer, rows_per_step=rows, device_batch_size=B,
-                rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W), prefetch=2))
+                config, opened.sources, tokenizer=opened.tokenizer, rows_per_step=rows, device_batch_size=B,
+                rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W), prefetch=2,
+                drop_dry=True, new_curriculum=bool(opened.mixes)))
                 for rank in range(W)]
             for step in same:
                 for loader in loaders:
@@ -191,7 +217,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if args.row is not None and args.row >= num_rows:
         raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {num_rows - 1}")
     lines: list[dict[str, Any]] = []
-    with closing(opened.stream(opened.cursors_at(args.step))) as stream:
+    with closing(opened.stream(opened.cursors_at(args.step), args.step)) as stream:
         for number, row in enumerate(stream.next_rows(num_rows // opened.config.V)):
             if args.row in (None, number):
                 head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
@@ -261,11 +287,14 @@ def stream_flags() -> argparse.ArgumentParser:
             (["--rows-per-step"], int, "the same in rows (goes before --total-batch-size)"),
             (["--lanes"], int, "default: -1, the largest divisor of the rows that is at most 64"),
             (["--seed"], int, "default: {seed}"),
-            (["--packing"], str, "bestfit or concat (default: {packing})"),
+            (["--data-format"], str, f"{' or '.join(FORMATS)} (default: text)"),
+            (["--curriculum"], Path, "YAML file: which buckets are mixed when"),
+            (["--packing"], str, "bestfit, concat or binned (default: {packing})"),
             (["--long-docs"], str, "crop or split (default: {long_docs})"),
             (["--overlap"], int, "tokens of context of a continuation (default: {overlap})"),
             (["--buffer-size"], int, "documents that wait in a lane (default: {buffer_size})")):
         flags.add_argument(*names, type=kind, metavar=kind.__name__.upper(), help=text.format(**default))
+    flags.add_argument("--no-pack", dest="pack", action="store_false", help="with --packing binned: one entry a row")
     return parent
 
 

@@ -115,7 +115,7 @@ def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, firs
             weights = torch.from_numpy(counts + 1.0)
             return -(weights / weights.sum()).log()[y.clamp(min=0)]
 
-    batches = base_eval.validation_loader(data.val, tokenizer=data.tokenizer, T=T, device_batch_size=3,
+    batches = base_eval.validation_loader(data.val["data"], tokenizer=data.tokenizer, T=T, device_batch_size=3,
                                           num_tokens=EVAL_TOKENS, device="cpu")
     expected = evaluate_bpb(Unigram(), batches, None, data.tokenizer.token_bytes())
     assert math.isclose(expected, first_result["unigram_bpb"], rel_tol=1e-12)

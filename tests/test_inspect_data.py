@@ -10,9 +10,9 @@ import pytest
 
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.order import StreamConfig
-from nanochat.run_data import BUCKET, open_run, pin_data
+from nanochat.run_data import open_run, pin_data
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
-from nanochat.sources import ParquetSource, split_train_val
+from nanochat.sources import BUCKET, ParquetSource, scan, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data
 from tests.toy import digest_of_row, some_texts, write_parquet
@@ -57,7 +57,7 @@ def batches(corpus: tuple[Path, Path], shape: str, steps: int, **kwargs: Any
             ) -> tuple[list[list[tuple[list[int], list[int]]]], list[list[dict[str, Any]]]]:
     """Of each step the rows (inputs, targets) that a loader delivers, and all cursors after it."""
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
-    source = ParquetSource(split_train_val(corpus[0])[0], tokenizer)
+    source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
     found, cursors = [], []
     with DataLoader(config_of(shape), {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R,
                     **kwargs) as loader:
@@ -86,7 +86,8 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     """A run that trained 8 steps and kept the cursors of steps 3, 6 and 8; those of 6 are torn."""
     path = tmp_path / "run"
     write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
-                        "overlap": 64, "buffer_size": 8, "packer_version": 1, "total_batch_size": R * T})
+                        "overlap": 64, "buffer_size": 8, "packer_version": 1, "pack": True, "curriculum": None,
+                        "total_batch_size": R * T})
     pin_data(path, corpus[0])
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     rows, cursors = batches(corpus, "crop", 8)
@@ -159,9 +160,9 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     bos = tokenizer.get_bos_token_id()
     files = {p.name: pq.ParquetFile(p) for p in corpus[0].iterdir()}
-    rows, _ = batches(corpus, shape, 61)
+    rows, _ = batches(corpus, shape, 65)
     seen = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
-    for step in (0, 1, 5, 60):
+    for step in (0, 1, 5, *range(60, 65)):
         lines = json_lines(capsys, "rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
         assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
         for line, (inputs, targets) in zip(lines, rows[step]):

@@ -13,7 +13,7 @@ import pytest
 
 from nanochat import sources
 from nanochat.common import read_json
-from nanochat.sources import ParquetSource, as_parquet, check, find_files, fingerprint, scan, split_train_val
+from nanochat.sources import BUCKET, ParquetSource, as_parquet, check, find_files, fingerprint, scan, split_train_val
 from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
 
 GROUP = 8
@@ -153,12 +153,36 @@ def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tm
 
 
 def test_the_last_file_is_validation_unless_it_is_named(folder, tmp_path):
-    train, val = split_train_val(folder)
-    assert [e["name"] for e in train["files"]] == ["s0.parquet", "s1.parquet"]
-    assert [e["name"] for e in val["files"]] == ["s2.parquet"]
+    split = split_train_val(folder)
+    assert [f.name for f in split["train"][BUCKET]] == ["s0.parquet", "s1.parquet"]
+    assert [f.name for f in split["val"][BUCKET]] == ["s2.parquet"]
     other = write_parquet(tmp_path / "val.parquet", ["v"])
-    train, val = split_train_val(folder, other)
-    assert len(train["files"]) == 3 and [e["name"] for e in val["files"]] == ["val.parquet"]
+    split = split_train_val(folder, other)
+    assert len(split["train"][BUCKET]) == 3 and split["val"] == {BUCKET: [other]}
+
+
+def test_subfolders_are_buckets_and_the_last_file_of_each_validates(tmp_path):
+    for name in ("web/a", "web/b", "web/deep/c", "code/a", "code/b", "one/a"):
+        write_parquet(tmp_path / f"{name}.parquet", [name])
+    split = split_train_val(tmp_path, by_bucket=True)
+    names = {s: {b: [f.relative_to(tmp_path).as_posix() for f in fs] for b, fs in split[s].items()} for s in split}
+    assert names == {"train": {"web": ["web/a.parquet", "web/b.parquet"], "code": ["code/a.parquet"],
+                               "one": ["one/a.parquet"]},
+                     "val": {"web": ["web/deep/c.parquet"], "code": ["code/b.parquet"]}}
+    merged = split_train_val(tmp_path)
+    assert len(merged["train"][BUCKET]) == 5 and [f.name for f in merged["val"][BUCKET]] == ["c.parquet"]
+
+
+def test_train_and_val_folders_are_taken_as_they_lie(tmp_path):
+    for name in ("train/web/a", "train/code/a", "val/web/a", "val/code/a"):
+        write_parquet(tmp_path / f"{name}.parquet", [name])
+    split = split_train_val(tmp_path, by_bucket=True)
+    assert {s: sorted(split[s]) for s in split} == {"train": ["code", "web"], "val": ["code", "web"]}
+    assert len(split_train_val(tmp_path)["train"][BUCKET]) == 2 and len(split_train_val(tmp_path)["val"]) == 2
+    for f in (tmp_path / "val").rglob("*.parquet"):
+        f.unlink()
+    with pytest.raises(FileNotFoundError, match="val"):
+        split_train_val(tmp_path)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

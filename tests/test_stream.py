@@ -274,7 +274,8 @@ def test_rows_hold_the_tokens_that_their_placements_name(layout):
     for row in stream.next_rows(20):
         tokens, live = row_arrays(row, config.T)
         doc_ids, expected, off_at = np.zeros(config.T + 1, np.int32), [], []
-        row.copy(np.full(config.T + 1, BOS), np.zeros(config.T + 1, np.uint32), np.ones(config.T + 1, np.uint8), doc_ids)
+        row.copy(np.full(config.T + 1, BOS), np.zeros(config.T + 1, np.uint32), np.ones(config.T + 1, np.uint8),
+                     doc_ids)
         for (_, group, document), start, length, off in row.placements:
             whole = [BOS, *source.documents[group][document].tolist()]
             own = layout != "concat" and start > 0

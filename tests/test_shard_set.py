@@ -210,7 +210,7 @@ def test_only_temporary_files_of_ones_own_inputs_are_removed(shard_set):
     others = [folder / ".2.bin.abcd_123.tmp", folder / ".1.bin.x.bin.abcd_123.tmp", folder / ".1.swp"]
     for path in own + others:
         path.touch()
-    shard_set.remove_temporary([i for i in shard_set.inputs if i.name == "a/1.jsonl"])
+    shard_set.prepare([i for i in shard_set.inputs if i.name == "a/1.jsonl"])
     assert not any(path.exists() for path in own) and all(path.exists() for path in others)
 
 

@@ -1,6 +1,7 @@
 """scripts.tok_shards as a whole: the same bytes for any workers and tasks, and after being killed anywhere."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -155,6 +156,8 @@ def test_a_corrupt_input_fails_alone(raw, tmp_path, tokenizer, capsys):
     assert {n for n in left if n.startswith("train/web/1")} == set() and "train/web/manifest.json" not in left
     assert "train/code/manifest.json" in left and "val/web/manifest.json" in left
     assert not any(name.endswith(".tmp") for name in left)
+    codes = [run(raw, tmp_path / "tasks", tokenizer, "--num-tasks", 2, "--task-index", i) for i in range(2)]
+    assert sorted(codes) == [0, 1]
     path.write_bytes(good)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert run(raw, out, tokenizer) == 0
@@ -254,6 +257,7 @@ def run_killed(number, raw, out, tokenizer, *more):
 def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again, capfd,
                                                                            monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # what a killed process wrote is not lost, and it takes long
+    monkeypatch.setattr(tok_shards, "load_tokenizer", functools.cache(tok_shards.load_tokenizer))  # loaded once for all
     raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
     for n in range(2):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))

@@ -76,6 +76,18 @@ def test_closing_the_iterator_ends_the_workers(tmp_path):
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 
+def test_signals_do_not_reach_the_workers(tmp_path):
+    with contextlib.closing(run_tasks(open_counting, (tmp_path,), ["waits", "waits"], num_workers=2)) as events:
+        seen = set()
+        while len(seen) < 2:
+            seen.add(next(events).task)
+        for f in tmp_path.iterdir():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                os.kill(int(f.name), signum)
+        later = [next(events) for _ in range(50)]
+    assert {event.kind for event in later} == {"progress"}
+
+
 def test_when_the_caller_is_killed_its_workers_end(tmp_path):
     code = ("import sys, pathlib\nfrom nanochat.workers import run_tasks\nfrom tests._tok_worker import open_counting\n"
             "if __name__ == '__main__':\n"

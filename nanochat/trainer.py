@@ -211,7 +211,7 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
         _check_tokenizer(run_dir, old, settings)
         old["curriculum"] = state.get("curriculum", old["curriculum"])
-        settings, changed = settle_curriculum(old, settings)
+        old, changed = settle_curriculum(old, settings)
         changes = compare_settings(old, settings)
         refuse_changes(changes, run_name=run_dir.name)
         settings = inherit_settings(old, settings)

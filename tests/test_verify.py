@@ -79,8 +79,8 @@ DAMAGE = {
         "a.bin: entry 1: the document ends here without"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
         "a.bin: entry 0: it ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
-    "vocabulary": ("bin", lambda p: patch(p, 2, u16(300)), [
-        "a.bin: entry 0: id 300 at 1, outside the vocabulary of 257"]),
+    "vocabulary": ("bin", lambda p: patch(p, 14, u16(300)), [
+        "a.bin: entry 2: id 300 at 7, outside the vocabulary of 257"]),
     "lost end": ("bin", lambda p: patch(p, 16, u16(9)), [
         f"a.bin: entry 2: the document ends here without the end-of-document id {E}",
         "a.bin: documents is 2, manifest.json says 3"]),
@@ -189,6 +189,13 @@ def test_foreign_shards(tmp_path, capsys):
     patch(tmp_path / "a.bin", 0, u16(E))
     assert run(capsys, tmp_path)[1] == [
         f"{tmp_path}/a.bin: entry 0: the end-of-document id {E} at 0, inside the entry"]
+
+
+def test_an_empty_entry_is_told_and_is_no_document(tmp_path, capsys):
+    write_pair(tmp_path / "a", [[1, E], [], [2, E]])
+    code, problems, out = run(capsys, tmp_path)
+    assert (code, problems) == (1, [f"{tmp_path}/a.bin: entry 1: it is empty"])
+    assert "1 shards, 2 documents, 3 entries" in out
 
 
 def test_the_last_entry_of_a_foreign_shard_ends_a_document(tmp_path, capsys, monkeypatch):

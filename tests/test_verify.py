@@ -79,8 +79,8 @@ DAMAGE = {
         "a.bin: entry 1: the document ends here without"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
         "a.bin: entry 0: it ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
-    "vocabulary": ("bin", lambda p: patch(p, 14, u16(300)), [
-        "a.bin: entry 2: id 300 at 7, outside the vocabulary of 257"]),
+    "vocabulary": ("bin", lambda p: patch(p, 14, u16(257)), [
+        "a.bin: entry 2: id 257 at 7, outside the vocabulary of 257"]),
     "lost end": ("bin", lambda p: patch(p, 16, u16(9)), [
         f"a.bin: entry 2: the document ends here without the end-of-document id {E}",
         "a.bin: documents is 2, manifest.json says 3"]),

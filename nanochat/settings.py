@@ -100,7 +100,6 @@ SETTINGS: dict[str, Rule] = {
     "allow_bucket_exhaustion": Rule(True, "a lane whose bucket has run dry goes on with the others, or halts the run",
                                     notify=True),
     "allow_budget_mismatch": Rule(True, "the run may be longer or shorter than its curriculum"),
-    "plan": Rule(True, "whether the run is rehearsed before it starts"),
     "leaves": Rule(False, "the order in which gradients are added", auto=-1),
     # what a step computes
     "embedding_lr": _RATE,

@@ -234,8 +234,9 @@ def data_part(facts: Facts) -> list[str]:
     lines = []
     if facts.manifest is not None:
         lines += [*table(("files", "where", "number", "bytes", "documents"), [
-            (split, m["root"], len(m["files"]), sum(f["size"] for f in m["files"]),
-             sum(sum(f["groups"]) for f in m["files"])) for split, m in facts.manifest.items()]), ""]
+            (split if len(buckets) == 1 else f"{split}, {bucket}", m["root"], len(m["files"]),
+             sum(f["size"] for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
+            for split, buckets in facts.manifest.items() for bucket, m in buckets.items()]), ""]
     if facts.cursors is None:
         return [*lines, "No checkpoint yet, so no accounts."]
     step, cursors = facts.cursors

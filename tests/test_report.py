@@ -28,8 +28,8 @@ T, STEPS = 15, 40
 
 def feed(**changes: Any) -> dict[str, Any]:
     """One lane's accounts: 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
-    return {"epoch": 1, "unit": 0, "documents": 4, "read": 96, "row": 5, "inserted": 0, "repeated": 0, "cropped": 13,
-            "pending": 7, "waiting": [], **changes}
+    return {"epoch": 1, "unit": 0, "documents": 4, "read": 96, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
+            "padded": 0, "pending": 7, "waiting": [], **changes}
 
 
 def cursors(**changes: Any) -> list[dict[str, Any]]:
@@ -65,8 +65,8 @@ def run(tmp_path: Path) -> Path:
     (path / "logs" / "train.jsonl").write_text("\n".join(lines[:10] + ['{"step": 8, "lo'] + lines[10:]) + "\n")
     keep_cursors(path, 20, pack_cursors(20, cursors(read=1)))
     keep_cursors(path, STEPS, pack_cursors(STEPS, cursors()))
-    write_json(path / "data_manifest.json", {"train": {"root": "/data", "files": [
-        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}})
+    write_json(path / "data_manifest.json", {"train": {"data": {"root": "/data", "files": [
+        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}})
     write_json(path / "eval.json", EVALUATION)
     (path / "checkpoints" / "final").mkdir(parents=True)
     (tmp_path / "stages.tsv").write_text(STAGES)

@@ -195,6 +195,10 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
         return Start(settings, wipe=exists)
+    old: dict[str, Any] = {}
+    if (run_dir / "config.json").exists():
+        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+        _check_tokenizer(run_dir, old, settings)
     clean_stale(run_dir)  # first, so that no checkpoint found is renamed later
     checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
     state: dict[str, Any] = {}
@@ -207,9 +211,7 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         loaded.check_tokenizer(settings["tokenizer_fingerprint"])
         state = loaded.trainer_state
     changes, changed = Changes((), ()), False
-    if (run_dir / "config.json").exists():
-        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
-        _check_tokenizer(run_dir, old, settings)
+    if old:
         old["curriculum"] = state.get("curriculum", old["curriculum"])
         old, changed = settle_curriculum(old, settings)
         changes = compare_settings(old, settings)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.curriculum import Mixer
+from nanochat.mixing import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Placement
 from nanochat.sources import Source

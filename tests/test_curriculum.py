@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanochat.curriculum import BLOCK, Curriculum, Mixer, Phase, load
+from nanochat.curriculum import Curriculum, Phase, load
+from nanochat.mixing import BLOCK, Mixer
 
 NAMES = ("code", "math", "web", "wiki")
 TEXT = """\

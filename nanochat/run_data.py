@@ -17,7 +17,7 @@ from nanochat.common import read_json, write_json
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
-from nanochat.shards import ShardSource
+from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, ParquetSource, Source, check, scan, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -19,36 +19,28 @@ manifest tells that all later windows repeat something (or that there are none),
 from .idx alone. Otherwise (foreign shards, windows without overlap) the entry's last id decides. gpt-simple may
 follow the end of a document with one more window that repeats its tail: only the last id tells that.
 
-**Reading.** Opening a pair looks at 16 bytes, two offsets and two sizes, never at all offsets: a thousand shards open
-in well under a second, and nothing is kept for each entry. Offsets are checked where they are used. The stream wants
-documents as BOS + ids, and the E that ends an entry stands just in front of the next one: most documents are views
-that begin one id earlier. The rejected alternative, one Python object or array element for each document, costs
-gigabytes at a billion documents.
+**Reading.** Opening a pair looks at 16 bytes, two offsets and two sizes, never at all offsets. What the stream makes
+of a pair is in shard_source.py.
 
 The kernel kills a process (SIGBUS) that reads a memory map beyond the end of a file truncated after it was opened.
 Sizes are checked when a file is opened, but nobody can check later ones: do not write into shards in use. A new file
 renamed over the old one is harmless, the map stays with the old.
 """
 
-import bisect
 import contextlib
 import functools
 import os
 import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import atomic_open, fsync_dir, hash_bytes, hash_json, read_json
-
-if TYPE_CHECKING:
-    from nanochat.sources import Manifest, Tokenizer
+from nanochat.common import atomic_open, fsync_dir, hash_bytes, read_json
 
 MAGIC, VERSION = b"GPTS", 1
 HEADER = struct.Struct("<4sIII")
@@ -57,7 +49,7 @@ GROUP_ENTRIES = 1024  # entries of a group where the manifest does not say
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
 MANIFEST_NAME, MANIFEST_FORMAT, MANIFEST_VERSION = "manifest.json", "nanochat-shards", 1
 RECORD_KEYS = {"input", "documents", "entries", "tokens", "skipped", "bin_bytes", "bin_hash", "idx_hash"}
-_REDO = "delete it and rerun scripts.tok_shards"
+REDO = "delete it and rerun scripts.tok_shards"
 
 
 def shard_dtype(vocab_size: int) -> np.dtype:
@@ -208,16 +200,16 @@ def read_header(path: Path) -> tuple[np.dtype, int]:
     with _open(path) as f:
         data = f.read(HEADER.size)
     if len(data) < HEADER.size:
-        raise ValueError(f"{path}: {len(data)} bytes, expected a header of {HEADER.size}; {_REDO}")
+        raise ValueError(f"{path}: {len(data)} bytes, expected a header of {HEADER.size}; {REDO}")
     magic, version, code, n = HEADER.unpack(data)
     if magic != MAGIC:
         raise ValueError(f"{path}: it begins with {magic!r}, expected {MAGIC!r}; it is no shard index: take it "
-                         f"away, or {_REDO}")
+                         f"away, or {REDO}")
     if version != VERSION:
         raise ValueError(f"{path}: format version {version}, expected {VERSION}; make it again with this code's "
                          f"scripts.tok_shards")
     if code not in DTYPES:
-        raise ValueError(f"{path}: type code {code}, expected 2 (uint16) or 4 (uint32); {_REDO}")
+        raise ValueError(f"{path}: type code {code}, expected 2 (uint16) or 4 (uint32); {REDO}")
     if n == 0:
         raise ValueError(f"{path}: an empty shard (0 entries); delete it and its .bin")
     return DTYPES[code], n
@@ -232,16 +224,16 @@ def read_index(path: Path | str) -> Index:
     dtype, n = read_header(idx)
     size, expected = idx.stat().st_size, HEADER.size + 8 * (n + 1) + 2 * n
     if size != expected:
-        raise ValueError(f"{idx}: {size:,} bytes, expected {expected:,} for {n:,} entries; {_REDO}")
+        raise ValueError(f"{idx}: {size:,} bytes, expected {expected:,} for {n:,} entries; {REDO}")
     data = _map(idx)
     offsets = np.frombuffer(data, "<i8", n + 1, HEADER.size)
     prefixes = np.frombuffer(data, "<u2", n, HEADER.size + 8 * (n + 1))
     if offsets[0] != 0:
-        raise ValueError(f"{idx}: the first offset is {offsets[0]:,}, expected 0; {_REDO}")
+        raise ValueError(f"{idx}: the first offset is {offsets[0]:,}, expected 0; {REDO}")
     with _open(bin) as f:
         size = f.seek(0, 2)
     if size != int(offsets[-1]) * dtype.itemsize:
-        raise ValueError(f"{bin}: {size / dtype.itemsize:,.10g} tokens on disk, header says {offsets[-1]:,}; {_REDO}")
+        raise ValueError(f"{bin}: {size / dtype.itemsize:,.10g} tokens on disk, header says {offsets[-1]:,}; {REDO}")
     return Index(bin, dtype, offsets, prefixes)
 
 
@@ -324,11 +316,11 @@ def scan_file(path: Path, name: str) -> dict[str, Any]:
         found = {"entries": len(index), "tokens": index.num_tokens, "bin_bytes": size}
         for key, value in found.items():
             if record[key] != value:
-                raise ValueError(f"{path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {_REDO}")
+                raise ValueError(f"{path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {REDO}")
     groups = record_groups(record, len(index))
     if sum(groups) != len(index) or min(groups) < 1:
         raise ValueError(f"{path}: the groups in {MANIFEST_NAME} hold {sum(groups):,} entries, the file "
-                         f"{len(index):,}; {_REDO}")
+                         f"{len(index):,}; {REDO}")
     return {"name": name, "size": size, "footer": _footer(path.with_suffix(".idx")), "groups": groups}
 
 
@@ -339,136 +331,3 @@ def _footer(idx: Path) -> str:
         header, head = f.read(HEADER.size), f.read(EDGE_BYTES)
         f.seek(max(HEADER.size, size - EDGE_BYTES))
         return hash_bytes(size.to_bytes(8, "little"), header, head, f.read(EDGE_BYTES))
-
-
-# ---- the source -----------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class _Shard:
-    """An open pair, and how the end of a document is known in it."""
-
-    index: Index
-    ids: np.ndarray  # (num_tokens,)
-    ends_follow: bool
-
-
-class ShardSource:
-    """Shards as a bucket of the stream (`nanochat.sources.Source`): documents are entries, as BOS + ids, or as they
-    are stored (with EOD where it is, without BOS) with `keep_eod`.
-
-    `manifest` is a run's (`nanochat.sources.scan`). Files are opened when first used, from any thread. ValueError for
-    shards of another tokenizer.
-    """
-
-    mapped = True
-
-    def __init__(self, manifest: "Manifest", tokenizer: "Tokenizer", *, keep_eod: bool = False):
-        self.manifest, self.keep_eod = manifest, keep_eod
-        self.eod = tokenizer.get_bos_token_id()
-        files = manifest["files"]
-        self.fingerprint = hash_json([[e["size"], e["footer"], e["groups"]] for e in files])  # sources.fingerprint
-        self._paths = [Path(manifest["root"]) / e["name"] for e in files]
-        self.groups = np.array([n for e in files for n in e["groups"]], np.int64)
-        self._first_group = [0, *np.cumsum([len(e["groups"]) for e in files]).tolist()]
-        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"][:-1]]) for e in files])
-        self._shards: list[_Shard | None] = [None] * len(files)
-        self._lock = threading.Lock()
-        get_vocab_size = getattr(tokenizer, "get_vocab_size", lambda: self.eod + 1)
-        self._check(tokenizer.fingerprint, get_vocab_size())
-
-    def _check(self, fingerprint: str, vocab_size: int) -> None:
-        """ValueError if the shards are not this tokenizer's."""
-        for folder in sorted({path.parent for path in self._paths}):
-            manifest = read_manifest(folder)
-            if manifest is not None and manifest["tokenizer"]["fingerprint"] != fingerprint:
-                theirs = manifest["tokenizer"]["fingerprint"]
-                raise ValueError(f"{folder}: its shards were made with tokenizer {theirs}, this run has {fingerprint}"
-                                 f"; name their tokenizer with --tokenizer-dir, or make them again with "
-                                 f"scripts.tok_shards")
-        for path in self._paths:
-            dtype, _ = read_header(path.with_suffix(".idx"))
-            if vocab_size - 1 > np.iinfo(dtype).max:
-                raise ValueError(f"{path}: its ids are {dtype.name}, too small for a vocabulary of {vocab_size:,}; "
-                                 f"it was made with another tokenizer: name that one with --tokenizer-dir")
-
-    def _place(self, group: int) -> tuple[int, int]:
-        file = bisect.bisect_right(self._first_group, group) - 1
-        return file, group - self._first_group[file]
-
-    def locate(self, group: int) -> tuple[str, int]:
-        """(relative file name, group in that file) of a group."""
-        file, local = self._place(group)
-        return self.manifest["files"][file]["name"], local
-
-    def _shard(self, file: int) -> _Shard:
-        shard = self._shards[file]
-        if shard is None:
-            with self._lock:
-                shard = self._shards[file] = self._shards[file] or self._open(file)
-        return shard
-
-    def _open(self, file: int) -> _Shard:
-        path, entry = self._paths[file], self.manifest["files"][file]
-        index = read_index(path)
-        if len(index) != sum(entry["groups"]) or path.stat().st_size != entry["size"]:
-            raise ValueError(f"{path}: {len(index):,} entries, {sum(entry['groups']):,} when this run began; bring "
-                             f"the old file back, or start a new run (--model-tag)")
-        manifest = read_manifest(path.parent)
-        known = manifest is not None and path.stem in manifest["shards"] and ends_follow(manifest)
-        return _Shard(index, read_tokens(index), known)
-
-    def _unit(self, group: int, unit: int, unit_size: int) -> tuple[_Shard, int, int]:
-        """(shard, first entry, end of entries) of a unit."""
-        shard = self._shard(bisect.bisect_right(self._first_group, group) - 1)
-        begin = int(self._first_entry[group])
-        first = begin + unit * unit_size
-        return shard, first, min(first + unit_size, begin + int(self.groups[group]))
-
-    def _bounds(self, group: int, unit: int, unit_size: int) -> tuple[_Shard, np.ndarray, np.ndarray]:
-        """(shard, starts, ends) of a unit's entries in its ids: two (n,) int64. A dozen NumPy calls for any n."""
-        shard, first, last = self._unit(group, unit, unit_size)
-        offsets = shard.index.offsets[first:last + 1]
-        starts, ends = offsets[:-1], offsets[1:]
-        if np.count_nonzero(ends < starts) or offsets[0] < 0 or offsets[-1] > len(shard.ids):
-            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: the offsets of entries {first:,} to {last:,} "
-                             f"do not ascend; python -m scripts.verify tells which, then {_REDO}")
-        if self.keep_eod or not len(shard.ids):
-            return shard, starts, ends
-        if not shard.ends_follow:
-            closed = shard.ids[ends - 1] == self.eod
-        elif last < len(shard.index):
-            closed = shard.index.prefixes[first + 1:last + 1] == 0
-        else:
-            closed = np.append(shard.index.prefixes[first + 1:last] == 0, True)
-        return shard, starts, np.maximum(ends - closed, starts)
-
-    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[np.ndarray]:
-        """A group's entries [unit * unit_size, (unit + 1) * unit_size), uint16 or uint32, as the stream sees them:
-        BOS and ids, or as they are stored with `keep_eod`. Views; an entry is copied where no EOD, the same id as
-        BOS, happens to stand before it. ValueError naming the file for offsets that do not ascend."""
-        shard, starts, ends = self._bounds(group, unit, unit_size)
-        ids = shard.ids
-        if self.keep_eod:
-            return [ids[a:b] for a, b in zip(starts.tolist(), ends.tolist())]
-        framed = (starts > 0) & (ids[starts - 1] == self.eod) if len(ids) else starts > 0
-        bos = np.array([self.eod], ids.dtype)
-        return [ids[a - 1:b] if f else np.concatenate((bos, ids[a:b]))
-                for a, b, f in zip(starts.tolist(), ends.tolist(), framed.tolist())]
-
-    def lengths(self, group: int, unit: int, unit_size: int) -> list[int]:
-        """How many tokens `fetch` gives for each entry; does not read .bin where the index tells."""
-        _, starts, ends = self._bounds(group, unit, unit_size)
-        return (ends - starts + (not self.keep_eod)).tolist()
-
-    def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
-        """How many first ids of each entry repeat the entry before it. ValueError where that is more than it has."""
-        shard, first, last = self._unit(group, unit, unit_size)
-        prefixes = shard.index.prefixes[first:last]
-        if np.count_nonzero(prefixes > np.diff(shard.index.offsets[first:last + 1])):
-            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: an entry of {first:,} to {last:,} is shorter "
-                             f"than its prefix; python -m scripts.verify tells which, then {_REDO}")
-        return prefixes.tolist()
-
-    def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
-        """Entries are ids already."""
-        return raw

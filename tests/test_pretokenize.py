@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
 from nanochat.pretokenize import Skipped, Windows, pretokenize, read_documents
-from nanochat.shards import ShardSource, ShardWriter, read_index, read_tokens, scan_file
+from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter, read_index, read_tokens, scan_file
 from nanochat.sources import ParquetSource, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_jsonl, write_parquet
 

@@ -9,7 +9,8 @@ import pytest
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import Dry
 from nanochat.order import StreamConfig
-from nanochat.shards import ShardSource, ShardWriter
+from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter
 from nanochat.sources import ParquetSource, find_files, scan
 from nanochat.stream import Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import shards, sources
+from nanochat import shard_source, shards, sources
 from nanochat.common import hash_file, write_json
+from nanochat.shard_source import ShardSource
 from nanochat.shards import (
-    ShardSource,
     ShardWriter,
     ends_follow,
     new_manifest,
@@ -82,7 +82,7 @@ def read_all(source: ShardSource, unit_size: int = 3) -> list[list[int]]:
     for group, size in enumerate(source.groups.tolist()):
         for unit in range(-(-size // unit_size)):
             documents = source.fetch(group, unit, unit_size)
-            assert source.lengths(group, unit, unit_size) == list(map(len, documents))
+            assert source.lengths(group, unit, unit_size).tolist() == list(map(len, documents))
             assert len(source.overlaps(group, unit, unit_size)) == len(documents)
             assert source.encode(documents) is documents
             if not source.keep_eod:
@@ -198,8 +198,9 @@ def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path):
         source = open_source(root)
         source.fetch(0, 0, 1)
         shard = source._shards[0]
-        source._shards[0] = shards._Shard(shard.index, np.zeros_like(shard.ids), shard.ends_follow)  # no E in sight
-        assert source.lengths(0, 0, 3) == ([3, 3, 2] if index_only else [3, 4, 3])
+        no_ends = np.zeros_like(shard.ids)  # no E in sight
+        source._shards[0] = shard_source._Shard(shard.index, no_ends, shard.ends_follow)
+        assert source.lengths(0, 0, 3).tolist() == ([3, 3, 2] if index_only else [3, 4, 3])
     assert not ends_follow(None)
 
 
@@ -252,7 +253,7 @@ def test_threads_open_a_file_once(tmp_path, monkeypatch):
     write_pair(tmp_path / "a", [[i, E] for i in range(200)])
     source = open_source(tmp_path)
     opened, start, got = [], threading.Barrier(8), []
-    monkeypatch.setattr(shards, "read_index", lambda path: opened.append(path) or read_index(path))
+    monkeypatch.setattr(shard_source, "read_index", lambda path: opened.append(path) or read_index(path))
 
     def work() -> None:
         start.wait()

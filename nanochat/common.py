@@ -4,6 +4,8 @@ and how a file is written so that a crash can never leave half of it.
 
 Nothing happens on import. Environment variables are read when a function is called:
 `NANOCHAT_BASE_DIR` (default ~/.cache/nanochat) and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`.
+PyTorch, which takes seconds to import, is imported by the few functions that need it: commands and worker processes
+that only touch files and text start without it.
 """
 
 import contextlib
@@ -15,10 +17,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -126,16 +128,21 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 def autodetect_device_type() -> str:
     """'cuda' where there is one, else 'mps', else 'cpu'."""
+    import torch
+
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def compute_init(device_type: str) -> tuple[bool, int, int, int, torch.device]:
+def compute_init(device_type: str) -> "tuple[bool, int, int, int, torch.device]":
     """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the device.
 
     Returns (is distributed, rank, local rank, world size, device). Raises ValueError where the device is absent.
     """
+    import torch
+    import torch.distributed as dist
+
     if device_type not in ("cuda", "mps", "cpu"):
         raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -155,13 +162,17 @@ def compute_init(device_type: str) -> tuple[bool, int, int, int, torch.device]:
 
 def compute_cleanup() -> None:
     """Leave the process group, if any."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
+def get_compute_dtype(device: "torch.device", name: str = "auto") -> "torch.dtype":
     """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute capability 8.0
     and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or float32."""
+    import torch
+
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32

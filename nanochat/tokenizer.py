@@ -26,15 +26,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import rustbpe
 import tiktoken
-import torch
 
 from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
 from nanochat.encoders import Encoder, cut_long_spaces, fastest_encoder, format_ranks, replace_surrogates
+
+if TYPE_CHECKING:
+    import torch  # takes seconds; only `token_bytes` needs it
 
 log = logging.getLogger(__name__)
 
@@ -171,12 +173,14 @@ class RustBPETokenizer:
         """The smallest type that holds every id: uint16 or uint32."""
         return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
 
-    def token_bytes(self) -> torch.Tensor:
+    def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special tokens.
 
         Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each token's decoded text
         would not be: a token that is part of a character decodes to U+FFFD, three bytes.
         """
+        import torch
+
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
         ranks = self.enc._mergeable_ranks
         num_bytes[list(ranks.values())] = torch.tensor([len(token) for token in ranks], dtype=torch.int32)
@@ -328,6 +332,6 @@ def get_tokenizer(tokenizer_dir: Path | str | None = None) -> RustBPETokenizer:
     return RustBPETokenizer.from_directory(get_base_dir() / "tokenizer" if tokenizer_dir is None else tokenizer_dir)
 
 
-def get_token_bytes(device: torch.device | str = "cpu", tokenizer: RustBPETokenizer | None = None) -> torch.Tensor:
+def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: RustBPETokenizer | None = None) -> "torch.Tensor":
     """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,) int32."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

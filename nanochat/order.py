@@ -156,6 +156,10 @@ class Order:
         _, first, place = self._epoch(epoch)
         return range(int(first[place[group]]), int(first[place[group] + 1]))
 
+    def sequence(self, epoch: int) -> np.ndarray:
+        """The groups of an epoch in order, (G,) int64."""
+        return self._epoch(epoch)[0]
+
     def rows(self, epoch: int, group: int, unit: int, n: int) -> np.ndarray:
         """The order in which a unit's n documents are used: (n,) int64 indices into the unit. A group has one row of
         words, of which each unit sorts its part: making a generator costs ten times as much as sorting."""

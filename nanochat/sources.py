@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
 from nanochat.dataset import list_parquet_files, pinned_dataset
+from nanochat.shards import read_index
 from nanochat.shards import scan_file as scan_shard
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,12 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
-    files = [f for f in path.rglob("*") if f.name.endswith(FORMATS[data_format]) and f.is_file()
+    there = [f for f in path.rglob("*") if f.name.endswith((*FORMATS[data_format], ".idx")) and f.is_file()
              and not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    files = [f for f in there if f.name.endswith(FORMATS[data_format])]
+    if data_format == "shards":
+        for idx in sorted({f for f in there if f.suffix == ".idx"} - {f.with_suffix(".idx") for f in files}):
+            read_index(idx)  # raises: a lost .bin must not make the data silently less
     if not files:
         other = next((name for name in FORMATS if name != data_format
                       and any(f.name.endswith(FORMATS[name]) for f in path.rglob("*"))), None)

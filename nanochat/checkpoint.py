@@ -8,45 +8,49 @@ Checkpoints: written so that a crash at any instant leaves a good one, read so t
       model/config.json               what builds the module
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
-**Writing.** Every file is fsynced in a temporary folder, trainer_state.json last, then the folders, then one rename:
+**Writing.** A sealed folder (nanochat/sealed.py) under a temporary name, trainer_state.json its seal, then one rename:
 
     .tmp-final-77/...   --fsync-->   final/   --fsync of checkpoints/-->   done       (names: see nanochat/run_dir.py)
 
-**Reading.** trainer_state.json holds the BLAKE2b of every other file, and of itself (taken with zeros in the checksum's
-place), so any changed byte is found and named. `newest_good` goes from the newest checkpoint to the oldest and
-takes the first that is whole. Sizes alone would be quicker to check, and would believe a flipped bit.
+**Reading.** The seal tells of any changed byte. `newest_good` goes from the newest checkpoint to the oldest and takes
+the first that is whole. Sizes alone would be quicker to check, and would believe a flipped bit.
 
-torch files hold tensors and plain values and are read with `weights_only=True`: loading executes nothing.
+torch files hold plain states (nanochat/plain_state.py): loading executes nothing, and reads no file that is not sealed.
+
+**Names for people.** `d12` is the newest good checkpoint of the run d12, `d12@1000` that of step 1000, `d12@final` its
+end; a path to a run directory does in place of a tag, and a path to a checkpoint means that one.
 
 Saving calls no collective, and touches no device when its states came from `to_host`: it may run in a thread.
 """
 
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanochat.common import fsync_dir, get_compute_dtype, hash_bytes, hash_file, hash_json, read_json
+from nanochat.common import get_compute_dtype, hash_json, read_json
+from nanochat.plain_state import load_plain, save_plain
+from nanochat.plain_state import to_host as to_host
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
     clean_stale,
     diff_lines,
     find_run,
+    is_run_dir,
     keep_cursors,
     pack_cursors,
     put_in_place,
+    read_config,
     read_cursors,
     temporary_path,
 )
+from nanochat.sealed import SEAL_KEYS, SEAL_NAME, SealedFolder, check_file, read_seal
 
 if TYPE_CHECKING:
     from nanochat.gpt import GPT
@@ -55,12 +59,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-STATE_NAME = "trainer_state.json"
+STATE_NAME = SEAL_NAME
 CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
-RESERVED = ("format_version", "step", "architecture_hash", "files", "checksum")
-NO_CHECKSUM = "0" * 32
+RESERVED = ("format_version", "step", "architecture_hash", *SEAL_KEYS)
 
 
 def architecture_hash(model_config: dict[str, Any]) -> str:
@@ -68,106 +71,14 @@ def architecture_hash(model_config: dict[str, Any]) -> str:
     return hash_json(model_config)
 
 
-def to_host(value: Any) -> Any:
-    """A deep copy of a state (dicts, lists, tuples, tensors, plain values) with every tensor in host memory.
-
-    Later steps do not change it, so it may be written while training goes on. TypeError, naming the place, for a value
-    that could not be loaded again without executing code.
-    """
-    return _map_tensors(value, lambda t: t.detach().to("cpu", copy=True).contiguous(), "state")
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], where: str) -> Any:
-    """Rebuild a state from plain containers, `function` applied to its tensors; TypeError for anything not plain."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {k: _map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
-
-
 # ---- writing --------------------------------------------------------------------------------------------------------
 
-class _HashedFile:
-    """A write-only file that sums up what goes through it. An OSError is kept until `finish` instead of raised at once:
-    torch.save's C++ writer must not be left by an exception halfway."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._bytes = 0
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write and hash; the first error is kept for `finish`, and what comes after it is dropped."""
-        if self._error is None:
-            try:
-                self._raw.write(data)
-            except OSError as e:
-                self._error = e
-        self._hash.update(data)
-        num_bytes = memoryview(data).nbytes
-        self._bytes += num_bytes
-        return num_bytes
-
-    def flush(self) -> None:
-        """torch.save calls it; `finish` does it."""
-
-    def finish(self) -> dict[str, Any]:
-        """Force all to disk; returns the size and checksum. Raises the OSError of any write."""
-        if self._error is not None:
-            raise self._error
-        self._raw.flush()
-        os.fsync(self._raw.fileno())
-        return {"bytes": self._bytes, "blake2b": self._hash.hexdigest()}
-
-
-class _Folder:
-    """A folder being filled; remembers size and checksum of each file in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files: dict[str, dict[str, Any]] = {}
-        path.mkdir()
-
-    @contextlib.contextmanager
-    def _open(self, name: str) -> Iterator[_HashedFile]:
-        (self.path / name).parent.mkdir(exist_ok=True)
-        with open(self.path / name, "xb") as raw:
-            file = _HashedFile(raw)
-            yield file
-            self.files[name] = file.finish()
-
-    def put_bytes(self, name: str, data: bytes) -> None:
-        with self._open(name) as f:
-            f.write(data)
+class _Folder(SealedFolder):
+    """A sealed folder that takes states too."""
 
     def put_state(self, name: str, state: Any) -> None:
-        with self._open(name) as f:
-            plain = _map_tensors(state, torch.Tensor.detach, name)
-            torch.save(plain, cast(IO[bytes], f))  # it needs no more than write and flush
-
-    def sync(self) -> None:
-        """Make the names of all files durable."""
-        for folder in {(self.path / name).parent for name in self.files} | {self.path}:
-            fsync_dir(folder)
-
-
-def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _state_bytes(step: int, trainer_state: dict[str, Any], model_config: dict[str, Any],
-                 files: dict[str, dict[str, Any]]) -> bytes:
-    """trainer_state.json whole: its checksum is that of its own bytes with zeros in the checksum's place."""
-    state = {"format_version": FORMAT_VERSION, "step": step, **trainer_state,
-             "architecture_hash": architecture_hash(model_config), "files": files, "checksum": NO_CHECKSUM}
-    blank = _json_bytes(state)
-    return _json_bytes({**state, "checksum": hash_bytes(blank)})
+        with self.open(name) as f:
+            save_plain(state, f, name)
 
 
 def _check_arguments(name: str, step: int, trainer_state: dict[str, Any]) -> None:
@@ -197,14 +108,14 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
         packed = pack_cursors(step, cursors)
         folder = _Folder(temporary_path(run_dir, name))
         folder.put_bytes(CURSORS_NAME, packed)
-        folder.put_bytes(MODEL_CONFIG_NAME, _json_bytes(model_config))
+        folder.put_json(MODEL_CONFIG_NAME, model_config)
         folder.put_state(MODEL_NAME, model_state)
         folder.put_state(OPTIMIZER_NAME, optimizer_state)
         folder.put_state(SCHEDULER_NAME, scheduler_state)
         for rank, state in rng_state.items():
-            folder.put_state(f"rng/rank_{rank}.pkl", state)
-        folder.put_bytes(STATE_NAME, _state_bytes(step, trainer_state, model_config, folder.files))
-        folder.sync()
+            folder.put_state(_rng_name(rank), state)
+        folder.seal({"format_version": FORMAT_VERSION, "step": step, **trainer_state,
+                     "architecture_hash": architecture_hash(model_config)})
         keep_cursors(run_dir, step, packed)
         put_in_place(folder.path, parent / name)
     except BaseException as e:
@@ -217,39 +128,27 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
     return parent / name
 
 
+def _rng_name(rank: int) -> str:
+    return f"rng/rank_{rank}.pkl"
+
+
 # ---- finding and verifying ------------------------------------------------------------------------------------------
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's trainer_state.json, its own checksum verified."""
-    file = path / STATE_NAME
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
-    raw = file.read_bytes()
-    try:
-        state = json.loads(raw)
-        checksum = state["checksum"].encode()
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"{file}: torn or rotten (not a whole JSON object with a checksum)") from e
-    blank = raw.replace(checksum, NO_CHECKSUM.encode()) if checksum else raw
-    if hash_bytes(blank).encode() != checksum:
-        raise ValueError(f"{file}: rotten (its bytes do not have the checksum it states)")
-    if state["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"{file}: format {state['format_version']}, this version reads {FORMAT_VERSION}")
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's trainer_state.json, its own checksum verified. Errors as in `sealed.read_seal`; ValueError also
+    for another format."""
+    state = read_seal(path)
+    if state.get("format_version") != FORMAT_VERSION or type(state.get("step")) is not int:
+        raise ValueError(f"{path / STATE_NAME}: format {state.get('format_version')}, this version reads "
+                         f"{FORMAT_VERSION}")
     return state
 
 
 def verify_checkpoint(path: Path) -> None:
     """Read a whole checkpoint and compare sizes and checksums. Raises FileNotFoundError for a missing file and
     ValueError for a torn or rotten one; the message begins with the file's path."""
-    for name, expected in _read_state(path)["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: missing")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            raise ValueError(f"{file}: torn ({size:,} bytes on disk, {expected['bytes']:,} were written)")
-        if hash_file(file) != expected["blake2b"]:
-            raise ValueError(f"{file}: rotten (its bytes do not have the checksum in {STATE_NAME})")
+    for name, record in read_state(path)["files"].items():
+        check_file(path, name, record)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -262,7 +161,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     for name, path in checkpoint_folders(run_dir).items():
         match = CHECKPOINT_NAME.fullmatch(name)
         try:
-            step = float(_read_state(path)["step"])
+            step = float(read_state(path)["step"])
         except (OSError, ValueError):
             step = float((match and match["step"]) or "inf")
         found.append((step, name == "final", name, path))
@@ -283,39 +182,30 @@ def newest_good(run_dir: Path) -> Path | None:
 
 # ---- loading --------------------------------------------------------------------------------------------------------
 
-def _load_plain(file: Path) -> Any:
-    """What torch.save wrote, on the CPU, executing nothing. ValueError for anything but tensors and plain values."""
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, UnpicklingError, ...
-        raise ValueError(f"{file}: refused, it holds something other than tensors and plain values, or is broken; "
-                         f"use another checkpoint ({type(e).__name__})") from e
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint. The small parts are read, the states are read when asked for, on the CPU."""
     path: Path
     step: int
+    checksum: str  # of its trainer_state.json, and so of all of it
     trainer_state: dict[str, Any]  # what the trainer gave to save_checkpoint, with step and architecture_hash
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # of all V lanes, in order
+    sealed: frozenset[str]  # the files that are part of it
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        return _load_plain(self.path / MODEL_NAME)
+        return load_plain(self.path / MODEL_NAME)
 
     def optimizer_state(self) -> Any:
-        return _load_plain(self.path / OPTIMIZER_NAME)
+        return load_plain(self.path / OPTIMIZER_NAME)
 
     def scheduler_state(self) -> Any:
-        return _load_plain(self.path / SCHEDULER_NAME)
+        return load_plain(self.path / SCHEDULER_NAME)
 
     def rng_state(self, rank: int) -> Any:
         """The state that `rank` saved, or None if that run had no such rank."""
-        file = self.path / "rng" / f"rank_{rank}.pkl"
-        return _load_plain(file) if file.is_file() else None
+        name = _rng_name(rank)
+        return load_plain(self.path / name) if name in self.sealed else None
 
     def check_architecture(self, model_config: dict[str, Any]) -> None:
         """ValueError with a diff if `model_config` is not what was saved. To be called before weights are loaded."""
@@ -337,29 +227,90 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     files, for a path that `newest_good` has just returned (on another rank)."""
     if verify:
         verify_checkpoint(path)
-    state = _read_state(path)
-    kept = {k: v for k, v in state.items() if k not in ("format_version", "files", "checksum")}
+    state = read_state(path)
+    kept = {k: v for k, v in state.items() if k not in ("format_version", *SEAL_KEYS)}
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != state["step"]:
         raise ValueError(f"{path / CURSORS_NAME}: of step {step}, {STATE_NAME} is of step {state['step']}")
-    return Checkpoint(path=path, step=step, trainer_state=kept, model_config=read_json(path / MODEL_CONFIG_NAME),
-                      cursors=cursors)
+    return Checkpoint(path=path, step=step, checksum=state["checksum"], trainer_state=kept, cursors=cursors,
+                      model_config=read_json(path / MODEL_CONFIG_NAME), sealed=frozenset(state["files"]))
+
+
+# ---- from a name to a checkpoint ------------------------------------------------------------------------------------
+
+def _split(spec: str) -> tuple[str, str | None]:
+    """RUN@STEP -> (RUN, STEP); (RUN, None) where no step is asked for, or where the whole is a path that exists."""
+    run, at, step = spec.rpartition("@")
+    return (spec, None) if not at or Path(spec).expanduser().exists() else (run, step)
+
+
+def _tell(run_dir: Path) -> str:
+    """What checkpoints a run has, for an error."""
+    return ", ".join(path.name for path in list_checkpoints(run_dir)) or "none yet; train it first"
+
+
+def _at(run_dir: Path, wanted: str) -> Path:
+    """The good checkpoint of a run at a step or of a name. Errors say what there is."""
+    names = {path: name for name, path in checkpoint_folders(run_dir).items()}
+    reasons = []
+    for path in list_checkpoints(run_dir):
+        try:
+            match = CHECKPOINT_NAME.fullmatch(names[path])
+            step = (match and match["step"]) or str(read_state(path)["step"])
+            if wanted in (names[path], step):
+                verify_checkpoint(path)
+                return path
+        except (OSError, ValueError) as e:
+            reasons.append(str(e))
+    if reasons:
+        raise ValueError(f"{run_dir}: no good checkpoint {wanted!r} ({'; '.join(reasons)}); there are: "
+                         f"{_tell(run_dir)}")
+    raise FileNotFoundError(f"{run_dir}: no checkpoint {wanted!r}, expected a step, final, or nothing for the newest; "
+                            f"there are: {_tell(run_dir)}")
+
+
+def _resolve(tag_or_path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """(the checkpoint that is meant, whether it has been verified)."""
+    name, step = _split(os.fspath(tag_or_path))
+    path = Path(name).expanduser()
+    if step is None and ((path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints"):
+        return path, False
+    run_dir = find_run(name)
+    found = newest_good(run_dir) if step is None else _at(run_dir, step)
+    if found is None:
+        raise FileNotFoundError(f"{run_dir}: no good checkpoint; there are: {_tell(run_dir)}")
+    return found, True
+
+
+def find_checkpoint(tag_or_path: str | os.PathLike[str]) -> Path:
+    """The checkpoint meant by a checkpoint's path, by a run's tag or directory (the newest good one), or by either of
+    these with @STEP or @final. FileNotFoundError if there is none, ValueError if the one of that step is damaged; both
+    say what there is."""
+    return _resolve(tag_or_path)[0]
+
+
+def open_checkpoint(tag_or_path: str | os.PathLike[str]) -> Checkpoint:
+    """Load what `find_checkpoint` finds, verified once. Errors of both."""
+    path, verified = _resolve(tag_or_path)
+    return load_checkpoint(path, verify=not verified)
+
+
+def load_run_weights(tag_or_path: str | os.PathLike[str]) -> tuple[Checkpoint, dict[str, Any]]:
+    """(checkpoint, where it comes from) for a run that starts from another's weights; errors as in `open_checkpoint`.
+
+    The second is JSON for config.json: run, checkpoint, step, checksum and config_hash, the fingerprint of the other
+    run's config.json; run and config_hash are None for a checkpoint that lies outside a run directory.
+    """
+    checkpoint = open_checkpoint(tag_or_path)
+    run_dir = checkpoint.path.absolute().parent.parent
+    inside = checkpoint.path.absolute().parent.name == "checkpoints" and is_run_dir(run_dir)
+    has_config = inside and (run_dir / "config.json").is_file()
+    return checkpoint, {"run": run_dir.name if inside else None, "checkpoint": checkpoint.path.name,
+                        "step": checkpoint.step, "checksum": checkpoint.checksum,
+                        "config_hash": hash_json(read_config(run_dir)) if has_config else None}
 
 
 # ---- a model from a checkpoint alone --------------------------------------------------------------------------------
-
-def find_checkpoint(tag_or_path: str | os.PathLike[str]) -> Path:
-    """The checkpoint meant by a checkpoint's path, or the newest good one of the run meant by a tag or a run directory.
-    FileNotFoundError if there is none."""
-    path = Path(tag_or_path).expanduser()
-    if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
-        return path
-    run_dir = find_run(tag_or_path)
-    found = newest_good(run_dir)
-    if found is None:
-        raise FileNotFoundError(f"{run_dir}: no good checkpoint yet; train it first")
-    return found
-
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
                compute_dtype: torch.dtype | None = None) -> tuple["GPT", "RustBPETokenizer", dict[str, Any]]:
@@ -373,7 +324,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
     from nanochat.tokenizer import RustBPETokenizer
 
     device = torch.device(device)
-    checkpoint = load_checkpoint(find_checkpoint(path))
+    checkpoint = open_checkpoint(path)
     checkpoint.check_architecture(checkpoint.model_config)
     unknown = checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}
     if unknown:

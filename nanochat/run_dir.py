@@ -31,6 +31,7 @@ Readers take the last line of each step and pass over torn lines. Cutting the lo
 destroy the evidence: the digests of the repeated steps, already there, are what a resumed run is checked against.
 """
 
+import contextlib
 import gzip
 import json
 import logging
@@ -134,23 +135,37 @@ def put_in_place(temporary: Path, target: Path) -> None:
         fsync_dir(target.parent)
     os.rename(temporary, target)
     fsync_dir(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.exists():
+        with contextlib.suppress(OSError):  # the new one is there; the next save tries again
+            _discard(aside, target.name)
+
+
+def _discard(path: Path, name: str) -> None:
+    """Delete the folder of a checkpoint `name`. A name that never counts comes first, so that a crash leaves no part of
+    it under one that does."""
+    doomed = path.with_name(f".del-{name}-{os.getpid()}")
+    os.rename(path, doomed)
+    fsync_dir(path.parent)
+    shutil.rmtree(doomed)
 
 
 def clean_stale(run_dir: Path) -> None:
     """Tidy up what a crash left: a checkpoint that is aside while its name is missing gets its name back, folders of
     other unfinished saves and deletions go. Called by the one process that writes, at start and before each save."""
     parent = run_dir / "checkpoints"
-    for path in sorted(parent.glob(".*")) if parent.is_dir() else []:
+    for path in sorted(parent.glob(".*")) if parent.is_dir() else []:  # .del before .old before .tmp
         match = HIDDEN_NAME.fullmatch(path.name)
         if match is None:
             continue
         target = parent / match["name"]
-        if match["kind"] == "old" and not target.exists():
+        if match["kind"] != "old":
+            shutil.rmtree(path, ignore_errors=True)
+        elif target.exists():
+            with contextlib.suppress(OSError):
+                _discard(path, match["name"])
+        else:
             os.rename(path, target)
             fsync_dir(parent)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
@@ -170,10 +185,7 @@ def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint so that a crash leaves either all of it or nothing that counts. ValueError if it is none."""
     if CHECKPOINT_NAME.fullmatch(path.name) is None or path.parent.name != "checkpoints":
         raise ValueError(f"{path}: not the name of a checkpoint; not deleted")
-    doomed = path.with_name(f".del-{path.name}-{os.getpid()}")
-    os.rename(path, doomed)
-    fsync_dir(path.parent)
-    shutil.rmtree(doomed)
+    _discard(path, path.name)
 
 
 # ---- the log --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
+from nanochat import sealed
 from nanochat.common import hash_bytes
+from tests import faults
 
 CONFIG = {"n_layer": 2, "n_embd": 8}
 
@@ -72,7 +74,7 @@ def reseal(path: Path) -> None:
     for name in state["files"]:
         data = (path / name).read_bytes()
         state["files"][name] = {"bytes": len(data), "blake2b": hash_bytes(data)}
-    state["checksum"] = ckpt.NO_CHECKSUM
+    state["checksum"] = sealed.NO_CHECKSUM
     state["checksum"] = hash_bytes((json.dumps(state, indent=2) + "\n").encode())
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
 
@@ -219,7 +221,7 @@ def test_every_byte_of_the_trainer_state_counts(whole: Path) -> None:
             other = ord("\n") if byte == ord(" ") else ord(" ") if byte == ord("\n") else byte ^ 1
             (path / ckpt.STATE_NAME).write_bytes(data[:i] + bytes([other]) + data[i + 1:])
             with pytest.raises(ValueError, match=ckpt.STATE_NAME):
-                ckpt._read_state(path)
+                ckpt.read_state(path)
     finally:
         (path / ckpt.STATE_NAME).write_bytes(data)
 
@@ -268,50 +270,24 @@ def test_malicious_pickles_are_refused_in_every_file(whole: Path, how: str, tmp_
 
 # ---- crashes and full disks -----------------------------------------------------------------------------------------
 
-def at_call(patch: pytest.MonkeyPatch, names: tuple[str, ...], k: int, act: Any) -> list[int]:
-    """Let `act` run before the k-th call (from 0) of any of these functions of `os`; returns the counter in a list."""
-    count = [0]
-
-    def wrap(real: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            count[0] += 1
-            if count[0] - 1 == k:
-                act()
-            return real(*args, **kwargs)
-        return wrapped
-
-    for name in names:
-        patch.setattr(os, name, wrap(getattr(os, name)))
-    return count
-
-
-WRITES = ("fsync", "rename", "replace")
-ALL = (*WRITES, "mkdir", "unlink", "rmdir")
-
-
-def boundaries(run: Path, names: tuple[str, ...], step: int) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        count = at_call(patch, names, -1, None)
-        save(run, step, seed=99)
-    return count[0]
-
-
 @pytest.mark.parametrize("step", [20, 30], ids=["replacing", "new"])
 def test_killed_at_every_write_boundary_leaves_the_old_or_the_new(whole: Path, step: int, tmp_path: Path) -> None:
-    total = boundaries(Path(shutil.copytree(whole, tmp_path / "count")), ALL, step)
-    assert total > 25
+    counted = Path(shutil.copytree(whole, tmp_path / "count"))
+    with faults.watching(counted) as changes:
+        save(counted, step, seed=99)
+    writes = [i for i, change in enumerate(changes.made) if change.startswith("write")]
+    others = sorted(set(range(len(changes.made))) - set(writes))
+    assert len(others) > 30 and len(writes) > 100
     outcomes, aside = set(), 0
-    for k in range(total):
+    for k in sorted(others + writes[::40]):
         run = tmp_path / str(k)
         shutil.copytree(whole, run)
-        if (pid := os.fork()) == 0:
-            try:
-                with pytest.MonkeyPatch.context() as patch:
-                    at_call(patch, ALL, k, lambda: os._exit(9))  # as abrupt as kill -9: nothing is cleaned up
-                    save(run, step, seed=99)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        if k in writes or k % 10 == 0:
+            assert faults.kill_at(k, lambda run=run: save(run, step, seed=99), below=run)
+        else:  # the same, but for the time that it takes
+            with faults.crashing_at(k, below=run, kinds=faults.KINDS) as changes:
+                save(run, step, seed=99)
+            assert len(changes.made) > k
         before = ckpt.newest_good(run)  # a reader that tidies nothing
         assert before is not None
         aside += before.name.startswith(".old")
@@ -326,29 +302,63 @@ def test_killed_at_every_write_boundary_leaves_the_old_or_the_new(whole: Path, s
     assert outcomes == {20, 99} and (aside > 0) == (step == 20)
 
 
+@pytest.mark.parametrize("action", ["delete", "clean up"])
+def test_killed_at_every_change_of_a_deletion_leaves_all_or_nothing_that_counts(whole: Path, action: str,
+                                                                                tmp_path: Path) -> None:
+    """Also where a folder is still aside though its name is taken again: no part of it ever takes the name."""
+    def act(run: Path) -> None:
+        if action == "delete":
+            rd.delete_checkpoint(run / "checkpoints/checkpoint-20")
+        else:
+            rd.clean_stale(run)
+
+    left = set()
+    for k in range(100):
+        run = tmp_path / str(k)
+        shutil.copytree(whole, run)
+        if action == "clean up":
+            shutil.copytree(run / "checkpoints/checkpoint-20", run / "checkpoints/.old-checkpoint-20-1")
+        with faults.crashing_at(k, below=run) as changes:
+            act(run)
+        if len(changes.made) <= k:
+            break
+        if action == "clean up":
+            shutil.rmtree(run / "checkpoints/checkpoint-20")  # the worst that a person can do now
+        rd.clean_stale(run)
+        names = [path.name for path in ckpt.list_checkpoints(run)]
+        for name in names:
+            ckpt.verify_checkpoint(run / "checkpoints" / name)
+        assert hidden(run) == []
+        left.add(len(names))
+    assert 10 < k < 99 and left == {1, 2}
+
+
 @pytest.mark.parametrize("step", [20, 30], ids=["replacing", "new"])
 def test_an_error_at_every_write_boundary_is_reported_and_leaves_no_mess(whole: Path, step: int,
                                                                          tmp_path: Path) -> None:
-    total = boundaries(Path(shutil.copytree(whole, tmp_path / "count")), WRITES, step)
-
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    kinds = ("fsync", "rename", "replace")
+    counted = Path(shutil.copytree(whole, tmp_path / "count"))
+    total = faults.count(lambda: save(counted, step, seed=99), below=counted, kinds=kinds)
+    reported = 0
     for k in range(total):
         run = tmp_path / str(k)
         shutil.copytree(whole, run)
-        with pytest.MonkeyPatch.context() as patch:
-            at_call(patch, WRITES, k, fail)
-            with pytest.raises(OSError, match=r"could not be written.*No space left") as caught:
+        try:
+            with faults.failing_at(k, errno.ENOSPC, below=run, kinds=kinds):
                 save(run, step, seed=99)
-        assert caught.value.errno == errno.ENOSPC
+            assert hidden(run)[0].startswith((".old", ".del")) and k >= total - 2
+        except OSError as e:
+            assert e.errno == errno.ENOSPC and "could not be written" in str(e) and "No space left" in str(e)
+            assert hidden(run) == []
+            reported += 1
         good = ckpt.newest_good(run)
-        assert good is not None and hidden(run) == []
+        assert good is not None
         assert ckpt.load_checkpoint(good).trainer_state["version"] in (20, 99)
         save(run, step, seed=98)  # and the next save works
         good = ckpt.newest_good(run)
-        assert good is not None and ckpt.load_checkpoint(good).trainer_state["version"] == 98
+        assert good is not None and ckpt.load_checkpoint(good).trainer_state["version"] == 98 and hidden(run) == []
         shutil.rmtree(run)
+    assert reported == total - 2 * (step == 20)  # but for the deletion of the replaced one: the new one is there
 
 
 class FillingDisk:
@@ -388,12 +398,12 @@ def test_a_disk_that_fills_at_any_byte_is_an_error_and_keeps_the_older(whole: Pa
     needed = sum(p.stat().st_size for p in (run / "checkpoints/checkpoint-20").rglob("*") if p.is_file())
     for room in range(0, needed - 1, max(1, needed // 60)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ckpt, "open", FillingDisk(room), raising=False)
+            patch.setattr(sealed, "open", FillingDisk(room), raising=False)
             with pytest.raises(OSError, match="No space left"):
                 save(run, 30)
         assert {f: (run / f).read_bytes() for f in files_of(run)} == before and hidden(run) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ckpt, "open", FillingDisk(2 * needed), raising=False)
+        patch.setattr(sealed, "open", FillingDisk(2 * needed), raising=False)
         save(run, 30)
     good = ckpt.newest_good(run)
     assert good is not None and good.name == "checkpoint-30"

@@ -1,0 +1,203 @@
+"""
+Faults on purpose: stop, or fail, at the n-th change that some code makes to the disk.
+
+    total = count(save, below=run)                      # how many changes there are
+    kill_at(n, save, below=run)                         # a forked child runs `save` and dies before change n
+    with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
+    with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
+    python -m tests.faults --at 17 --below RUN -- scripts.base_train --depth=4 ...     # the same for a whole command
+
+A change is a call that creates, fills, syncs, renames or removes something below a folder: open for writing, write,
+fsync, rename, replace, mkdir, unlink, rmdir. They are counted in all threads, in the order in which they come. The
+killed process gets SIGKILL: no `finally`, no buffer flushed. What a power cut adds, losing what was not synced, is not
+simulated. The functions of `os` and `open` are replaced while a `with` block lasts, and nothing before or after it, so
+neither the code under test nor its environment knows of this. Whatever opens files in C++ is not seen: the code under
+test hands Python files to torch.save.
+"""
+
+import argparse
+import builtins
+import contextlib
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+KINDS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+NO_WRITES = tuple(kind for kind in KINDS if kind != "write")  # torch.save writes dozens of times a file
+ALTERING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Crash(BaseException):
+    """The process would be dead by now."""
+
+
+class Changes:
+    """Counts the changes below a folder; calls `act` before the one numbered `at` (from 0), or never for None; with
+    `onwards` before all that follow, too."""
+
+    def __init__(self, below: Path, at: int | None, act: Callable[[], Any], kinds: Sequence[str],
+                 onwards: bool = False) -> None:
+        self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
+        self.onwards = onwards
+        self.made: list[str] = []  # "kind path" of each
+        self._lock = threading.Lock()
+
+    def note(self, kind: str, where: str | None) -> None:
+        """A change of some kind is about to be made at a path."""
+        if kind not in self.kinds or where is None or not (where + os.sep).startswith(self.below + os.sep):
+            return
+        with self._lock:
+            self.made.append(f"{kind} {os.path.relpath(where, self.below)}")
+            past = None if self.at is None else len(self.made) - 1 - self.at
+        if past == 0 or (self.onwards and past is not None and past > 0):
+            self.act()
+
+
+def _path(what: Any, dir_fd: int | None = None) -> str | None:
+    """Where a path, or the file of a descriptor, is; None for what is no file."""
+    with contextlib.suppress(OSError, TypeError):
+        if isinstance(what, int):
+            return os.readlink(f"/proc/self/fd/{what}")
+        folder = os.getcwd() if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        path = os.path.join(folder, os.fspath(what))
+        return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    return None
+
+
+class _Counted:
+    """A file open for writing whose writes are noted."""
+
+    def __init__(self, file: Any, changes: Changes, where: str) -> None:
+        self._file, self._changes, self._where = file, changes, where
+
+    def write(self, data: Any) -> Any:
+        self._changes.note("write", self._where)
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "_Counted":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._file)
+
+
+def _wrap_os(name: str, changes: Changes) -> Any:
+    """A function of `os` that notes its change, at its first argument, then makes it."""
+    real = getattr(os, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        altering = name != "open" or (args[1] if len(args) > 1 else kwargs["flags"]) & ALTERING
+        if altering:
+            changes.note(name, _path(args[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd"))))
+        return real(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_open(real: Any, changes: Changes) -> Any:
+    """`open` that notes a file opened for writing, and gives one whose writes are noted."""
+    def wrapped(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if not set(mode) & set("wxa+"):
+            return real(file, mode, *args, **kwargs)
+        where = _path(file)
+        if not isinstance(file, int):
+            changes.note("open", where)
+        opened = real(file, mode, *args, **kwargs)
+        inside = where is not None and (where + os.sep).startswith(changes.below + os.sep)
+        return _Counted(opened, changes, str(where)) if inside else opened
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def watching(below: Path, *, at: int | None = None, act: Callable[[], Any] = lambda: None,
+             kinds: Sequence[str] = KINDS, onwards: bool = False) -> Iterator[Changes]:
+    """While the block lasts, note all changes below a folder, and call `act` before change `at`."""
+    changes = Changes(below, at, act, kinds, onwards)
+    with contextlib.ExitStack() as stack:
+        for name in (kind for kind in KINDS if kind != "write"):
+            stack.enter_context(mock.patch.object(os, name, _wrap_os(name, changes)))
+        for module in (builtins, io):
+            stack.enter_context(mock.patch.object(module, "open", _wrap_open(module.open, changes)))
+        yield changes
+
+
+def count(action: Callable[[], Any], *, below: Path, kinds: Sequence[str] = KINDS) -> int:
+    """How many changes an action makes below a folder."""
+    with watching(below, kinds=kinds) as changes:
+        action()
+    return len(changes.made)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(at: int, action: Callable[[], Any], *, below: Path, kinds: Sequence[str] = KINDS) -> bool:
+    """Run an action in a forked child that is killed before change `at`; whether it came so far. An exception of the
+    action is an AssertionError here."""
+    if (pid := os.fork()) == 0:
+        try:
+            with watching(below, at=at, act=_die, kinds=kinds):
+                action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the action failed before change {at}"
+    return code != 0
+
+
+@contextlib.contextmanager
+def failing_at(at: int, error: int, *, below: Path, kinds: Sequence[str] = KINDS) -> Iterator[Changes]:
+    """While the block lasts, change `at` raises OSError of a number (errno.ENOSPC, ...), and only that one."""
+    def fail() -> None:
+        raise OSError(error, os.strerror(error))
+
+    with watching(below, at=at, act=fail, kinds=kinds) as changes:
+        yield changes
+
+
+@contextlib.contextmanager
+def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES) -> Iterator[Changes]:
+    """While the block lasts, changes `at` and after raise `Crash`, which leaves the block silently: what the disk looks
+    like then is what a kill would leave, without the cost of a process. None: no crash."""
+    def die() -> None:
+        raise Crash
+
+    with contextlib.suppress(Crash), watching(below, at=at, act=die, kinds=kinds, onwards=True) as changes:
+        yield changes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a module as a command and kill it before a change; what the command returns or raises otherwise."""
+    parser = argparse.ArgumentParser(description="Run a module as `python -m` would, and kill it at a disk change.")
+    parser.add_argument("--at", type=int, required=True, help="number of the change, from 0; -1: count them only")
+    parser.add_argument("--below", type=Path, required=True, help="changes below this folder count")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- MODULE ARGS...")
+    args = parser.parse_args(argv)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    sys.argv = command
+    with watching(args.below, at=args.at, act=_die, kinds=args.kinds) as changes:
+        try:
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        finally:
+            print(f"{len(changes.made)} changes below {args.below}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

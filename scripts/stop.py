@@ -1,0 +1,103 @@
+"""
+Ask a run to stop: it finishes its step, saves, and ends as stopped; the same training command goes on with it.
+
+    python -m scripts.stop d24             # a tag or a run directory; may be left out where one run only is at work
+    python -m scripts.stop d24 --wait      # and wait until it has ended
+    python -m scripts.stop d24 --force     # end its processes on this host: SIGTERM, then SIGKILL after a grace time
+
+The request is a file in the run directory, so it reaches a run on any host that shares the file system. `--force` is
+for a run that no longer looks: it ends the processes that the run's state names, if they are on this host and are
+still the same (a process id that another program has now is left alone).
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nanochat.common import EXIT_FAILED, get_base_dir, run_main
+from nanochat.run_state import is_alive_here, liveness, read_state
+from nanochat.shutdown import request_stop
+from scripts.status import describe, find, list_all, state_of
+
+POLL_S = 0.2
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Ask a run to stop.", epilog=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", help="tag or run directory (default: the only one at work)")
+    parser.add_argument("--wait", action="store_true", help="until the run has ended; 1 if it did not end by itself")
+    parser.add_argument("--force", action="store_true", help="end the run's processes on this host")
+    parser.add_argument("--grace-seconds", type=float, default=30.0, help="with --force: from SIGTERM to SIGKILL")
+    return parser.parse_args(argv)
+
+
+def only_live_run() -> Path:
+    """The one run under the base directory that is at work. ValueError if there is none, or several."""
+    live = []
+    for path in list_all():
+        with contextlib.suppress(ValueError):
+            state = read_state(path)
+            if state is not None and liveness(state) == "alive":
+                live.append(path)
+    if len(live) == 1:
+        return live[0]
+    names = f"several are at work, name one: {', '.join(path.name for path in live)}" if live else "none is at work"
+    raise ValueError(f"which run? Of those in {get_base_dir() / 'runs'}, {names}")
+
+
+def force(state: dict[str, Any], grace_s: float) -> bool:
+    """End the run's processes on this host; say what is left to do on others. Whether all of them are gone."""
+    here = [rank for rank in state["ranks"] if is_alive_here(rank)]
+    for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        for rank in here:
+            print(f"{number.name} to pid {rank['pid']}", flush=True)
+            send(rank, number)
+        end = time.monotonic() + patience
+        while here and time.monotonic() < end:
+            time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
+            here = [rank for rank in here if is_alive_here(rank)]
+    elsewhere: dict[str, list[int]] = {}
+    for rank in state["ranks"]:
+        if is_alive_here(rank) is None and liveness(state) != "ended":
+            elsewhere.setdefault(rank["host"], []).append(rank["pid"])
+    for host, pids in elsewhere.items():
+        print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
+    return not here and not elsewhere
+
+
+def send(rank: dict[str, Any], number: signal.Signals) -> None:
+    """A signal to a process, if it is still the one that was described: it may have ended since."""
+    with contextlib.suppress(ProcessLookupError):
+        if is_alive_here(rank):
+            os.kill(rank["pid"], number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask; perhaps force, perhaps wait. ValueError and FileNotFoundError where it is not clear which run is meant."""
+    args = parse_args(argv)
+    run_dir = only_live_run() if args.run is None else find(args.run)
+    state = state_of(run_dir)
+    if liveness(state) != "alive" and not args.force:
+        print(f"nothing to stop\n{describe(run_dir, state)}")
+        return 0
+    if liveness(state) == "alive":
+        request_stop(run_dir)
+        print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
+    if args.force and not force(state, args.grace_seconds):
+        return EXIT_FAILED
+    while args.wait and liveness(state_of(run_dir)) == "alive":
+        time.sleep(POLL_S)
+    if args.wait or args.force:
+        print(describe(run_dir, state_of(run_dir)))
+    return EXIT_FAILED if args.wait and liveness(state_of(run_dir)) == "dead" else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

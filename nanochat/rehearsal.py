@@ -1,0 +1,258 @@
+"""
+Rehearsals: a feed of the stream on lengths alone, so that what a run will do is known before it begins.
+
+Placements come from lengths, so a feed that is given lengths in place of tokens packs the very same rows: a `Rehearsal`
+is a `Feed` with the same position, the same refills and the same packer, that never touches a token. And a feed knows
+nothing of the other buckets, of other lanes or of the curriculum: how many rows it can give before it is dry is a
+property of the feed alone. So feeds are rehearsed one by one, in as many processes as there are cores.
+
+Often that is not needed, because totals already say enough. A feed with S tokens to come, in documents of which L fill
+a row of T + 1 by themselves and whose others have s tokens, gives at least so many rows:
+
+    concat     (S - 1) / T               each row but the first shares a token: exact
+    split      (S - T) / (T + 1)         it is dry with at most T tokens left, and repeats only add tokens
+    crop       L, (s - T) / (2 T + 1)    a row takes one long document at most, and drops less than T + 1 of the others
+    binned     S / (T + 1)               a row holds no more; the number of entries where each has a row of its own
+
+Text has no lengths before it is tokenized. `SampledLengths` draws them from a few hundred of its documents; what comes
+of that is an estimate, and is called one.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from nanochat.order import Order, StreamConfig, words
+from nanochat.shard_source import ShardSource
+from nanochat.sources import Manifest, Source
+from nanochat.stream import COUNTS, Feed
+
+PROGRESS_ROWS = 1 << 14  # between two signs of life of a task
+SAMPLED_UNITS, SAMPLE_SIZE = 8, 64  # of text
+
+
+# ---- lengths --------------------------------------------------------------------------------------------------------
+
+class SampledLengths:
+    """Text as a source of lengths: those of a sample of its documents, drawn again and again, group by group."""
+
+    mapped = True
+
+    def __init__(self, source: Source):
+        """Reads and tokenizes 64 documents from each of up to 8 groups."""
+        self.groups, self.fingerprint = source.groups, source.fingerprint
+        spread = np.linspace(0, len(source.groups) - 1, min(SAMPLED_UNITS, len(source.groups))).astype(int)
+        texts = [text for group in spread.tolist() for text in source.fetch(group, 0, SAMPLE_SIZE)]
+        self.sample = np.array([len(tokens) for tokens in source.encode(texts)], np.int64)
+
+    def lengths(self, group: int, unit: int, unit_size: int) -> np.ndarray:
+        """(n,) int64: tokens of each document, BOS included."""
+        drawn = self.sample[(words(int(self.groups[group]), "sample", group) % np.uint64(len(self.sample))).astype(int)]
+        return drawn[unit * unit_size:(unit + 1) * unit_size]
+
+    def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
+        """Text has none."""
+        return [0] * len(self.lengths(group, unit, unit_size))
+
+    def locate(self, group: int) -> tuple[str, int]:
+        """A sample has no place."""
+        return "sample", group
+
+
+Lengths = ShardSource | SampledLengths
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a ShardSource asks of a tokenizer."""
+
+    fingerprint: str
+    bos: int
+
+    def get_bos_token_id(self) -> int:
+        return self.bos
+
+    def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError("lengths are known without a token")
+
+
+def with_lengths(source: Source) -> Lengths:
+    """The source itself where it knows its lengths, else a sample of it."""
+    return source if isinstance(source, ShardSource) else SampledLengths(source)
+
+
+def _pack_up(source: Lengths, tokenizer: str) -> tuple[Manifest, _Vocabulary, bool] | SampledLengths:
+    """What another process opens the source again from."""
+    if isinstance(source, ShardSource):
+        return source.manifest, _Vocabulary(tokenizer, source.eod), source.keep_eod
+    return source
+
+
+def _unpack(packed: tuple[Manifest, _Vocabulary, bool] | SampledLengths) -> Lengths:
+    if isinstance(packed, SampledLengths):
+        return packed
+    manifest, vocabulary, keep_eod = packed
+    return ShardSource(manifest, vocabulary, keep_eod=keep_eod)
+
+
+# ---- bounds from totals ---------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over some documents, or of each of some units or lanes: ints, or (n,) int64 arrays."""
+
+    tokens: Any  # as the stream sees them, BOS and overlaps included
+    long: Any  # documents that fill a row by themselves
+    short: Any  # tokens of the others
+    entries: Any  # documents that have any token
+    repeated: Any  # tokens that are overlap
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @staticmethod
+    def exact(config: StreamConfig) -> bool:
+        """Whether `rows` is the number itself, and no lower bound."""
+        return config.layout == "concat" or not config.pack
+
+    def rows(self, config: StreamConfig) -> Any:
+        """How many rows a feed can certainly make of them."""
+        T = config.T
+        if config.layout == "concat":
+            rows = (self.tokens - 1) // T
+        elif config.layout == "binned":
+            rows = self.entries if not config.pack else -(-self.tokens // (T + 1))
+        elif config.long_docs == "split":
+            rows = (self.tokens - T) // (T + 1)
+        else:
+            rows = np.maximum(self.long, (self.short - T) // (2 * T + 1))
+        return np.maximum(rows, 0)
+
+
+def unit_totals(source: Lengths, order: Order, T: int) -> Totals:
+    """Totals of each unit of a bucket, (num_units,), units of the same group side by side. Reads every length once."""
+    parts: list[np.ndarray] = []
+    for group, n in enumerate(order.groups.tolist()):
+        lengths = source.lengths(group, 0, n)
+        long = lengths > T
+        edges = np.arange(0, n, order.unit_size)
+        columns = (lengths, long, np.where(long, 0, lengths), lengths > 0, source.overlaps(group, 0, n))
+        parts.append(np.stack([np.add.reduceat(np.asarray(column, np.int64), edges) for column in columns]))
+    return Totals(*np.concatenate(parts, axis=1))
+
+
+def share_totals(totals: Totals, order: Order, epoch: int, spans: Sequence[range]) -> Totals:
+    """Totals of some spans of an epoch's units (such as `order.share(lane, epoch)` of each lane), (len(spans),)."""
+    first = np.cumsum(order.units_per_group) - order.units_per_group
+    groups = order.sequence(epoch)
+    counts = order.units_per_group[groups]
+    units = np.arange(order.num_units) + np.repeat(first[groups] - (np.cumsum(counts) - counts), counts)
+    starts, stops = [span.start for span in spans], [max(span.start, span.stop) for span in spans]
+
+    def sums(column: np.ndarray) -> np.ndarray:
+        running = np.concatenate([[0], np.cumsum(column[units])])
+        return running[stops] - running[starts]
+
+    return Totals(*map(sums, (totals.tokens, totals.long, totals.short, totals.entries, totals.repeated)))
+
+
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+class Rehearsal(Feed):
+    """One bucket in one lane, on lengths alone."""
+
+    def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Lengths, order: Order):
+        super().__init__(config, bucket=bucket, lane=lane, source=source, order=order, pool=None)  # type: ignore
+        self._units: list[tuple[list[int], int]] = []  # (lengths, overlap) of units to come of the group, the last is next
+        self._key = 0
+
+    def _prepare(self) -> None:
+        """The lengths of what this lane reads of the next group, each unit in its order of use."""
+        order, size = self.order, self.order.unit_size
+        group, local = order.locate(self.epoch, self.unit)
+        stop = min(order.span(self.epoch, group).stop, order.share(self.lane, self.epoch).stop)
+        n = int(order.groups[group])
+        lengths, overlaps = self.source.lengths(group, 0, n), self.source.overlaps(group, 0, n)  # type: ignore
+        for unit in range(local, local + stop - self.unit):
+            span = slice(unit * size, min((unit + 1) * size, n))
+            mine = lengths[span][order.rows(self.epoch, group, unit, span.stop - span.start)].tolist()
+            self._units.append((mine if self.config.framed else [n for n in mine if n], sum(overlaps[span])))
+        self._units.reverse()
+
+    def _read(self) -> None:
+        """Take in the next unit."""
+        if not self._units:
+            self._prepare()
+        lengths, repeated = self._units.pop()
+        packer, n = self.packer, len(lengths)
+        try:
+            packer.push_many(range(self._key, self._key + n), lengths)
+        except ValueError as e:
+            name, group = self.source.locate(self.order.locate(self.epoch, self.unit)[0])
+            raise ValueError(f"{name}: group {group}: {e}") from None
+        inserted = n * self.config.framed
+        packer.inserted += inserted
+        packer.repeated += repeated
+        self.read += sum(lengths) - inserted - repeated
+        self.num_documents += n
+        self._key += n
+        self.unit += 1
+        self._settle()
+
+    def pack(self, rows: int) -> bool:
+        """Go on until so many rows are packed, in all; False where the feed is dry before."""
+        packer, docs, target = self.packer, self.packer.docs, self.config.buffer_size
+        while packer.row < rows:
+            if not self.full or len(docs) < target or not packer.ready:
+                self.refill()
+                if not packer.ready:
+                    return False
+            packer.next_row()
+        return True
+
+    def accounts(self) -> dict[str, int]:
+        """What `nanochat.stream.ledger` needs of a cursor's feed."""
+        return {**{name: getattr(self.packer, name) for name in COUNTS}, "pending": self.packer.pending,
+                "epoch": self.epoch, "documents": self.num_documents, "read": self.read}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One feed to rehearse: until it has packed `rows` in all, or is dry. `flush`: and then read all that it may, as a
+    lane does that drops the bucket. `state`: the feed's part of a cursor to go on from."""
+
+    bucket: str
+    lane: int
+    rows: int
+    flush: bool = False
+    state: dict[str, Any] | None = None
+
+
+def packed_up(config: StreamConfig, sources: Mapping[str, Lengths], tokenizer: str) -> tuple[Any, ...]:
+    """The arguments of `open_rehearsals`, fit for another process. `tokenizer`: its fingerprint."""
+    return config, {bucket: _pack_up(source, tokenizer) for bucket, source in sources.items()}
+
+
+def open_rehearsals(config: StreamConfig, packed: Mapping[str, Any]
+                    ) -> Callable[[Task], Generator[int, None, dict[str, int]]]:
+    """For `nanochat.workers.run_tasks`: the work on a Task yields rows packed meanwhile and returns the accounts."""
+    sources = {bucket: _unpack(p) for bucket, p in packed.items()}
+    orders = {bucket: Order(source.groups, bucket=bucket, config=config) for bucket, source in sources.items()}
+
+    def work(task: Task) -> Generator[int, None, dict[str, int]]:
+        feed = Rehearsal(config, bucket=task.bucket, lane=task.lane, source=sources[task.bucket],
+                         order=orders[task.bucket])
+        if task.state is not None:
+            feed.restore(task.state)
+        going, before = True, feed.packer.row
+        while going and feed.packer.row < task.rows:
+            going = feed.pack(min(task.rows, feed.packer.row + PROGRESS_ROWS))
+            yield feed.packer.row - before
+            before = feed.packer.row
+        if task.flush:
+            feed.refill()
+        return feed.accounts()
+
+    return work

@@ -1,0 +1,375 @@
+"""Laws of the stream as a whole: random buckets of shards and of text, random curricula, lanes, layouts, and a run that
+is stopped and goes on with other numbers of processes.
+
+No two tokens of a corpus are the same, so a row tells by itself what is in it. What rows ought to hold is worked out
+from the documents alone: in each epoch each document is used once, each of its tokens is a target once (or dropped by
+`crop`, or still pending), the accounts say the same, and stopping changes no digest."""
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanochat.curriculum import Curriculum, Phase
+from nanochat.dataloader import Dry
+from nanochat.mixing import Mixer
+from nanochat.order import StreamConfig, block
+from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter, new_manifest
+from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.stream import Cursor, Row, Stream, ledger
+from tests.toy import BOS, ByteTokenizer, digest_of_row, json_copy, load_steps, row_arrays
+
+LAYOUTS = ("crop", "split", "concat", "binned")
+LAW = settings(max_examples=25, deadline=None, derandomize=True, database=None,
+               suppress_health_check=[HealthCheck.too_slow])
+
+
+class NumberTokenizer(ByteTokenizer):
+    """The text "1000 1001" is the ids 1000 and 1001."""
+
+    token_dtype = np.dtype(np.uint32)
+
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
+        ids = [[BOS, *map(int, text.split())] for text in texts]
+        offsets = np.cumsum([0, *map(len, ids)])
+        return np.array([i for document in ids for i in document], self.token_dtype), offsets
+
+
+# ---- corpora --------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Entry:
+    """A document, or a window of one: its first `overlap` ids repeat the window before; `closed`: EOD is stored."""
+
+    ids: tuple[int, ...]
+    overlap: int = 0
+    closed: bool = True
+
+    def seen(self, framed: bool) -> list[int]:
+        """As the stream sees it."""
+        return [BOS, *self.ids] if framed else [*self.ids, *[BOS] * self.closed]
+
+
+def windows(ids: Sequence[int], max_length: int, overlap: int) -> Iterator[Entry]:
+    start = 0
+    while max_length and start + max_length < len(ids):
+        yield Entry(tuple(ids[start:start + max_length]), overlap if start else 0, False)
+        start += max_length - overlap
+    yield Entry(tuple(ids[start:]), overlap if start else 0)
+
+
+@dataclass
+class Corpus:
+    """A bucket: the entries of each group of each file, and how it is stored."""
+
+    files: list[list[list[Entry]]]
+    kind: str  # text | shards | foreign (shards without manifest.json, whose files are one group)
+    max_length: int = 0
+    overlap: int = 0
+
+    @property
+    def groups(self) -> list[list[Entry]]:
+        return [group for file in self.files for group in file]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for group in self.groups for entry in group]
+
+    def open(self, folder: Path, *, framed: bool) -> Any:
+        """Write it, and open it as a source."""
+        folder.mkdir()
+        tokenizer = NumberTokenizer()
+        if self.kind == "text":
+            for i, file in enumerate(self.files):
+                self._write_text(folder / f"{i}.parquet", file)
+            return ParquetSource(scan(folder), tokenizer)
+        records = {str(i): self._write_shard(folder / str(i), file) for i, file in enumerate(self.files)}
+        if self.kind == "shards":
+            manifest = new_manifest({"fingerprint": tokenizer.fingerprint, "eod": BOS, "vocab_size": 1 << 20},
+                                    {"max_length": self.max_length, "overlap_size": self.overlap}, records)
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+        return ShardSource(scan(folder, find_files(folder, "shards")), tokenizer, keep_eod=not framed)
+
+    def _write_text(self, path: Path, file: list[list[Entry]]) -> None:
+        schema = pa.schema([("text", pa.string())])
+        with pq.ParquetWriter(path, schema) as writer:
+            for group in file:
+                writer.write_table(pa.table({"text": [" ".join(map(str, e.ids)) for e in group]}, schema=schema))
+
+    def _write_shard(self, path: Path, file: list[list[Entry]]) -> dict[str, Any]:
+        entries = [entry for group in file for entry in group]
+        stored = [entry.seen(framed=False) for entry in entries]
+        with ShardWriter(path, vocab_size=1 << 20) as writer:
+            writer.add(np.concatenate(stored), np.array([*map(len, stored)]), np.array([e.overlap for e in entries]))
+        return {**vars(writer.written), "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
+
+
+@dataclass
+class World:
+    """A stream, its documents, and a run of it: (processes, steps) one after another, the last to the end."""
+
+    config: StreamConfig
+    corpora: dict[str, Corpus]
+    n: int  # rows of a lane in a step
+    plan: list[tuple[int, int]]
+
+    def epochs(self, bucket: str) -> int:
+        return self.config.epochs(bucket)
+
+    def complete(self, run: "Run", bucket: str) -> bool:
+        """Whether a run has read all of a bucket. A lane that has not must be in a phase that does not mix it, and in
+        which all others are dry."""
+        mixer = Mixer(self.config.curriculum, T=self.config.T, V=self.config.V, seed=self.config.seed)
+        left = [cursor for cursor in run.cursors if cursor["buckets"][bucket]["epoch"] < self.epochs(bucket)]
+        for cursor in left:
+            shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].shares()
+            assert bucket not in shares and set(shares) <= set(cursor["dropped"])
+        return not left
+
+
+@st.composite
+def corpora(draw: st.DrawFn, T: int, layout: str, first: int) -> Corpus:
+    kind = draw(st.sampled_from(("shards", "foreign") if layout == "binned" else ("shards", "text", "foreign", "text")))
+    max_length = 0 if kind == "text" else draw(st.integers(2, T)) if layout == "binned" or draw(st.booleans()) else 0
+    overlap = draw(st.integers(0, max_length // 2))
+    length = st.one_of(st.integers(0, T), st.integers(0, 3 * T), st.just(0))
+    sizes = st.one_of(st.lists(length, min_size=1, max_size=4), st.lists(length, min_size=9, max_size=16))
+    files = []
+    for groups in draw(st.lists(st.lists(sizes, min_size=1, max_size=3), min_size=1, max_size=3)):
+        file = []
+        for group in groups:
+            cut = []
+            for num in group:
+                cut += windows(range(first, first + num), max_length, overlap)
+                first += num
+            file.append(cut)
+        files.append([[entry for group in file for entry in group]] if kind == "foreign" else file)
+    return Corpus(files, kind, max_length, overlap)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, layout: str) -> World:
+    T, V = draw(st.integers(6, 16)), draw(st.integers(1, 6))
+    names = ["a", "b", "c"][:draw(st.sampled_from([1, 2, 2, 3]))]
+    found = {name: draw(corpora(T, layout, 1000 + 100_000 * i)) for i, name in enumerate(names)}
+    weights = st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)).filter(any)
+    phases = [Phase(draw(st.integers(1, 40)) * T * V, tuple(zip(names, draw(weights))))
+              for _ in range(draw(st.integers(0, 2)))]
+    phases.append(Phase(T * V, tuple((name, draw(st.integers(1, 3))) for name in names)))  # which ends with all dry
+    curriculum = Curriculum(tuple(phases), max_epochs={name: draw(st.integers(1, 3)) for name in names})
+    config = StreamConfig(
+        T=T, V=V, seed=draw(st.integers(0, 3)), layout=layout if layout in ("concat", "binned") else "bestfit",
+        long_docs=layout if layout == "split" else "crop", overlap=draw(st.integers(0, T - 2)),
+        buffer_size=draw(st.integers(1, 6)), unit_size=draw(st.sampled_from([1, 2, 8])), curriculum=curriculum,
+        pack=layout != "binned" or draw(st.sampled_from([True, True, False])))
+    stops = draw(st.lists(st.tuples(st.integers(1, V), st.integers(1, 12)), max_size=3))
+    return World(config, found, draw(st.integers(1, 2)), [*stops, (draw(st.integers(1, V)), 10_000)])
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Run:
+    """What came of it: digests of its steps, all rows with their tokens and live masks, cursors at its end."""
+
+    digests: list[int] = field(default_factory=list)
+    rows: list[tuple[Row, np.ndarray, np.ndarray]] = field(default_factory=list)
+    cursors: list[Cursor] = field(default_factory=list)
+
+
+def drained(world: World, sources: dict[str, Any], plan: list[tuple[int, int]]) -> Run:
+    """Take rows until all lanes are dry, stopping and going on as planned; the accounts must be right at each stop."""
+    run = Run()
+    for W, steps in plan:
+        streams = [Stream(world.config, sources, block(r, W, world.config.V), tokenizer="t", num_threads=1,
+                          drop_dry=True, cursors=run.cursors or None) for r in range(W)]
+        for _ in range(steps):
+            rows = [row for stream in streams for row in stream.next_rows(world.n)]
+            if not rows:
+                break
+            filled = [(row, *row_arrays(row, world.config.T)) for row in rows]
+            run.digests.append(sum(digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)))
+            run.rows += filled
+        run.cursors = json_copy([cursor for stream in streams for cursor in stream.cursors()])
+        for stream in streams:
+            stream.close()
+        check_accounts(world, run)
+    return run
+
+
+def check_accounts(world: World, run: Run) -> None:
+    """The ledger of each bucket, against rows that were counted."""
+    T, account = world.config.T, ledger(run.cursors, world.config.T)
+    for bucket in world.corpora:
+        a = account[bucket]
+        rows = [row for row, _, _ in run.rows if row.bucket == bucket]
+        placed = sum(length for row in rows for _, _, length, _ in row.placements)
+        assert a["read"] + a["bos"] + a["repeated"] == a["emitted"] + a["cropped"] + a["pending"]
+        assert (a["rows"], a["emitted"], a["padded"]) == (len(rows), placed, len(rows) * (T + 1) - placed)
+        assert a["padded"] == 0 or world.config.layout == "binned"
+        assert a["cropped"] == 0 or (world.config.layout, world.config.long_docs) == ("bestfit", "crop")
+
+
+# ---- what rows ought to hold ----------------------------------------------------------------------------------------
+
+def pieces(world: World, run: Run, bucket: str) -> list[tuple[Entry, list[int], int]]:
+    """What waits at the end: (entry, its tokens that no row has had, how many of the entry's were before them)."""
+    groups, framed, found = world.corpora[bucket].groups, world.config.framed, []
+    for cursor in run.cursors:
+        feed = cursor["buckets"][bucket]
+        for i, (_, group, row, _, start, _) in enumerate(feed["waiting"]):
+            shared = world.config.layout == "concat" and i == 0 and feed["row"] > 0  # the last row ended with it
+            entry = groups[group][row]
+            found.append((entry, entry.seen(framed)[start + shared:], start + shared))
+    return found
+
+
+def check_documents(world: World, run: Run, bucket: str) -> None:
+    """Each entry of each allowed epoch begins in one row, or waits whole; none twice, none never."""
+    waiting = [(lane, *piece) for lane, cursor in enumerate(run.cursors)
+               for piece in cursor["buckets"][bucket]["waiting"]]
+    begun = Counter(key for row, _, _ in run.rows if row.bucket == bucket for key, start, _, _ in row.placements
+                    if not start)
+    if world.config.layout == "concat":  # where a row ends with a BOS, the next begins with it
+        for lane in range(world.config.V):
+            mine = [row.placements for row, _, _ in run.rows if (row.lane, row.bucket) == (lane, bucket)]
+            begun.subtract(after[0][0] for before, after in pairwise(mine) if not after[0][1])
+            if mine and (piece := next((p for p in waiting if p[0] == lane), None)) and piece[5] == 0:
+                begun[tuple(piece[1:4])] -= 1  # a row ended with its BOS, but it waits
+    begun.update(tuple(piece[1:4]) for piece in waiting if piece[5] == 0)
+    everything = Counter((epoch, group, row) for epoch in range(world.epochs(bucket))
+                         for group, entries in enumerate(world.corpora[bucket].groups) for row in range(len(entries)))
+    assert min(begun.values(), default=0) >= 0 and begun <= everything
+    assert begun.total() == ledger(run.cursors, world.config.T)[bucket]["documents"]
+    assert begun == everything or not world.complete(run, bucket)
+
+
+def check_tokens(world: World, run: Run, bucket: str) -> None:
+    """Each id is a live target once an epoch, is dropped, or pends; overlaps are emitted and never live."""
+    epochs, corpus = world.epochs(bucket), world.corpora[bucket]
+    emitted: Counter[int] = Counter()
+    live: Counter[int] = Counter()
+    padded = 0
+    for row, tokens, is_live in run.rows:
+        if row.bucket == bucket:
+            placed = sum(length for _, _, length, _ in row.placements)
+            padded += len(tokens) - placed
+            emitted.update(tokens[:placed].tolist())
+            live.update(tokens[1:][is_live[1:] == 1].tolist())
+            assert not is_live[placed:].any() and (tokens[placed:] == BOS).all()
+    for count in (emitted, live):
+        del count[BOS]
+    left = pieces(world, run, bucket)
+    pending = Counter(i for entry, tokens, gone in left
+                      for i in tokens[max(0, entry.overlap + world.config.framed - gone):] if i != BOS)
+    ids = Counter({i: epochs for entry in corpus.entries for i in entry.ids[entry.overlap:]})
+    account = ledger(run.cursors, world.config.T)[bucket]
+    assert live.keys() <= ids.keys() and live + pending <= ids
+    if world.config.layout == "bestfit":
+        waits = Counter(i for _, tokens, _ in left for i in tokens if i != BOS)
+        stored = Counter(i for entry in corpus.entries for i in entry.ids * epochs)
+        assert world.config.long_docs == "split" or emitted + waits <= stored
+    if not world.complete(run, bucket):
+        return
+    assert account["read"] == epochs * sum(len(e.seen(world.config.framed)) - e.overlap - world.config.framed
+                                           for e in corpus.entries)
+    if world.config.layout == "binned":
+        assert not left and emitted == Counter(i for entry in corpus.entries for i in entry.ids * epochs)
+    elif world.config.layout == "concat" or world.config.long_docs == "split":
+        assert live + pending == ids
+    else:
+        assert (stored - emitted - waits).total() == account["cropped"]
+
+
+def check_binned_targets(world: World, run: Run, bucket: str) -> None:
+    """Off are: the first of a row (which is no target), overlaps, what follows an EOD, padding."""
+    for row, tokens, is_live in run.rows:
+        if row.bucket == bucket:
+            overlapped = []
+            for (_, group, index), start, length, _ in row.placements:
+                entry = world.corpora[bucket].groups[group][index]
+                assert (start, length) == (0, len(entry.seen(framed=False)))
+                overlapped += [i < entry.overlap for i in range(length)]
+            expected = [not off and tokens[i - 1] != BOS for i, off in enumerate(overlapped)][1:]
+            assert is_live[1:].tolist() == [*expected, *[False] * (world.config.T - len(expected))]
+
+
+# ---- the laws -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(layout: str) -> None:
+    seen: Counter[str] = Counter()
+
+    @LAW
+    @given(worlds(layout))
+    def law(world: World) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            sources = {name: corpus.open(Path(folder) / name, framed=world.config.framed)
+                       for name, corpus in world.corpora.items()}
+            straight = drained(world, sources, [(1, 10_000)])
+            stopped = drained(world, sources, world.plan)
+        assert stopped.digests == straight.digests and stopped.cursors == straight.cursors
+        for bucket, corpus in world.corpora.items():
+            check_documents(world, stopped, bucket)
+            check_tokens(world, stopped, bucket)
+            if layout == "binned":
+                check_binned_targets(world, stopped, bucket)
+            seen["complete" if world.complete(stopped, bucket) else "left over"] += 1
+            seen.update({corpus.kind: 1, "overlaps": any(e.overlap for e in corpus.entries),
+                         "epochs": world.epochs(bucket) > 1})
+        account = ledger(stopped.cursors, world.config.T)
+        for name in ("cropped", "padded", "repeated", "pending"):
+            seen[name] += sum(a[name] for a in account.values())
+        stops = sum(steps for _, steps in world.plan[:-1])
+        seen.update({"buckets": len(world.corpora) > 1, "stopped": 0 < stops < len(straight.digests),
+                     "other W": len({W for W, _ in world.plan}) > 1,
+                     "unpacked": not world.config.pack, "no row": not straight.rows,
+                     "phases": any(row.index >= world.config.curriculum.phase_rows(world.config.T, world.config.V)[0]
+                                   for row, _, _ in stopped.rows) and len(world.config.curriculum.phases) > 1})
+
+    law()
+    always = {"buckets", "stopped", "other W", "phases", "shards", "foreign", "overlaps", "epochs"}
+    own = {"crop": {"text", "cropped", "pending"}, "split": {"text", "repeated", "pending"},
+           "concat": {"text", "repeated", "pending"}, "binned": {"padded", "unpacked"}}[layout]
+    assert not {case for case in always | own if not seen[case]}, seen
+    assert seen["complete"] > seen["left over"]
+
+
+def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests() -> None:
+    """Through the loader, with and without dropping what is dry, on one and on several processes."""
+    seen: Counter[str] = Counter()
+
+    def until_dry(world: World, sources: dict[str, Any], W: int, drop_dry: bool) -> tuple[list[int], str]:
+        digests = []
+        with pytest.raises(Dry) as end:
+            for digest, _ in load_steps(world.config, sources, R=world.n * world.config.V, W=W, B=3, steps=10_000,
+                                        drop_dry=drop_dry):
+                digests.append(digest)
+        return digests, str(end.value)
+
+    @settings(LAW, max_examples=12)
+    @given(worlds("split"))
+    def law(world: World) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            sources = {name: corpus.open(Path(folder) / name, framed=True) for name, corpus in world.corpora.items()}
+            W = world.plan[-1][0]
+            for drop_dry in (False, True):
+                one = until_dry(world, sources, 1, drop_dry)
+                assert until_dry(world, sources, W, drop_dry) == one
+                seen.update({f"{drop_dry}": len(one[0])})
+        seen.update({"several": W > 1})
+
+    law()
+    assert seen["several"] and seen["True"] > seen["False"] > 0

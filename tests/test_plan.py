@@ -135,16 +135,22 @@ def test_a_run_that_has_begun_is_planned_from_its_cursors(tmp_path):
     rng = np.random.default_rng(6)
     sources = {name: source(shards(tmp_path / name, [rng.integers(3, 60, n).tolist()]))
                for name, n in (("a", 300), ("b", 90), ("c", 200))}
-    old = StreamConfig(T=16, V=4, buffer_size=8, curriculum=curriculum(16, 4, [99], [{"a": 1, "b": 1}]))
-    new = dataclasses.replace(old, curriculum=curriculum(16, 4, [400], [{"a": 1, "b": 1, "c": 2}]))
-    whole = both(old, {b: sources[b] for b in "ab"}, R=8, steps=80, W=1)
-    _, _, _, cursors = run(old, {b: sources[b] for b in "ab"}, R=8, steps=9, W=2, drop_dry=False)
-    rest = both(old, {b: sources[b] for b in "ab"}, R=8, steps=80, W=1, cursors=cursors, start=9)
-    assert 9 < rest.steps == whole.steps < 80 and rest.buckets == {
-        b: dataclasses.replace(plan, usable=rest.buckets[b].usable, usable_exact=rest.buckets[b].usable_exact)
-        for b, plan in whole.buckets.items()}
-    changed = both(new, sources, R=8, steps=80, W=2, cursors=cursors, start=9, drop_dry=True)
-    assert changed.buckets["c"].account["rows"] > 0 and changed.buckets["b"].dry_step is not None
+    two = {b: sources[b] for b in "ab"}
+    old = StreamConfig(T=16, V=4, buffer_size=8, long_docs="split", overlap=0,
+                       curriculum=curriculum(16, 4, [99], [{"a": 1, "b": 1}]))
+    new = dataclasses.replace(old, curriculum=curriculum(16, 4, [400], [{"a": 1, "b": 1, "c": 2}],
+                                                         max_epochs={"b": 2}))
+    whole = both(old, two, R=8, steps=80, W=1)
+    assert 9 < whole.steps < 80
+    for begun in (9, whole.steps - 3):
+        *_, cursors = run(old, two, R=8, steps=begun, W=2, drop_dry=False)
+        rest = both(old, two, R=8, steps=80, W=1, cursors=cursors, start=begun)
+        assert rest.halt == whole.halt
+        assert [b.account for b in rest.buckets.values()] == [b.account for b in whole.buckets.values()]
+    dropped, *_, cursors = run(old, two, R=8, steps=whole.steps + 2, W=2, drop_dry=True)
+    assert any(cursor["dropped"] for cursor in cursors), "and what such a lane has read ahead is in no plan from scratch"
+    changed = both(new, sources, R=8, steps=dropped + 9, W=2, cursors=cursors, start=dropped, drop_dry=True)
+    assert changed.buckets["c"].account["rows"] > 0 and changed.buckets["b"].account["epochs"] == 1
 
 
 def test_without_limits_nothing_is_dry_and_passes_are_counted(tmp_path):

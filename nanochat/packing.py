@@ -33,9 +33,11 @@ Rejected: nanochat's buffer, a list searched from end to end for each placement,
 fills up with them until the buffer is a fraction of its size.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
 
@@ -47,7 +49,6 @@ class Packer(Protocol):
     """What a feed needs of a packer. Token counts are of the whole life of the packer, restarts included."""
 
     own_bos: bool  # placements with start > 0 have a BOS of their own in front
-    docs: dict[Key, tuple[int, int, int]]  # that wait
     row: int  # rows packed so far
     inserted: int  # BOS put in front of continuations, tokens
     repeated: int  # tokens emitted a second time as context, tokens
@@ -55,6 +56,9 @@ class Packer(Protocol):
     padded: int  # tokens of rows that no document fills
 
     def __len__(self) -> int: ...
+
+    @property
+    def docs(self) -> dict[Key, tuple[int, int, int]]: ...  # that wait
 
     @property
     def ready(self) -> bool: ...
@@ -278,58 +282,120 @@ class Binned(BestFit):
         return fitting.bit_length() - 1 if fitting else 0
 
 
+class Run(NamedTuple):
+    """Documents that were pushed together into a `Concat`: an immutable stretch of its stream of tokens."""
+
+    keys: Sequence[Key]
+    ends: list[int]  # where each document ends in the stream, ascending
+    first: int  # where the first one's first token that is left stands in the stream
+    gone: int  # how many of the first one's tokens were used up when it was pushed
+    arrived: int  # row
+
+
 class Concat(_Packer):
-    """One stream of tokens cut every T: nothing is dropped, rows are not aligned with documents."""
+    """One stream of tokens cut every T: nothing is dropped, rows are not aligned with documents.
+
+        position     0 1 2 3 4 5 6 7 8 9 ...          row k takes positions kT .. (k + 1)T of all that was pushed
+        document     a a a a a a b b c c ...          since the packer was made
+
+    So a row is one number, whatever documents are in it: `advance` gives it, and `placements` tells which they are when
+    somebody asks. Telling for each row costs as much as all the rest of the loader does for a row of a memory map.
+    """
 
     own_bos = False
 
     def __init__(self, T: int):
         self.T = T
-        self.docs: dict[Key, tuple[int, int, int]] = {}  # key -> (length, start of what is left, arrived), in order
-        self.tokens = 0  # left, the token shared with the last row included
+        self.runs: deque[Run] = deque()  # with documents that wait
+        self.position = self.end = 0  # of the next row's first token, which the last row had too; of what is pushed
         self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
+
+    @property
+    def tokens(self) -> int:
+        """Left, the token shared with the last row included."""
+        return self.end - self.position
 
     @property
     def ready(self) -> bool:
         """Whether the waiting documents can fill a row."""
-        return self.tokens > self.T
+        return self.end - self.position > self.T
 
     @property
     def pending(self) -> int:
         """Tokens that no row has had yet."""
-        return self.tokens - (1 if self.row else 0)
+        return self.end - self.position - (1 if self.row else 0)
+
+    @property
+    def docs(self) -> dict[Key, tuple[int, int, int]]:  # type: ignore[override]
+        """{key: (length, start of what is left, arrived)} of what waits, in order; made for each call."""
+        return {key: (length, start, arrived) for key, length, start, arrived in self.waiting()}
+
+    def __len__(self) -> int:
+        return sum(len(run.ends) - bisect_right(run.ends, self.position) for run in self.runs)
 
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
         """Add a document of `length` tokens, of which the first `start` are used up."""
-        self.docs[key] = (length, start, self.row if arrived is None else arrived)
-        self.tokens += length - start
+        first, self.end = self.end, self.end + length - start
+        self.runs.append(Run((key,), [self.end], first, start, self.row if arrived is None else arrived))
 
     def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
         """Add whole documents, in order."""
-        row = self.row
-        self.docs.update({key: (length, 0, row) for key, length in zip(keys, lengths)})
-        self.tokens += sum(lengths)
+        first, *ends = accumulate(lengths, initial=self.end)
+        if ends:
+            self.end = ends[-1]
+            self.runs.append(Run(keys if isinstance(keys, Sequence) else list(keys), ends, first, 0, self.row))
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document."""
         return length
 
+    def advance(self) -> int:
+        """Take the next row: its first position."""
+        first, runs = self.position, self.runs
+        self.position = first + self.T
+        while runs and runs[0].ends[-1] <= self.position:
+            runs.popleft()
+        if self.row:
+            self.repeated += 1
+        self.row += 1
+        return first
+
     def next_row(self) -> list[Placement]:
         """The next row; its last token is where the next one starts."""
-        placements: list[Placement] = []
-        room = self.T + 1
-        while room:
-            key = next(iter(self.docs))
-            length, start, arrived = self.docs[key]
-            placed = min(length - start, room)
-            placements.append((key, start, placed, 0))
-            room -= placed
-            last = start + placed - (0 if room else 1)  # the row's last token stays, to be shared
-            if last == length:
-                del self.docs[key]
-            else:
-                self.docs[key] = (length, last, arrived)
-        self.repeated += 1 if self.row else 0
-        self.row += 1
-        self.tokens -= self.T
-        return placements
+        runs = tuple(self.runs)
+        first = self.advance()
+        return placements_of(runs, first, first + self.T + 1)
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]:
+        """(key, length, start, arrived) of each waiting document, in order; pushed again so, they make this packer."""
+        return [(run.keys[i], run.ends[i] - begin, max(at, self.position) - begin, run.arrived)
+                for run in self.runs for i, begin, at in _pieces(run, self.position)]
+
+    def frozen(self) -> "Concat":
+        """A copy in which counters, `waiting` and `pending` stay as they are now, made in a microsecond."""
+        copy = object.__new__(Concat)
+        copy.__dict__.update(self.__dict__)
+        copy.runs = self.runs.copy()
+        return copy
+
+
+def _pieces(run: Run, first: int) -> Iterator[tuple[int, int, int]]:
+    """(number in the run, position of its token 0, position of its first token that was pushed) of each document of a
+    run that ends behind position `first`."""
+    for i in range(bisect_right(run.ends, first), len(run.ends)):
+        if i:
+            yield i, run.ends[i - 1], run.ends[i - 1]
+        else:
+            yield 0, run.first - run.gone, run.first
+
+
+def placements_of(runs: Iterable[Run], first: int, stop: int) -> list[Placement]:
+    """The placements of a row that takes positions first .. stop - 1."""
+    found: list[Placement] = []
+    for run in runs:
+        for i, begin, at in _pieces(run, first):
+            at = max(at, first)
+            if at >= stop:
+                return found
+            found.append((run.keys[i], at - begin, min(run.ends[i], stop) - at, 0))
+    return found

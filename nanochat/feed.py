@@ -1,0 +1,255 @@
+"""
+A feed: one bucket in one lane. Its position in the order of the data (order.py), the packer in which documents wait
+(packing.py), what their tokens are (rows.py), and the accounts. Its JSON is a part of the lane's cursor.
+
+    order --unit--> read: keys, tokens, lengths --> packer (lengths) and holder (tokens) --> next_row: a row
+                                                     fills up to `fill_target`
+
+A waiting document is in the JSON with its length, so a restored feed packs at once and reads again only the documents
+that rows place.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from nanochat.order import Order, StreamConfig
+from nanochat.packing import Concat
+from nanochat.rows import Deferred, Document, Piece, PlacedRow, Row, Tape, TapeRow
+from nanochat.sources import Source
+
+COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
+
+
+class Feed:
+    """One bucket in one lane: position in the order, packer, accounts."""
+
+    def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
+                 pool: ThreadPoolExecutor):
+        self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
+        self.pool, self.max_epochs = pool, config.epochs(bucket)
+        self.packer = config.new_packer()
+        self.tape = Tape() if config.layout == "concat" else None  # tokens of all that waits, or:
+        self.documents: dict[Document, Any] = {}  # that wait: tokens, a Deferred, or an int: restored, so long
+        self.gone: dict[Document, int] = {}  # of waiting documents whose first tokens are used and gone: how many
+        self.prefix: dict[Document, int] = {}  # of waiting documents that begin with overlap: where it ends
+        self.restored: set[Document] = set()  # waiting documents that came from a cursor
+        self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
+        self.epoch, self.unit = 0, order.share(lane, 0).start
+        self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted
+        self.ahead: Future[tuple[list[Document], list[np.ndarray], list[int]]] | None = None
+        self.target = 0  # documents that should wait before a row is packed
+        self.full = config.layout == "concat" or not config.pack  # whether it has grown to its size
+        self._snapshot: tuple[Any, ...] | None = None
+        self._settle()
+
+    # -- reading
+
+    def _settle(self) -> None:
+        """Go on to the next epoch in which this lane has units, if this one's are used up."""
+        while not self.exhausted and self.unit >= self.order.share(self.lane, self.epoch).stop:
+            self.epoch += 1
+            self.unit = self.order.share(self.lane, self.epoch).start
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last allowed epoch is read."""
+        return 0 < self.max_epochs <= self.epoch
+
+    def _read_unit(self, epoch: int, unit: int) -> tuple[list[Document], list[np.ndarray], list[int]]:
+        """(keys, tokens, how many are repeated) of a unit's documents, in the order in which they are used."""
+        group, local = self.order.locate(epoch, unit)
+        size = self.order.unit_size
+        tokens = self.source.encode(self.source.fetch(group, local, size, lambda: self.wants(group)))
+        overlaps = self.source.overlaps(group, local, size)
+        order = self.order.rows(epoch, group, local, len(tokens)).tolist()
+        first = local * size
+        if not self.config.framed:
+            order = [i for i in order if len(tokens[i])]  # an entry of nothing
+        keys = [(epoch, group, first + i) for i in order]
+        return keys, [tokens[i] for i in order], [overlaps[i] for i in order] if any(overlaps) else []
+
+    def read_ahead(self) -> None:
+        """Have the pool read the next unit, unless it does."""
+        if self.ahead is None and not self.exhausted and not self.source.mapped:
+            self.ahead = self.pool.submit(self._read_unit, self.epoch, self.unit)
+
+    def wants(self, group: int) -> set[int]:
+        """The units of a group that this feed has yet to fetch in this epoch, or for its restored documents."""
+        wanted = {unit for g, unit in list(self.unasked) if g == group}
+        if not self.exhausted:
+            span, share = self.order.span(self.epoch, group), self.order.share(self.lane, self.epoch)
+            next_unit = self.unit + (1 if self.ahead is not None and self.ahead.done() else 0)
+            wanted.update(range(max(span.start, next_unit) - span.start, min(span.stop, share.stop) - span.start))
+        return wanted
+
+    def _read(self) -> None:
+        """Take in the next unit."""
+        self.read_ahead()
+        keys, tokens, overlaps = self._read_unit(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
+        lengths = list(map(len, tokens))
+        try:
+            self.packer.push_many(keys, lengths)
+        except ValueError as e:
+            name, group = self.source.locate(keys[0][1])
+            raise ValueError(f"{name}: group {group}: {e}") from None
+        inserted, repeated = len(keys) * self.config.framed, sum(overlaps)
+        if self.tape is None:
+            self.documents.update(zip(keys, tokens))
+        else:
+            self.tape.add(tokens, lengths, overlaps, join=self.source.mapped)
+        if repeated and self.tape is None:
+            self.prefix.update((key, n + self.config.framed) for key, n in zip(keys, overlaps) if n)
+        self.packer.inserted += inserted
+        self.packer.repeated += repeated
+        self.read += sum(lengths) - inserted - repeated
+        self.num_documents += len(keys)
+        self.ahead = self._snapshot = None
+        self.unit += 1
+        self._settle()
+
+    def refill(self) -> None:
+        """Read units until enough documents wait for the next row, or no more come."""
+        packer = self.packer
+        if not self.full:
+            self.target = self.config.fill_target(self.lane, packer.row)
+            self.full = self.target == self.config.buffer_size
+        while (not packer.ready or len(packer) < self.target) and not self.exhausted:
+            self._read()
+        if not self.source.mapped and len(packer) < self.target + self.order.unit_size // 2:
+            self.read_ahead()
+
+    # -- rows
+
+    def next_row(self, index: int) -> Row | None:
+        """The next row, or None when the bucket is dry: nothing more comes and what waits cannot fill a row."""
+        self.refill()
+        packer = self.packer
+        if not packer.ready:
+            return None
+        self._snapshot = None
+        if self.tape is not None:
+            return self._next_stretch(index, self.tape)
+        placements = packer.next_row()
+        docs, taken, plain = packer.docs, [], not (self.restored or self.prefix or self.gone)
+        for key, start, _, _ in placements:
+            if plain and not start and key not in docs:
+                taken.append((self.documents.pop(key), 0, 0))
+            else:
+                taken.append(self._take(key))
+                plain = plain and not start
+        return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
+
+    def _next_stretch(self, index: int, tape: Tape) -> TapeRow:
+        packer = self.packer
+        assert isinstance(packer, Concat)
+        runs = tuple(packer.runs)
+        first = packer.advance()
+        stop = first + self.config.T + 1
+        pieces = tape.take(first, stop)
+        if self.documents:
+            pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
+        return TapeRow(self.lane, index, self.bucket, first, pieces, runs, self)
+
+    def _known(self, piece: Piece, stop: int) -> Piece:
+        """A restored piece of a row that ends at `stop`, with its tokens or what will give them."""
+        key = piece.key
+        assert key is not None
+        document = self.documents[key]
+        if type(document) is int:
+            document = self._restored(key)
+        if piece.stop < stop:  # the row's last token is the next one's first
+            del self.documents[key]
+        return piece._replace(tokens=document)
+
+    def _take(self, key: Document) -> tuple[Any, int, int]:
+        """A placed document's tokens, or what will give them, how many first ones are gone, where live ones begin."""
+        document = self.documents[key]
+        if type(document) is int:
+            document = self._restored(key)
+        prefix = self.prefix.get(key, 0) if self.prefix else 0
+        if key not in self.packer.docs:
+            del self.documents[key]
+            self.restored.discard(key)
+            if prefix:
+                del self.prefix[key]
+            return document, self.gone.pop(key, 0) if self.gone else 0, prefix
+        gone = self.gone.get(key, 0)
+        useless = self.packer.docs[key][1] - self.config.overlap - gone  # before the context of the rest
+        if type(document) is np.ndarray and document.base is None and 2 * useless > len(document):
+            self.documents[key], self.gone[key] = document[useless:].copy(), gone + useless
+        return document, gone, prefix
+
+    def _restored(self, key: Document) -> Any:
+        """What gives the tokens of a restored document. The pool fetches the texts of all others in its unit too."""
+        size = self.order.unit_size
+        group, unit = key[1], key[2] // size
+        if self.source.mapped:
+            document = self.tokens_of(key, self.documents[key])
+            self.documents[key] = document
+            return document
+        keys = [k for k, d in self.documents.items() if type(d) is int and (k[1], k[2] // size) == (group, unit)]
+        rows = [k[2] - unit * size for k in keys]
+
+        def fetch() -> dict[int, Any]:
+            texts = self.source.fetch(group, unit, size, lambda: self.wants(group))
+            self.unasked.discard((group, unit))
+            return {row: texts[row] for row in rows}
+
+        future = self.pool.submit(fetch)
+        for k, row in zip(keys, rows):
+            self.documents[k] = Deferred(future, row, self.documents[k])
+        return self.documents[key]
+
+    def tokens_of(self, key: Document, document: "Deferred | int") -> np.ndarray:
+        """Tokens of a restored document; ValueError if they are not as many as when it was saved."""
+        if isinstance(document, int):
+            raw, length = self.source.fetch(key[1], key[2], 1), document
+        else:
+            raw, length = [document.texts.result()[document.index]], document.length
+        tokens = self.source.encode(raw)[0]
+        if len(tokens) != length:
+            name, local = self.source.locate(key[1])
+            raise ValueError(f"{name}: document {key[2]} of row group {local} has {len(tokens):,} tokens, the "
+                             f"checkpoint says {length:,}; the data or the tokenizer changed since the run began")
+        if key in self.documents:
+            self.documents[key] = tokens
+        return tokens
+
+    # -- state
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All that `feed_json` needs, taken in microseconds."""
+        if self._snapshot is None:
+            self._snapshot = self.epoch, self.unit, self.num_documents, self.read, self.packer.frozen()
+        return self._snapshot
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `feed_json` made."""
+        p = self.packer
+        self.epoch, self.unit = state["epoch"], state["unit"]
+        self.num_documents, self.read = state["documents"], state["read"]
+        for name in COUNTS:
+            setattr(p, name, state[name])
+        for epoch, group, row, length, start, arrived in state["waiting"]:
+            key = (epoch, group, row)
+            p.push(key, length, start, arrived)
+            self.documents[key] = p.document_length(length, start)
+            self.unasked.add((group, row // self.order.unit_size))
+            overlap = int(sum(self.source.overlaps(group, row, 1)))
+            if self.tape is not None:
+                self.tape.restore(key, length, start, overlap)
+                continue
+            self.restored.add(key)
+            if overlap:
+                self.prefix[key] = overlap + self.config.framed
+        self._settle()
+
+
+def feed_json(snapshot: tuple[Any, ...]) -> dict[str, Any]:
+    """A feed's part of a cursor."""
+    *numbers, packer = snapshot
+    return {**dict(zip(("epoch", "unit", "documents", "read"), numbers)),
+            **{name: getattr(packer, name) for name in COUNTS}, "pending": packer.pending,
+            "waiting": [[*key, length, start, arrived] for key, length, start, arrived in packer.waiting()]}

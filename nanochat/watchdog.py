@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 VERDICT = "verdict"
+ASK_S = 10.0  # how long the store may take to answer
 PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
 
 
@@ -73,6 +74,7 @@ class Watchdog:
             raise ValueError(f"--collective-timeout-seconds: got {timeout_s}, expected a positive number of seconds")
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.interval_s = min(2.0, timeout_s / 20)
+        self.silence_s = max(1.0, min(30.0, timeout_s / 4))
         self._store, self._on_failure = store, on_failure
         self._first_limit_s = max(timeout_s, first_timeout_s)
         self._patience_s = 0.0
@@ -82,6 +84,7 @@ class Watchdog:
         self._me = identify()
         self._seq = 0
         self._ranks: dict[int, dict[str, Any]] = {}  # the last known record of each other rank
+        self._suspicion: tuple[float, dict[int, dict[str, Any]]] | None = None  # since when, what was known then
         self._store_lost = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -109,6 +112,7 @@ class Watchdog:
             self._patience_s = before
 
     def __enter__(self) -> "Watchdog":
+        self._ask(self._exchange)  # so that the others know of this rank whatever comes
         self._thread.start()
         return self
 
@@ -127,10 +131,10 @@ class Watchdog:
         collective, the others get a moment to say so."""
         ours = f"{self._who(self.rank, self._me)} failed at {_point(self._record())}: {type(error).__name__}: {error}"
         end = time.monotonic() + (3 * self.interval_s + 1 if isinstance(error, RuntimeError) else 0)
-        verdict = self._ask(self._verdict) or self._gone()
+        verdict = self._ask(self._exchange) or self._gone()
         while not verdict and time.monotonic() < end:
             time.sleep(self.interval_s / 4)
-            verdict = self._ask(self._verdict) or self._gone()
+            verdict = self._ask(self._exchange) or self._gone()
         verdict = self._ask(lambda store: self._settle(store, verdict or ours)) or verdict or ours
         if verdict != ours:
             log.error("%s", verdict)
@@ -153,10 +157,21 @@ class Watchdog:
         settled = self._ask(self._exchange)
         if settled:
             return settled
-        verdict = self._gone() or (self._judge() if self._idle() > self._limit() else "")
+        verdict = self._gone() or self._suspect()
         if verdict and self._store is not None:
             return self._ask(lambda store: self._settle(store, verdict)) or verdict
         return verdict
+
+    def _suspect(self) -> str:
+        """Beyond the limit, what is known of the others twice, `silence_s` apart (publishing on), and then judge."""
+        if self._idle() <= self._limit():
+            self._suspicion = None
+        elif self._suspicion is None:
+            self._suspicion = time.monotonic(), self._ask(self._read_all) or {}
+        elif time.monotonic() - self._suspicion[0] >= self.silence_s:
+            before, self._suspicion = self._suspicion[1], None
+            return self._judge(before, self._ask(self._read_all) or {})
+        return ""
 
     def _idle(self) -> float:
         return time.monotonic() - max(self._mark[3], self._pardon)
@@ -178,15 +193,10 @@ class Watchdog:
                 return f"{self._who(rank, seen)} has died; it was last seen at {_point(seen)}"
         return ""
 
-    def _judge(self) -> str:
+    def _judge(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
         """Our main thread is beyond its limit: who is to blame? '' if we wait for ranks that work."""
         if self.world_size == 1:
             return f"the main thread has made no progress for {self._idle():,.0f} s, at {_point(self._record())}"
-        before = self._ask(self._read_all) or {}
-        self._over.wait(3 * self.interval_s)
-        after = self._ask(self._read_all) or {}
-        if self._over.is_set() or self._idle() <= self._limit():
-            return ""
         if not after:
             return (f"{self._who(self.rank, self._me)} has waited at {_point(self._record())} for "
                     f"{self._idle():,.0f} s, and the store of the launch does not answer: its host, that of rank 0, "
@@ -234,7 +244,7 @@ class Watchdog:
 
         thread = threading.Thread(target=run, name="watchdog-store", daemon=True)
         thread.start()
-        thread.join(timeout=max(5.0, 2 * self.interval_s))
+        thread.join(timeout=ASK_S)
         self._store_lost = thread.is_alive()  # it may hold the client's lock for ever
         return box[0] if box else None
 

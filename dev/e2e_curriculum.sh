@@ -67,6 +67,14 @@ train=(-m scripts.base_train --data-format shards --data-path "$shards" --curric
     --aspect-ratio 32 --head-dim 32 --max-seq-len 256 --total-batch-size 2048 --device-batch-size 2 --lanes 8
     --device-type cpu --eval-every 12 --eval-tokens 16384 --sample-every -1 --save-every 4 --model-tag e2e)
 
+# the plan: it halts, so that is an error; where dry buckets may be dropped it is a warning
+plan=("${train[@]/scripts.base_train/scripts.validate}")
+expect 1 python "${plan[@]}"
+expect 0 python "${plan[@]}" --allow-bucket-exhaustion --plot "$work/plan.png"
+expect 1 python "${train[@]}"
+[[ -s $work/plan.png && ! -e $NANOCHAT_BASE_DIR/runs/e2e ]]
+train+=(--plan warn)
+
 # two processes, killed after the first save; then one, which halts; then the rest without the bucket
 torchrun --standalone --nproc_per_node=2 "${train[@]}" &
 launcher=$!

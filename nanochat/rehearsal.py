@@ -165,7 +165,7 @@ class Rehearsal(Feed):
 
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Lengths, order: Order):
         super().__init__(config, bucket=bucket, lane=lane, source=source, order=order, pool=None)  # type: ignore
-        self._units: list[tuple[list[int], int]] = []  # (lengths, overlap) of units to come of the group, the last is next
+        self._units: list[tuple[list[int], int]] = []  # (lengths, overlap) of the group, the next one last
         self._key = 0
 
     def _prepare(self) -> None:

@@ -33,15 +33,15 @@ class RunData:
     val: dict[str, Source]
 
 
-def pin_data(run_dir: Path, data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
-             curriculum: Curriculum | None = None, strict: bool = False) -> dict[str, dict[str, Manifest]]:
-    """Write the run's data_manifest.json: {"train": {bucket: manifest}, "val": ...}. Where it has one, compare the
-    files of the buckets in use with it, below the given paths, and add buckets that the curriculum did not mix before.
+def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, val_path: Path | str | None = None, *,
+              data_format: str = "text", curriculum: Curriculum | None = None, strict: bool = False
+              ) -> dict[str, dict[str, Manifest]]:
+    """What a run reads: {"train": {bucket: manifest}, "val": ...}. `old`: what it has pinned before ({} for a new one):
+    the files of its buckets in use are compared with those below the given paths, and buckets that the curriculum did
+    not mix before are added.
 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
-    path = run_dir / MANIFEST_NAME
-    old: dict[str, dict[str, Manifest]] = read_json(path) if path.exists() else {}
     roots = {"train": Path(data_path), "val": Path(data_path if val_path is None else val_path)}
     manifests = {split: dict(buckets) for split, buckets in old.items()}
     for split, buckets in old.items():
@@ -58,9 +58,22 @@ def pin_data(run_dir: Path, data_path: Path | str, val_path: Path | str | None =
             if not old or split == "train":
                 known.update({bucket: scan(roots[split], found, strict=strict) for bucket, found in buckets_of.items()
                               if bucket not in known})
+    return manifests
+
+
+def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:
+    """What a run has pinned, {} if it has nothing."""
+    path = run_dir / MANIFEST_NAME
+    return read_json(path) if path.exists() else {}
+
+
+def pin_data(run_dir: Path, *args: Any, **kwargs: Any) -> dict[str, dict[str, Manifest]]:
+    """`find_data` of a run, kept in its data_manifest.json."""
+    old = pinned_data(run_dir)
+    manifests = find_data(old, *args, **kwargs)
     if manifests != old:
         run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(path, manifests)
+        write_json(run_dir / MANIFEST_NAME, manifests)
     return manifests
 
 

@@ -49,6 +49,7 @@ from nanochat.common import fsync_dir, get_base_dir, read_json, write_bytes, wri
 log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
+PLAN_NAME = "plan.json"
 CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(?P<kind>tmp|old|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")

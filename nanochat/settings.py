@@ -83,6 +83,7 @@ SETTINGS: dict[str, Rule] = {
     "val_path": _FILES,
     "data_format": _STREAM,
     "dataset": _STREAM,
+    "plan": Rule(True, "looked at before training only"),
     "strict": Rule(True, "whether a broken line of text ends the run"),
     "tokenizer_dir": Rule(True, "a run has its own copy of its tokenizer; the fingerprint is compared"),
     "tokenizer_fingerprint": Rule(False, "decides the tokens of every text"),

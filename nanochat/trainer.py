@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, newest_good, save_checkpoint, to_host
-from nanochat.common import get_dist_info
+from nanochat.common import get_dist_info, write_json
 from nanochat.curriculum import Curriculum
 from nanochat.dataloader import DataLoader
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
+from nanochat.plan import Plan
 from nanochat.run_data import MANIFEST_NAME, pin_data
-from nanochat.run_dir import clean_stale, is_run_dir, read_config, write_config
+from nanochat.run_dir import PLAN_NAME, is_run_dir, read_config, write_config
 from nanochat.schedule import Schedule
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.sources import split_train_val
@@ -182,8 +183,8 @@ class Start:
 
 
 def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
-    """Find out where the run in a run directory stands, changing nothing (but for what a crash left half renamed). For
-    rank 0.
+    """Find out where the run in a run directory stands, changing nothing. For rank 0. What a crash left half renamed
+    is tidied up before (`clean_stale`), so that no checkpoint found is renamed later.
 
     `resume` is auto (newest good checkpoint, or from the start), scratch (an error if there is a run, unless `force`
     allows to wipe it), or a checkpoint's path. Settings that are left to the program (-1) take the run's own values.
@@ -199,7 +200,6 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
     if (run_dir / "config.json").exists():
         old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
         _check_tokenizer(run_dir, old, settings)
-    clean_stale(run_dir)  # first, so that no checkpoint found is renamed later
     checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
     state: dict[str, Any] = {}
     if checkpoint is not None:
@@ -233,7 +233,7 @@ def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any
 
 
 def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: RustBPETokenizer,
-            derived: dict[str, Any]) -> None:
+            derived: dict[str, Any], plan: Plan | None = None) -> None:
     """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
     the resolved settings; `derived` is what follows from them, for people."""
     if start.wipe:
@@ -247,6 +247,8 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     pin_data(run_dir, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
              curriculum=curriculum, strict=settings["strict"])
     tokenizer.save(run_dir / "tokenizer")
+    if plan is not None:
+        write_json(run_dir / PLAN_NAME, plan.to_json())
     if not (run_dir / "config.json").exists():
         write_config(run_dir, {**settings, "derived": derived})
 

@@ -44,7 +44,8 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.order import LAYOUTS
 from nanochat.run_data import open_data, stream_config
-from nanochat.run_dir import run_path
+from nanochat.run_dir import clean_stale, run_path
+from nanochat.run_plan import rehearse
 from nanochat.schedule import Schedule
 from nanochat.sources import FORMATS
 from nanochat.tokenizer import RustBPETokenizer
@@ -56,7 +57,8 @@ SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water 
                   "If 3*x + 2 = 11, then x is")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The flags; scripts.validate takes the same."""
     p = argparse.ArgumentParser(description="Pretrain a base model.", epilog=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     g = p.add_argument_group("run")
@@ -83,6 +85,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     g.add_argument("--curriculum", help="YAML file: which buckets (subfolders of the data) are mixed when")
     g.add_argument("--allow-bucket-exhaustion", action="store_true", help="go on without a bucket that has run dry")
     g.add_argument("--allow-curriculum-change", action="store_true", help="take up another curriculum at a restart")
+    g.add_argument("--plan", default="error", choices=["error", "warn", "off"], help="where the data end before "
+                   "the run does, which is computed first: do not start | warn | do not compute it")
     g.add_argument("--strict", action="store_true", help="a broken line of jsonl is an error")
     g.add_argument("--tokenizer-dir", help="default: <base dir>/tokenizer, where scripts.tok_train puts it")
     g.add_argument("--tokenizer-threads", type=int, default=4, help="threads per process that read and tokenize")
@@ -113,7 +117,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     g.add_argument("--eval-tokens", type=int, default=80 * 524288, help="validation tokens an evaluation reads")
     g.add_argument("--sample-every", type=int, default=2000)
     g.add_argument("--save-every", type=int, default=-1)
-    return p.parse_args(argv)
+    return p
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a command line, by default of this one."""
+    return parser().parse_args(argv)
 
 
 def sample(model: GPT, tokenizer: RustBPETokenizer) -> list[str]:
@@ -142,6 +151,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = agree(lambda: run_path(args.model_tag))
     settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
+    on_rank0(lambda: clean_stale(run_dir))
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")
@@ -157,7 +167,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
                                       args.final_lr_frac, horizon.weight_decay_scaled))
     derived = derive(horizon, model)
-    on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived))
+    plan = None if args.plan == "off" else on_rank0(lambda: rehearse(run_dir, start, settings, tokenizer,
+                                                                     horizon.num_iterations))
+    on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived, plan))
     data = agree(lambda: open_data(run_dir, as_stored=config.layout == "binned"))
 
     # ---- model, optimizer, progress: fresh, or as they were saved

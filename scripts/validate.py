@@ -1,0 +1,149 @@
+"""
+Check a run before it starts: with the flags of scripts.base_train, and nothing is written.
+
+    python -m scripts.validate --data-format shards --data-path OUT --curriculum mix.yaml --depth 12 ...
+
+Configuration, files, tokenizer, the run that is there already, disk space; then the plan: what each phase asks of each
+bucket, what is there, what can be used before the first lane is dry, passes, what is cropped, repeated and padded, and
+the exact step at which a bucket runs dry. Shards know their lengths, so this is what will happen; for text it is an
+estimate from a sample, and never an error.
+
+The exit code is 0 where the run can reach its last step, 1 where it cannot.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanochat.common import EXIT_FAILED, autodetect_device_type, get_compute_dtype, run_main, setup_logging
+from nanochat.dataset import DEFAULT_DATASET
+from nanochat.gpt import GPT
+from nanochat.job import command_settings, find_tokenizer, resolve
+from nanochat.plan import BUDGET, Plan
+from nanochat.run_dir import is_run_dir, run_path
+from nanochat.run_plan import describe, make_run_plan, problem, warnings
+from nanochat.trainer import begin
+from scripts import base_train
+
+COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
+
+
+def parser() -> argparse.ArgumentParser:
+    """base_train's flags and a few more."""
+    p = base_train.parser()
+    p.prog, p.description, p.epilog = "python -m scripts.validate", "Check a run before it starts.", __doc__
+    g = p.add_argument_group("validate")
+    g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="processes of the run")
+    g.add_argument("--exact", action="store_true", help="pack all, so that what is cropped is exact for long runs too")
+    g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that rehearse")
+    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes (needs matplotlib)")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and tell. Raises ValueError and OSError for what keeps the run from starting."""
+    args = parser().parse_args(argv)
+    setup_logging()
+    ok("flags")
+    args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    tokenizer = find_tokenizer(args.tokenizer_dir, args.data_path)
+    ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
+    args.model_tag = args.model_tag or f"d{args.depth}"
+    run_dir = run_path(args.model_tag)
+    device = torch.device(args.device_type or autodetect_device_type())
+    flags = {k: v for k, v in vars(args).items() if k not in ("world_size", "exact", "workers", "plot")}
+    settings = command_settings(flags, tokenizer, args.world_size, device.type)
+    start = begin(run_dir, settings, resume=args.resume, force=args.force)
+    settings, horizon, model = resolve(start.settings, args.world_size, get_compute_dtype(device, args.dtype))
+    ok(f"configuration: {horizon.num_iterations:,} steps of {horizon.total_batch_size:,} tokens, "
+       f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
+    told = "a new run" if start.checkpoint is None and not is_run_dir(run_dir) else (
+        f"goes on from {start.checkpoint}" if start.checkpoint else "starts again from step 0")
+    ok(f"run directory {run_dir}: {told}")
+    if start.halted:
+        print(f"note: it has halted ({start.halted}); {base_train.WAY_ON}")
+    check_disk(run_dir, model, horizon.num_iterations, args.save_every)
+    plan = make_run_plan(run_dir, start, settings, tokenizer, horizon.num_iterations, num_workers=args.workers,
+                         budget=None if args.exact else BUDGET, other_lanes=neighbours(settings))
+    ok("files")
+    print("\n".join(describe(plan)))
+    if args.plot:
+        draw(plan, args.plot)
+        ok(f"plot {args.plot}")
+    for line in warnings(plan):
+        print(f"warning: {line}")
+    if why := problem(plan):
+        print(f"error: {why}")
+        return EXIT_FAILED
+    return 0
+
+
+def ok(what: str) -> None:
+    """A check that passed."""
+    print(f"ok: {what}")
+
+
+def neighbours(settings: dict[str, Any]) -> list[int]:
+    """Numbers of lanes that the batch allows, about half and about twice as many as there are."""
+    rows, lanes = settings["total_batch_size"] // settings["max_seq_len"], settings["lanes"]
+    divisors = [v for v in range(1, rows + 1) if rows % v == 0]
+    return [*(v for v in divisors if v <= lanes // 2)][-1:] + [*(v for v in divisors if v >= 2 * lanes)][:1]
+
+
+def check_disk(run_dir: Path, model: GPT, num_steps: int, save_every: int) -> None:
+    """Whether the run's checkpoints fit. ValueError if not even the first few do; otherwise tells."""
+    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    free = shutil.disk_usage(folder).free
+    one = 3 * sum(4 * p.numel() for p in model.parameters())  # weights and two float32 of the optimizer at most
+    number = 1 + (num_steps - 1) // save_every if save_every > 0 else 1
+    about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} GB, "
+             f"the run writes {number:,}")
+    if free < COPIES * one:
+        raise ValueError(f"disk: {about}; free some, or move the runs with NANOCHAT_BASE_DIR")
+    print(f"{'ok' if free > (number + 1) * one else 'warning'}: disk: {about}")
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the plan as PNG: shares of the buckets over tokens with the edges of phases, and passes over each bucket."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot: matplotlib is not installed; pip install 'nanochat[plot]'") from None
+    names = list(plan.buckets)
+    tokens = np.array([phase["tokens"] for phase in plan.phases], float)
+    asked = np.array([[phase["asked"][name] for name in names] for phase in plan.phases], float)
+    edges = np.concatenate([[0], np.cumsum(tokens)])
+    ran = plan.steps * plan.rows_per_step * plan.T
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    shares, passes = figure.subplots(2, 1, sharex=True)
+    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(asked / np.maximum(tokens, 1)[:, None], 2, axis=0).T,
+                     labels=names)
+    shares.set_ylabel("share of rows")
+    shares.set_ylim(0, 1)
+    for i, name in enumerate(names):
+        bucket = plan.buckets[name]
+        rows = np.concatenate([[0], np.cumsum(asked[:, i])])
+        stop = np.interp(ran, edges, rows)
+        line, = passes.plot(*zip(*[(x, y / max(1, stop) * bucket.passes) for x, y in zip(edges, rows) if x < ran],
+                                 (ran, bucket.passes)), label=name)
+        if bucket.dry_step is not None:
+            passes.axvline(bucket.dry_step * plan.rows_per_step * plan.T, color=line.get_color(), linestyle=":")
+    passes.set_ylabel("passes over the bucket")
+    passes.set_xlabel("tokens trained on (dotted: a bucket runs dry)")
+    for axes in (shares, passes):
+        for edge in edges[1:-1]:
+            axes.axvline(edge, color="black", linewidth=0.8)
+        axes.legend(loc="upper left", fontsize="small")
+    figure.suptitle("estimate" if plan.estimate else None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    run_main(main)

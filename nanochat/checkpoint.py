@@ -44,6 +44,7 @@ from nanochat.run_dir import (
     find_run,
     is_run_dir,
     keep_cursors,
+    list_runs,
     pack_cursors,
     put_in_place,
     read_config,
@@ -63,6 +64,7 @@ STATE_NAME = SEAL_NAME
 CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
+REQUIRED = (CURSORS_NAME, MODEL_NAME, MODEL_CONFIG_NAME, OPTIMIZER_NAME, SCHEDULER_NAME)
 RESERVED = ("format_version", "step", "architecture_hash", *SEAL_KEYS)
 
 
@@ -228,6 +230,8 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     if verify:
         verify_checkpoint(path)
     state = read_state(path)
+    if missing := set(REQUIRED) - state["files"].keys():
+        raise ValueError(f"{path / STATE_NAME}: does not list {', '.join(sorted(missing))}; use another checkpoint")
     kept = {k: v for k, v in state.items() if k not in ("format_version", *SEAL_KEYS)}
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != state["step"]:
@@ -239,9 +243,10 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 # ---- from a name to a checkpoint ------------------------------------------------------------------------------------
 
 def _split(spec: str) -> tuple[str, str | None]:
-    """RUN@STEP -> (RUN, STEP); (RUN, None) where no step is asked for, or where the whole is a path that exists."""
+    """RUN@STEP -> (RUN, STEP); (spec, None) where no step is asked for, or where the whole is a path or a tag."""
     run, at, step = spec.rpartition("@")
-    return (spec, None) if not at or Path(spec).expanduser().exists() else (run, step)
+    whole = not at or Path(spec).expanduser().exists() or spec in list_runs()
+    return (spec, None) if whole else (run, step)
 
 
 def _tell(run_dir: Path) -> str:
@@ -255,9 +260,10 @@ def _at(run_dir: Path, wanted: str) -> Path:
     reasons = []
     for path in list_checkpoints(run_dir):
         try:
-            match = CHECKPOINT_NAME.fullmatch(names[path])
+            name = names.get(path, path.name)
+            match = CHECKPOINT_NAME.fullmatch(name)
             step = (match and match["step"]) or str(read_state(path)["step"])
-            if wanted in (names[path], step):
+            if wanted in (name, step):
                 verify_checkpoint(path)
                 return path
         except (OSError, ValueError) as e:

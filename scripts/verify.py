@@ -1,12 +1,16 @@
 """
 Verify what lies on disk, to the last byte:
 
-    python -m scripts.verify PATH...        a .bin or .idx of shards, or folders: everything below them
+    python -m scripts.verify PATH...     folders: everything below them; one shard; one checkpoint
 
 Shards (nanochat/shards.py), with manifest.json or without: header and sizes; offsets that ascend; no empty entry;
 prefixes shorter than their entries; ids inside the vocabulary; end-of-document ids at the ends of documents and
 nowhere else; counts and checksums of manifest.json; pairs that it lists and are gone, pairs that it does not list.
 Then a table for each bucket: what is in it, how long entries are, how many tokens lie beyond a row of T + 1.
+
+Checkpoints (nanochat/checkpoint.py), good or not, of a run, of its checkpoints folder, or one: a line for each file,
+its size and checksum as trainer_state.json has them; files that it does not list; cursors of another step. Nothing is
+unpickled. Of a run directory also the cursors that are kept in logs/.
 
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Files are read in
 blocks, so memory does not depend on their size. A foreign shard names neither vocabulary nor end-of-document id: the
@@ -23,14 +27,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanochat.checkpoint import load_checkpoint, read_state
 from nanochat.common import hash_file, run_main, setup_logging
+from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
+from nanochat.sealed import SEAL_NAME, check_file, unsealed_files
 from nanochat.shards import MANIFEST_NAME, Index, ends_follow, read_index, read_manifest
 from nanochat.tokenizer import RustBPETokenizer
 
 BLOCK_ENTRIES = 1 << 18
 BLOCK_BYTES = 1 << 22
 LISTED = 20  # problems of a kind that are told one by one for a file; the others are counted
-CHECKPOINT_NAME = "trainer_state.json"
 
 
 @dataclass
@@ -240,7 +246,7 @@ def find_buckets(path: Path) -> list[Bucket]:
     """Shards at or below a path, folder by folder. Hidden files and what belongs to checkpoints are left out."""
     if path.is_file():
         return [Bucket(path.parent, [path.with_suffix(".bin")], False)] if path.suffix in (".bin", ".idx") else []
-    checkpoints = {p.parent for p in path.rglob(CHECKPOINT_NAME)}
+    checkpoints = {p.parent for p in path.rglob(SEAL_NAME)} | {item.path for item in find_checkpoints(path)}
     files = [p for p in sorted(path.rglob("*")) if (p.suffix in (".bin", ".idx") or p.name == MANIFEST_NAME)
              and checkpoints.isdisjoint(p.parents) and not any(d.startswith(".") for d in p.relative_to(path).parts)]
     buckets = []
@@ -317,11 +323,84 @@ def table(folder: Path, facts: Facts, T: int) -> list[str]:
     return [*lines, f"  beyond T + 1 = {T + 1:,}: {facts.beyond:,} tokens, {facts.beyond / facts.tokens:.2%}"]
 
 
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint, or the folder of cursors that a run keeps."""
+
+    path: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(p.stat().st_size for p in self.path.rglob("*") if p.is_file())
+
+
+def find_checkpoints(path: Path) -> list[Folder]:
+    """Checkpoints at or below a path, good or not, each as a folder: all that have the name of one in a folder
+    `checkpoints`, and whatever else has a trainer_state.json of this program (others use the name too)."""
+    if not path.is_dir():
+        return []
+    named = {p / folder.name for p in (path, *path.rglob("checkpoints")) if p.absolute().name == "checkpoints"
+             for folder in checkpoint_folders(p.absolute().parent).values() if folder.is_dir()}
+    if path.absolute() in checkpoint_folders(path.absolute().parent.parent).values():
+        named.add(path)
+    found = {p.parent for p in path.rglob(SEAL_NAME) if b'"format_version"' in p.read_bytes()}
+    hidden = {p for p in found - named if any(d.startswith(".") for d in p.relative_to(path).parts)}
+    return [Folder(p) for p in sorted((named | found) - hidden)]
+
+
+def check_checkpoint(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
+    """Verify one checkpoint: (a line for each good file, problems)."""
+    try:
+        state = read_state(item.path)
+    except (ValueError, OSError) as e:
+        return [f"{item.path}:"], [str(e)]
+    lines = [f"{item.path}: step {state['step']:,}, {len(state['files']) + 1} files", f"  OK {SEAL_NAME}"]
+    problems = []
+    for name, record in state["files"].items():
+        try:
+            check_file(item.path, name, record)
+            lines.append(f"  OK {name} ({record['bytes']:,} bytes)")
+        except (ValueError, OSError) as e:
+            problems.append(str(e))
+        bar.update(record["bytes"])
+    problems += [f"{item.path / name}: {SEAL_NAME} does not list it" for name in unsealed_files(item.path, state)]
+    if not problems:
+        try:
+            load_checkpoint(item.path, verify=False)  # its parts fit each other
+        except (ValueError, OSError) as e:
+            problems.append(str(e))
+    return lines, problems
+
+
+def find_cursors(path: Path) -> list[Folder]:
+    """The folders of kept cursors at or below a path that is a folder."""
+    return [Folder(p) for p in sorted({path, *path.rglob("cursors")}) if p.is_dir()
+            and p.absolute().parts[-2:] == ("logs", "cursors") and cursor_files(p.absolute().parents[1])]
+
+
+def check_cursors(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
+    """Read all cursors that a run keeps: (one line, problems)."""
+    files, problems = cursor_files(item.path.absolute().parents[1]), []
+    for step, file in files.items():
+        try:
+            found = read_cursors(file)[0]
+            if found != step:
+                problems.append(f"{file}: of step {found}")
+        except (ValueError, OSError) as e:
+            problems.append(str(e))
+        bar.update(file.stat().st_size)
+    return [f"{item.path}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 # What can be verified: how to find it at or below a path, and how to check one of those found.
 KINDS: dict[str, tuple[Callable[[Path], list[Any]], Callable[..., tuple[list[str], list[str]]]]] = {
     "shards": (find_buckets, check_bucket),
+    "checkpoints": (find_checkpoints, check_checkpoint),
+    "cursors": (find_cursors, check_cursors),
 }
 
 

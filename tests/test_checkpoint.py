@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
 from nanochat import sealed
-from nanochat.common import hash_bytes
+from nanochat.common import hash_bytes, hash_json
 from tests import faults
 
 CONFIG = {"n_layer": 2, "n_embd": 8}
@@ -244,7 +244,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("how", ["torch.save", "pickle"])
-def test_malicious_pickles_are_refused_in_every_file(whole: Path, how: str, tmp_path: Path) -> None:
+def test_malicious_pickles_are_refused_in_every_torch_file(whole: Path, how: str, tmp_path: Path) -> None:
     path, victim = tmp_path / "checkpoint-20", tmp_path / "touched"
     shutil.copytree(whole / "checkpoints/checkpoint-20", path)
     pickles = [f for f in files_of(path) if f.endswith((".bin", ".pkl"))]
@@ -266,6 +266,59 @@ def test_malicious_pickles_are_refused_in_every_file(whole: Path, how: str, tmp_
     else:
         torch.load(path / pickles[0], weights_only=False)
     assert victim.exists(), "the pickle would have done it"
+
+
+@pytest.mark.parametrize("file", [ckpt.CURSORS_NAME, ckpt.MODEL_CONFIG_NAME, ckpt.STATE_NAME])
+@pytest.mark.parametrize("packed", [False, True])
+def test_malicious_pickles_are_refused_in_every_other_file(whole: Path, file: str, packed: bool,
+                                                           tmp_path: Path) -> None:
+    path, victim = tmp_path / "checkpoint-20", tmp_path / "touched"
+    shutil.copytree(whole / "checkpoints/checkpoint-20", path)
+    assert sum(f.endswith((".json", ".gz")) for f in files_of(path)) == 3
+    evil = pickle.dumps({"step": 20, "cursors": Evil(victim)}, protocol=2)
+    (path / file).write_bytes(gzip.compress(evil) if packed else evil)
+    if file != ckpt.STATE_NAME:
+        reseal(path)
+        ckpt.verify_checkpoint(path)  # the checksums fit
+    with pytest.raises(ValueError, match=Path(file).name):
+        ckpt.load_checkpoint(path)
+    assert not victim.exists()
+
+
+SEALS: dict[str, Any] = {
+    "a list": {"files": []}, "no records": {"files": {"a": 1}}, "no sizes": {"files": {"a": {"blake2b": "0"}}},
+    "outside": {"files": {"../secret": {"bytes": 1, "blake2b": "0"}}},
+    "absolute": {"files": {"/etc/passwd": {"bytes": 1, "blake2b": "0"}}},
+    "no step": {"step": None}, "a step in words": {"step": "20"}, "another format": {"format_version": 2},
+}
+
+
+@pytest.mark.parametrize("change", SEALS)
+def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole: Path, tmp_path: Path, change: str,
+                                                                      caplog: pytest.LogCaptureFixture) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    path = run / "checkpoints/checkpoint-20"
+    state = {**json.loads((path / ckpt.STATE_NAME).read_text()), **SEALS[change], "checksum": sealed.NO_CHECKSUM}
+    state["checksum"] = hash_bytes((json.dumps(state, indent=2) + "\n").encode())
+    (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
+    check_skipped(run, ckpt.STATE_NAME, caplog)
+    (path / ckpt.STATE_NAME).write_text("[" * 100_000)
+    check_skipped(run, ckpt.STATE_NAME, caplog)
+
+
+def test_a_file_that_is_not_sealed_is_not_read(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-20"
+    shutil.copytree(whole / "checkpoints/checkpoint-20", path)
+    shutil.copy(path / "rng/rank_0.pkl", path / "rng/rank_2.pkl")
+    loaded = ckpt.load_checkpoint(path)
+    assert loaded.rng_state(2) is None and loaded.rng_state(1) is not None
+    state = json.loads((path / ckpt.STATE_NAME).read_text())
+    del state["files"][ckpt.MODEL_NAME]
+    (path / ckpt.STATE_NAME).write_text(json.dumps(state))
+    reseal(path)
+    ckpt.verify_checkpoint(path)
+    with pytest.raises(ValueError, match=f"does not list {ckpt.MODEL_NAME}"):
+        ckpt.load_checkpoint(path)
 
 
 # ---- crashes and full disks -----------------------------------------------------------------------------------------
@@ -481,6 +534,82 @@ def test_load_model_refuses_what_does_not_fit(trained: Path, tmp_path: Path) -> 
     rd.delete_checkpoint(final)
     with pytest.raises(FileNotFoundError, match="no good checkpoint"):
         ckpt.load_model("tiny", "cpu")
+
+
+# ---- from a name to a checkpoint ------------------------------------------------------------------------------------
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs "a", with 10, 20, 20-shutdown, a rotten 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for tag in ("a", "b@20"):
+        rd.write_config(rd.run_path(tag), {"depth": 1, "tag": tag})
+    run = rd.run_path("a")
+    for step, name in ((10, None), (20, None), (20, "checkpoint-20-shutdown"), (25, "final"), (30, None)):
+        save(run, step, name=name)
+    (run / "checkpoints/checkpoint-30/optimizer.bin").write_bytes(b"")
+    save(rd.run_path("b@20"), 5)
+    return run
+
+
+def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path) -> None:
+    for spec, name in (("a", "final"), ("a@10", "checkpoint-10"), ("a@20", "checkpoint-20-shutdown"),
+                       ("a@checkpoint-20", "checkpoint-20"), ("a@final", "final"), ("a@25", "final"),
+                       (f"{two_runs}", "final"), (f"{two_runs}@10", "checkpoint-10"),
+                       (str(two_runs / "checkpoints/checkpoint-10"), "checkpoint-10")):
+        loaded, origin = ckpt.load_run_weights(spec)
+        assert loaded.path == two_runs / "checkpoints" / name == ckpt.find_checkpoint(spec)
+        assert origin == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": loaded.checksum,
+                          "config_hash": hash_json({"depth": 1, "tag": "a"})}
+        assert json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"] == loaded.checksum
+        assert json.loads(json.dumps(origin)) == origin
+        assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["model_state"]))
+
+
+def test_an_at_in_a_path_that_exists_is_part_of_it(two_runs: Path) -> None:
+    run = rd.run_path("b@20")
+    assert ckpt.load_run_weights(run)[1]["step"] == 5
+    assert ckpt.load_run_weights(f"{run}@5")[1]["run"] == "b@20"
+    assert ckpt.load_run_weights("b@20@5")[1]["step"] == 5
+    assert ckpt.load_run_weights("b@20")[1]["step"] == 5, "a run of that very name comes before a step of the run b"
+
+
+def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs: Path) -> None:
+    there = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
+    for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
+        with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{there}"):
+            ckpt.load_run_weights(spec)
+    with pytest.raises(ValueError, match=rf"no good checkpoint '30' .*optimizer\.bin: torn.*{there}"):
+        ckpt.load_run_weights("a@30")
+    with pytest.raises(ValueError, match=r"optimizer\.bin: torn"):
+        ckpt.load_run_weights(two_runs / "checkpoints" / "checkpoint-30")
+    with pytest.raises(FileNotFoundError, match=r"no run 'c': .*runs there: a, b@20"):
+        ckpt.load_run_weights("c@10")
+    for path in ckpt.list_checkpoints(two_runs):
+        (path / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(FileNotFoundError, match=rf"no good checkpoint; {there}"):
+        ckpt.load_run_weights("a")
+
+
+def test_each_file_is_read_once_to_verify(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(ckpt, "check_file", lambda path, name, record: seen.append(name))
+    for spec in ("a@10", two_runs / "checkpoints/checkpoint-10"):
+        ckpt.load_run_weights(spec)
+        assert len(seen) == len(set(seen)) == NUM_FILES - 1
+        seen.clear()
+
+
+def test_weights_outside_a_run_have_no_run(two_runs: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept")
+    loaded, origin = ckpt.load_run_weights(copy)
+    assert origin == {"run": None, "checkpoint": "kept", "step": 10, "checksum": loaded.checksum, "config_hash": None}
+
+
+def test_a_checkpoint_that_is_aside_is_found_by_its_name(two_runs: Path) -> None:
+    folder = two_runs / "checkpoints"
+    (folder / "checkpoint-10").rename(folder / ".old-checkpoint-10-77")
+    assert ckpt.load_run_weights("a@10")[1]["step"] == ckpt.load_run_weights("a@checkpoint-10")[1]["step"] == 10
 
 
 # ---- run directory --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import verify
+from tests.test_checkpoint import files_of, reseal, save
 from tests.test_shards import GOLDEN, E, Tokenizer, patch, truncate, windowed, write_folder, write_pair
 
 # Two documents, one in two windows with an overlap of 1; one more document.
@@ -221,6 +224,90 @@ def test_checkpoints_and_hidden_files_are_no_shards(tmp_path, capsys):
     (tmp_path / "run/checkpoint-1/trainer_state.json").write_text("{}")
     (tmp_path / "run/manifest.json").write_text("{}")  # of something else
     assert run(capsys, tmp_path)[:2] == (0, [])
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def trained(tmp_path):
+    """A run with three checkpoints, among them `final`, and what it keeps of their cursors."""
+    for step, name in ((10, None), (20, None), (30, "final")):
+        save(tmp_path / "run", step, name=name)
+    return tmp_path / "run"
+
+
+def test_checkpoints_are_verified_file_by_file(trained, capsys, monkeypatch):
+    folder = trained / "checkpoints"
+    code, problems, out = run(capsys, trained)
+    assert (code, problems) == (0, [])
+    assert [line for line in out.splitlines() if "step" in line] == [
+        f"{folder / name}: step {step}, 8 files" for name, step in (
+            ("checkpoint-10", 10), ("checkpoint-20", 20), ("final", 30))]
+    assert out.count("  OK ") == 3 * 8 and f"{trained}/logs/cursors: 3 of 3 files OK" in out
+    for path, files in ((folder, 24), (folder / "final", 8), (trained.parent, 24), (trained / "logs", 0)):
+        code, problems, out = run(capsys, path)
+        assert (code, problems, out.count("  OK ")) == (0, [], files)
+    for here, path in ((folder, "final"), (folder, "."), (folder / "final", "."), (trained, "checkpoints"),
+                       (trained / "checkpoints", "../checkpoints/final")):
+        monkeypatch.chdir(here)
+        assert run(capsys, path)[0] == 0
+
+
+def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
+    folder = trained / "checkpoints"
+    names = files_of(folder / "final")
+    assert len(names) == 8
+    for name in names:
+        patch(folder / "final" / name, 3, b"\xff")
+        patch(folder / "checkpoint-10" / name, 3, b"\xff")
+        code, problems, _ = run(capsys, trained)
+        assert code == 1 and len(problems) == 2 * (1 if name == verify.SEAL_NAME else names.index(name) + 1), problems
+        for of in ("checkpoint-10", "final"):
+            assert sum(p.startswith(f"{folder / of / name}: ") and "rotten" in p for p in problems) == 1
+    (folder / "checkpoint-20" / "optimizer.bin").unlink()
+    (folder / "checkpoint-20" / "rng" / "rank_9.pkl").write_bytes(b"of nobody")
+    truncate(folder / "checkpoint-20" / "scheduler.bin", 100)
+    code, problems, out = run(capsys, folder / "checkpoint-20")
+    assert code == 1 and len(problems) == 3 and out.count("  OK ") == 6
+    assert f"{folder}/checkpoint-20/optimizer.bin: missing" in problems
+    assert f"{folder}/checkpoint-20/rng/rank_9.pkl: {verify.SEAL_NAME} does not list it" in problems
+    (folder / "checkpoint-20" / verify.SEAL_NAME).unlink()
+    for path in (trained, folder, folder / "checkpoint-20"):
+        code, problems, _ = run(capsys, path)
+        assert code == 1 and sum("checkpoint-20" in p for p in problems) == 1
+        assert any(p.startswith(f"{folder}/checkpoint-20/{verify.SEAL_NAME}: missing") for p in problems)
+
+
+def test_parts_that_do_not_fit_each_other_and_damaged_kept_cursors_are_told(trained, capsys):
+    folder = trained / "checkpoints"
+    lanes = "dataloader_state/lanes.json.gz"
+    (folder / "final" / lanes).write_bytes((folder / "checkpoint-10" / lanes).read_bytes())
+    reseal(folder / "final")
+    kept = trained / "logs" / "cursors"
+    truncate(kept / "step-00000010.json.gz", 9)
+    keep_cursors(trained, 20, pack_cursors(21, []))
+    assert run(capsys, trained)[:2] == (1, [
+        f"{folder}/final/{lanes}: of step 10, trainer_state.json is of step 30",
+        f"{kept}/step-00000010.json.gz: torn or rotten (EOFError)", f"{kept}/step-00000020.json.gz: of step 21"])
+
+
+def test_a_checkpoint_that_is_aside_counts_and_unfinished_ones_do_not(trained, capsys):
+    folder = trained / "checkpoints"
+    (folder / "final").rename(folder / ".old-final-77")
+    (folder / ".tmp-final-77" / "model").mkdir(parents=True)
+    (folder / ".tmp-final-77" / "optimizer.bin").write_bytes(b"half")
+    (folder / "checkpoint-10").rename(folder / ".del-checkpoint-10-77")
+    patch(folder / ".del-checkpoint-10-77" / "optimizer.bin", 3, b"\xff")
+    code, problems, out = run(capsys, trained)
+    assert (code, problems, out.count("  OK ")) == (0, [], 16) and ".old-final-77: step 30" in out
+
+
+def test_a_copy_of_a_checkpoint_outside_a_run_is_verified_too(trained, capsys):
+    copy = trained.parent / "kept" / "best"
+    shutil.copytree(trained / "checkpoints" / "final", copy)
+    assert run(capsys, copy)[0] == run(capsys, copy.parent)[0] == 0
+    patch(copy / "optimizer.bin", 3, b"\xff")
+    assert run(capsys, copy)[0] == run(capsys, copy.parent)[0] == 1
 
 
 def test_nothing_to_verify_is_an_error(tmp_path):

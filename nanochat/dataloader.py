@@ -142,6 +142,8 @@ class _Slot:
         self.tokens, self.live = new(torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
         self.buckets = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
+        self.host_tokens, self.host_live = self.tokens.numpy(), self.live.numpy()
+        self.host_doc_ids = None if self.doc_ids is None else self.doc_ids.numpy()
         self.bos = np.full(T + 1, bos, np.int32)
         self.all_live = True
         self.copied: torch.cuda.Event | None = None
@@ -152,26 +154,25 @@ class _Slot:
         if self.copied is not None:
             self.copied.synchronize()
         total, num = 0, len(rows)
-        tokens, live, bucket_ids = self.tokens.numpy(), self.live.numpy(), self.buckets.numpy()
-        doc_ids = None if self.doc_ids is None else self.doc_ids.numpy()
+        tokens, live, doc_ids, bucket_ids = self.host_tokens, self.host_live, self.host_doc_ids, self.buckets.numpy()
         live[:num], live[num:] = 1, 0
         tokens[num:], bucket_ids[num:] = self.bos[0], 0
+        bucket_ids[:num] = [buckets.index(row.bucket) for row in rows]
         if doc_ids is not None:
             doc_ids[num:] = 0
         for i, row in enumerate(rows):
             row.copy(self.bos, tokens[i], live[i], None if doc_ids is None else doc_ids[i])
-            bucket_ids[i] = buckets.index(row.bucket)
             if first is not None:
                 total += row_digest(first + i, tokens[i], live[i, 1:])
-        self.all_live = num == len(tokens) and bool(live.all())
+        self.all_live = bool(live.min())
         return total
 
     def batch(self, device: torch.device, step: int, index: int, last: bool) -> MicroBatch:
         """Start the copies to the device, and record the event that says when this slot may be filled again."""
         def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True, copy=device.type != "cpu")
+            return tensor.to(device, non_blocking=True, copy=True)
 
-        if device.type == "cpu":
+        if device.type == "cpu":  # NumPy takes half the time that torch does
             inputs, targets = self._widened()
         else:
             tokens = there(self.tokens)
@@ -179,24 +180,19 @@ class _Slot:
             if not self.all_live:
                 targets.masked_fill_(there(self.live)[:, 1:] == 0, OFF)
         doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()
-        buckets = self.buckets.to(device, non_blocking=True, copy=True)
+        buckets = there(self.buckets)
         if device.type == "cuda":
             self.copied = torch.cuda.Event()
             self.copied.record()
         return MicroBatch(inputs, targets, doc_ids, buckets, step, index, last)
 
-
     def _widened(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets) on the CPU. NumPy takes half the time that torch does. One array for both: glibc gives two
-        of 256 KiB back to the system as soon as they are freed, and new pages cost more than all else here."""
-        B, wide = self.tokens.shape
-        tokens = self.tokens.numpy()
-        both = np.empty((2, B, wide - 1), np.int64)
-        both[0], both[1] = tokens[:, :-1], tokens[:, 1:]
+        """(inputs, targets) on the CPU."""
+        tokens = self.host_tokens
+        inputs, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         if not self.all_live:
-            np.copyto(both[1], OFF, where=self.live.numpy()[:, 1:] == 0)
-        inputs, targets = torch.from_numpy(both)
-        return inputs, targets
+            np.copyto(targets, OFF, where=self.host_live[:, 1:] == 0)
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 @dataclass(slots=True)

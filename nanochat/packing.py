@@ -39,6 +39,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
 
 Key = Any  # whatever the caller names documents by; hashable
@@ -116,7 +118,7 @@ class BestFit(_Packer):
         self.near_bits = 0 if split else (1 << min(16, T // 64) + 1) - 1
         self.docs: dict[Key, tuple[int, int, int]] = {}
         self.long: deque[Key] = deque()  # pieces of at least `capacity` tokens, oldest first
-        self.by_length: dict[int, list[Key]] = {}  # shorter pieces (a deque for every length: 100 MB more)
+        self.by_length: dict[int, Key | list[Key]] = {}  # shorter pieces: the one of that length, or a list of several
         self.bits = self.mirror = 0
         self.tokens = 0  # in all waiting pieces, their BOS and context included
         self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
@@ -139,28 +141,52 @@ class BestFit(_Packer):
 
     def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
         """Add whole documents, in order."""
-        docs, by_length, capacity, row = self.docs, self.by_length, self.capacity, self.row
+        docs, by_length, capacity, row, new = self.docs, self.by_length, self.capacity, self.row, []
         for key, length in zip(keys, lengths):
             docs[key] = (length, 0, row)
             if length >= capacity:
                 self.long.append(key)
             elif length in by_length:
-                by_length[length].append(key)
+                same = by_length[length]
+                if type(same) is list:
+                    same.append(key)
+                else:
+                    by_length[length] = [same, key]
             else:
-                by_length[length] = [key]
-                self.bits |= 1 << length
-                self.mirror |= 1 << capacity - length
+                by_length[length] = key
+                new.append(length)
         self.tokens += sum(lengths)
+        self._turn_on(new)
+
+    def _turn_on(self, lengths: list[int]) -> None:
+        """Set the bits of lengths that are new. For many, all at once: an integer of T bits is made anew by each
+        operation."""
+        if len(lengths) > 8:
+            on = np.zeros(self.capacity + 1, np.uint8)
+            on[lengths] = 1
+            self.bits |= int.from_bytes(np.packbits(on, bitorder="little").tobytes(), "little")
+            self.mirror |= int.from_bytes(np.packbits(on[::-1], bitorder="little").tobytes(), "little")
+            return
+        for length in lengths:
+            self.bits |= 1 << length
+            self.mirror |= 1 << self.capacity - length
 
     def _pop(self, length: int) -> Key:
         """The oldest of the shorter pieces of that length, which no longer waits."""
         same = self.by_length[length]
-        key = same.pop(0)
-        if not same:
-            del self.by_length[length]
-            self.bits ^= 1 << length
-            self.mirror ^= 1 << self.capacity - length
-        return key
+        if type(same) is list:
+            key = same.pop(0)
+            if len(same) == 1:
+                self.by_length[length] = same[0]
+            return key
+        del self.by_length[length]
+        self.bits ^= 1 << length
+        self.mirror ^= 1 << self.capacity - length
+        return same
+
+    def _several(self, length: int) -> bool:
+        """Whether more than one of the shorter pieces has that length."""
+        return type(self.by_length[length]) is list
 
     def _take(self, length: int, placements: list[Placement], room: int) -> None:
         """Place the oldest piece of that length; what is beyond `room` is dropped or comes back. A length of
@@ -168,6 +194,9 @@ class BestFit(_Packer):
         key = self.long.popleft() if length >= self.capacity else self._pop(length)
         length, start, _ = self.docs.pop(key)
         self.tokens -= length
+        if start == 0 and length <= room:
+            placements.append((key, 0, length, 0))
+            return
         placed = length if length < room else room
         if start == 0:
             total, used = length, placed
@@ -209,7 +238,7 @@ class BestFit(_Packer):
             pairs = fitting & self.mirror >> capacity - room
             if pairs:
                 larger = pairs.bit_length() - 1
-                if 2 * larger != room or len(by_length[larger]) > 1:
+                if 2 * larger != room or self._several(larger):
                     take(larger, placements, larger)
                     take(room - larger, placements, room - larger)
                     return placements
@@ -277,7 +306,7 @@ class Binned(BestFit):
         fitting = self.bits & (1 << room) - 1
         pairs = fitting & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
-        if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
+        if pairs and (2 * larger != room or self._several(larger)):
             return larger
         return fitting.bit_length() - 1 if fitting else 0
 
@@ -306,7 +335,7 @@ class Concat(_Packer):
 
     def __init__(self, T: int):
         self.T = T
-        self.runs: deque[Run] = deque()  # with documents that wait
+        self.runs: tuple[Run, ...] = ()  # with documents that wait; never changed, so rows and copies may keep it
         self.position = self.end = 0  # of the next row's first token, which the last row had too; of what is pushed
         self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
 
@@ -336,14 +365,14 @@ class Concat(_Packer):
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
         """Add a document of `length` tokens, of which the first `start` are used up."""
         first, self.end = self.end, self.end + length - start
-        self.runs.append(Run((key,), [self.end], first, start, self.row if arrived is None else arrived))
+        self.runs += (Run((key,), [self.end], first, start, self.row if arrived is None else arrived),)
 
     def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
         """Add whole documents, in order."""
         first, *ends = accumulate(lengths, initial=self.end)
         if ends:
             self.end = ends[-1]
-            self.runs.append(Run(keys if isinstance(keys, Sequence) else list(keys), ends, first, 0, self.row))
+            self.runs += (Run(keys if isinstance(keys, Sequence) else list(keys), ends, first, 0, self.row),)
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document."""
@@ -351,10 +380,10 @@ class Concat(_Packer):
 
     def advance(self) -> int:
         """Take the next row: its first position."""
-        first, runs = self.position, self.runs
+        first = self.position
         self.position = first + self.T
-        while runs and runs[0].ends[-1] <= self.position:
-            runs.popleft()
+        while self.runs and self.runs[0].ends[-1] <= self.position:
+            self.runs = self.runs[1:]
         if self.row:
             self.repeated += 1
         self.row += 1
@@ -362,8 +391,7 @@ class Concat(_Packer):
 
     def next_row(self) -> list[Placement]:
         """The next row; its last token is where the next one starts."""
-        runs = tuple(self.runs)
-        first = self.advance()
+        runs, first = self.runs, self.advance()
         return placements_of(runs, first, first + self.T + 1)
 
     def waiting(self) -> list[tuple[Key, int, int, int]]:
@@ -372,10 +400,9 @@ class Concat(_Packer):
                 for run in self.runs for i, begin, at in _pieces(run, self.position)]
 
     def frozen(self) -> "Concat":
-        """A copy in which counters, `waiting` and `pending` stay as they are now, made in a microsecond."""
+        """As of any packer."""
         copy = object.__new__(Concat)
         copy.__dict__.update(self.__dict__)
-        copy.runs = self.runs.copy()
         return copy
 
 

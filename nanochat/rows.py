@@ -158,8 +158,9 @@ class Tape:
         pieces = self.pieces
         while pieces[0].stop <= first:
             pieces.popleft()
-        if pieces[0].stop >= stop:
-            return (pieces[0],)
+        head = pieces[0]
+        if head.stop >= stop:
+            return (head,)
         found = []
         for piece in pieces:
             found.append(piece)
@@ -178,13 +179,21 @@ class Known(NamedTuple):
 class TapeRow:
     """A row of `concat`: a stretch of the tape. What its placements are is found out when it is asked for."""
 
-    lane: int
+    feed: "Feed"
     index: int  # of this lane's rows
-    bucket: str
     first: int  # position of its first token
     pieces: Sequence[Piece]
     runs: tuple[Run, ...]
-    feed: "Feed"
+
+    @property
+    def lane(self) -> int:
+        """As of a `PlacedRow`."""
+        return self.feed.lane
+
+    @property
+    def bucket(self) -> str:
+        """As of a `PlacedRow`."""
+        return self.feed.bucket
 
     @property
     def placements(self) -> list[Placement]:
@@ -200,8 +209,12 @@ class TapeRow:
 
     def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
         """As `PlacedRow.copy`."""
-        first, stop = self.first, self.first + len(tokens)
-        for begin, end, source, is_live, key in self.pieces:
+        first, stop, pieces = self.first, self.first + len(tokens), self.pieces
+        if len(pieces) == 1 and pieces[0].live is None and pieces[0].key is None:
+            begin, _, source, _, _ = pieces[0]
+            tokens[:] = source[first - begin:stop - begin]
+            pieces = ()
+        for begin, end, source, is_live, key in pieces:
             if type(source) is Deferred:
                 assert key is not None
                 source = self.feed.tokens_of(key, source)

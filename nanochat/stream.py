@@ -125,8 +125,8 @@ class Stream:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
         if not self.mapped:
             self._read_ahead(num_rows)
-        rows = [self._next_row(lane) for lane in self.lanes for _ in range(num_rows)]
-        return [row for row in rows if row is not None]
+        next_row = self._next_row
+        return [row for lane in self.lanes for _ in range(num_rows) if (row := next_row(lane)) is not None]
 
     def _read_ahead(self, num_rows: int) -> None:
         """Have the pool read for all lanes whose next rows wait for it."""

@@ -139,7 +139,8 @@ def draw(plan: Plan, path: Path) -> None:
     for axes in (shares, passes):
         for edge in edges[1:-1]:
             axes.axvline(edge, color="black", linewidth=0.8)
-        axes.legend(loc="upper left", fontsize="small")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+        axes.margins(x=0)
     figure.suptitle("estimate" if plan.estimate else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120)

@@ -1,4 +1,4 @@
-"""The plan is what happens: the same last step, the same accounts, whatever the layout, the mix and the number of ranks."""
+"""The plan is what happens: the same last step, the same accounts, for any layout, mix and number of ranks."""
 
 import copy
 import dataclasses
@@ -75,7 +75,8 @@ def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, W
     """The plan, after comparing it with what happens."""
     plan = make_plan(config, sources, rows_per_step=R, num_steps=steps, tokenizer="bytes", drop_dry=drop_dry,
                      cursors=copy.deepcopy(cursors))
-    done, why, accounts, _ = run(config, sources, R=R, steps=steps, W=W, drop_dry=drop_dry, cursors=cursors, start=start)
+    done, why, accounts, _ = run(config, sources, R=R, steps=steps, W=W, drop_dry=drop_dry, cursors=cursors,
+                                 start=start)
     assert (plan.steps, bool(plan.halt)) == (done, bool(why))
     assert plan.exact_accounts and not plan.estimate
     for bucket, planned in plan.buckets.items():
@@ -148,7 +149,7 @@ def test_a_run_that_has_begun_is_planned_from_its_cursors(tmp_path):
         assert rest.halt == whole.halt
         assert [b.account for b in rest.buckets.values()] == [b.account for b in whole.buckets.values()]
     dropped, *_, cursors = run(old, two, R=8, steps=whole.steps + 2, W=2, drop_dry=True)
-    assert any(cursor["dropped"] for cursor in cursors), "and what such a lane has read ahead is in no plan from scratch"
+    assert any(cursor["dropped"] for cursor in cursors), "what such a lane has read is in no plan from scratch"
     changed = both(new, sources, R=8, steps=dropped + 9, W=2, cursors=cursors, start=dropped, drop_dry=True)
     assert changed.buckets["c"].account["rows"] > 0 and changed.buckets["b"].account["epochs"] == 1
 

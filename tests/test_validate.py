@@ -1,0 +1,165 @@
+"""validate: what keeps a run from its last step is said before the first; nothing is written; base_train heeds it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import run_plan
+from nanochat.common import read_json, run_main
+from nanochat.plan import Plan
+from nanochat.run_dir import PLAN_NAME, read_log
+from scripts import tok_shards, validate
+from tests import training
+from tests.training import fingerprint, flags, run_dir, texts, write_shard
+
+T, STEP = 16, 16 * 32
+SMALL: dict[str, Any] = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
+                         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
+                         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """text/BUCKET with two files for training and one for validation, and shards of them."""
+    folder = tmp_path_factory.mktemp("made")
+    with training.workplace(folder):
+        for k, (bucket, num) in enumerate({"big": 60, "tiny": 4}.items()):
+            for i, documents in enumerate((num, num, 8)):
+                write_shard(folder / "text" / bucket / f"{i}.parquet", texts(documents, seed=10 * k + i))
+        assert tok_shards.main([
+            f"--input-dir={folder / 'text'}", f"--output-dir={folder / 'shards'}", "--num-workers=1",
+            f"--tokenizer={folder / 'tokenizer'}", "--max-length=0"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, made: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        for name in ("text", "shards"):
+            (path / name).symlink_to(made / name)
+        yield path
+
+
+def mix(base: Path, steps: int, tiny: float, **more: Any) -> Path:
+    path = base / "mix.yaml"
+    path.write_text("curriculum:\n" + "".join(
+        f"- duration_tokens: {steps * STEP}\n  mix: {{big: 1, tiny: {weight}}}\n" for weight in (0, tiny))
+        + "".join(f"{k}: {v}\n" for k, v in more.items()))
+    return path
+
+
+def command(base: Path, **changed: Any) -> dict[str, Any]:
+    return {**SMALL, "data_path": base / "shards", "curriculum": base / "mix.yaml", **changed}
+
+
+def checked(capsys: pytest.CaptureFixture[str], *more: str, **changed: Any) -> tuple[int, str, str]:
+    """(exit code, output, errors) of validate, which writes nothing."""
+    base = run_dir().parents[1]
+    before = fingerprint(base / "runs") if (base / "runs").exists() else {}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: validate.main([*flags(**command(base, **changed)), *more]))
+    out, err = capsys.readouterr()
+    assert (fingerprint(base / "runs") if (base / "runs").exists() else {}) == before
+    return int(end.value.code or 0), out, err
+
+
+def test_a_run_that_can_reach_its_end_is_told_all_about(workplace, capsys):
+    mix(workplace, 5, 0.01)
+    code, out, _ = checked(capsys)
+    assert code == 0 and "a new run" in out and "error" not in out
+    assert "plan: 10 steps of 512 tokens from 4 lanes" in out
+    table = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
+    assert [row[0] for row in table[3:]] == ["bucket", "big", "tiny"] and table[4][-1] == "-"
+
+
+def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(workplace, capsys):
+    mix(workplace, 20, 1)
+    code, out, _ = checked(capsys)
+    told = out.split("error: ")[1]
+    assert code == 1 and "runs dry at step" in out and "--allow-bucket-exhaustion" in told
+    message = training.refuse(**command(workplace))
+    assert told.strip() in message and not run_dir().exists(), "nothing binds the next attempt"
+    assert training.run(**command(workplace, plan="warn")).code == 3
+    halted, = (r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted")
+    assert f"the run halts before step {halted['step']} of 40: lane" in told
+    assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + told.split(": ")[1].split(" has")[0]
+    code, out, _ = checked(capsys, plan="warn")
+    assert code == 1 and "goes on from" in out and "it has halted" in out
+    code, out, _ = checked(capsys, allow_bucket_exhaustion=True)
+    assert code == 0 and "warning: bucket 'tiny' runs dry" in out
+    done = training.succeed(**command(workplace, allow_bucket_exhaustion=True))
+    assert "completed" in done.out
+
+
+def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
+    mix(workplace, 5, 0.01)
+    training.succeed(**command(workplace, save_every=3))
+    kept = Plan.from_json(read_json(run_dir() / PLAN_NAME))
+    assert kept.steps == 10 and kept.exact_accounts
+    shutil.rmtree(run_dir() / "checkpoints" / "final")
+    monkeypatch.setattr(run_plan, "make_plan", None)
+    outcome = training.succeed(**command(workplace, save_every=3))
+    assert "resuming" in outcome.out and "plan: 10 steps" in outcome.out
+    monkeypatch.undo()
+    (run_dir() / PLAN_NAME).write_text("{torn")
+    shutil.rmtree(run_dir() / "checkpoints" / "final")
+    training.succeed(**command(workplace, save_every=3))
+    assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
+
+
+def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
+    mix(workplace, 20, 1)
+    code, out, _ = checked(capsys, data_path=workplace / "text", data_format="text")
+    assert code == 0 and "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
+    code, out, _ = checked(capsys, data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
+    assert code == 0 and "estimated from a sample" in out and "warning" not in out
+
+
+def test_bad_input_is_one_sentence(workplace, capsys, monkeypatch):
+    mix(workplace, 5, 0.01)
+    for changed, words in (({"data_path": workplace / "nowhere"}, "nowhere"), ({"lanes": 5}, "lanes"),
+                           ({"curriculum": workplace / "no.yaml"}, "no such curriculum file"),
+                           ({"tokenizer_dir": workplace / "text"}, "tokenizer")):
+        code, _, err = checked(capsys, **changed)
+        assert code == 1 and words in err and "Traceback" not in err
+    usage = shutil.disk_usage(workplace)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    code, _, err = checked(capsys)
+    assert code == 1 and "disk" in err and "NANOCHAT_BASE_DIR" in err
+
+
+def test_a_run_with_other_settings_is_refused_as_training_would(workplace, capsys):
+    mix(workplace, 5, 0.01)
+    training.succeed(**command(workplace))
+    code, _, err = checked(capsys, seed=7)
+    assert code == 1 and "--model-tag" in err and "seed" in err
+    code, out, _ = checked(capsys)
+    assert code == 0 and "goes on from" in out
+
+
+def test_the_plot_is_a_picture(workplace, capsys):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'nanochat[plot]'")
+    mix(workplace, 20, 1)
+    code, out, _ = checked(capsys, "--plot", str(workplace / "plots" / "plan.png"), allow_bucket_exhaustion=True)
+    assert code == 0 and "ok: plot" in out
+    assert (workplace / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_plot_is_refused_with_the_way_out(workplace, capsys, monkeypatch):
+    mix(workplace, 5, 0.01)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    code, _, err = checked(capsys, "--plot", str(workplace / "plan.png"))
+    assert code == 1 and "nanochat[plot]" in err and not (workplace / "plan.png").exists()
+
+
+def test_plans_survive_json(workplace, capsys):
+    mix(workplace, 5, 0.01)
+    training.succeed(**command(workplace))
+    kept = read_json(run_dir() / PLAN_NAME)
+    assert json.loads(json.dumps(Plan.from_json(kept).to_json())) == kept

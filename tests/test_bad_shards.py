@@ -231,14 +231,16 @@ def test_what_the_index_says_is_checked_where_it_is_used(
         workplace: Path, made: Path, damage: Callable[[Path], None], said: str, verified: str) -> None:
     idx = shard(workplace).with_suffix(".idx")
     damage(idx)
-    refuse(idx, said, "scripts.verify tells which", "delete it and rerun scripts.tok_shards")
+    words = (idx, said, "scripts.verify tells which", "delete it and rerun scripts.tok_shards")
+    refuse_new(*words)
+    refuse(*words, plan="off")
     assert checkpoints() == []
     found = check(workplace / "shards")
     assert found.code == 1 and f"PROBLEM {idx.with_suffix('.bin')}: entry " in found.out and verified in found.out
     assert f"{idx.with_suffix('.bin')}: idx_hash is" in found.out
     idx.unlink()
     assert tokenize(workplace).code == 0 and tree(workplace / "shards") == tree(made / "shards")
-    refuse(idx.with_suffix(".bin"), "changed since this run began", "--model-tag")  # the run had pinned the damaged one
+    refuse(idx.with_suffix(".bin"), "changed since this run began", "--model-tag")  # it has pinned the damaged one
     succeed(num_iterations=1, save_every=-1, model_tag="another")
     succeed(num_iterations=1, save_every=-1, resume="scratch", force=True)
 
@@ -298,17 +300,20 @@ def test_shards_without_a_manifest_of_too_large_a_vocabulary_are_refused(workpla
     refuse("its ids are uint16, too small for a vocabulary of 70,000", "--tokenizer-dir")
 
 
-@pytest.mark.xfail(strict=True, reason="trainer.prepare writes config.json before the sources are opened, so a refused "
-                                       "start is in the way of the next")
-@pytest.mark.parametrize("wrong", ["tokenizer", "layout"])
-def test_a_start_that_is_refused_is_not_in_the_way(workplace: Path, wrong: str) -> None:
-    if wrong == "tokenizer":
-        refuse_new("were made with tokenizer", tokenizer_dir=other_tokenizer(workplace / "other"))
-        succeed(num_iterations=1, save_every=-1)
-    else:
-        text = {"data_path": workplace / "text", "data_format": "text"}
-        refuse_new("--packing binned", "--packing bestfit", packing="binned", **text)
-        succeed(num_iterations=1, save_every=-1, **text)
+IN_THE_WAY = pytest.mark.xfail(strict=True, reason="trainer.prepare writes config.json before the sources are opened")
+
+
+@pytest.mark.parametrize("plan", ["error", pytest.param("off", marks=IN_THE_WAY)])
+def test_a_start_with_the_wrong_tokenizer_is_not_in_the_way(workplace: Path, plan: str) -> None:
+    refuse_new("were made with tokenizer", tokenizer_dir=other_tokenizer(workplace / "other"), plan=plan)
+    succeed(num_iterations=1, save_every=-1)
+
+
+@IN_THE_WAY
+def test_a_start_with_the_wrong_layout_is_not_in_the_way(workplace: Path) -> None:
+    text = {"data_path": workplace / "text", "data_format": "text"}
+    refuse_new("--packing binned", "--packing bestfit", packing="binned", **text)
+    succeed(num_iterations=1, save_every=-1, **text)
 
 
 def test_the_other_format_is_told(workplace: Path) -> None:
@@ -517,7 +522,7 @@ def test_a_disk_that_fills_while_a_run_on_shards_saves(half_done: Path, referenc
     shutil.copytree(half_done, half_done.with_name("counted"))
     with pytest.MonkeyPatch.context() as patched:
         counted = make(patched)
-        succeed(model_tag="counted")
+        succeed(model_tag="counted", plan="off")
     last = {"write": lambda: counted.written * 0.99, "rename": lambda: counted.calls,
             "fsync": lambda: counted.calls - 2}[how]()  # the last ones come after the rename and at the end of the log
     before = fingerprint(half_done / "checkpoints")
@@ -525,7 +530,7 @@ def test_a_disk_that_fills_while_a_run_on_shards_saves(half_done: Path, referenc
         at = max(1, int(last * share))
         with pytest.MonkeyPatch.context() as patched:
             make(patched, at)
-            message = refuse("No space left on device")
+            message = refuse("No space left on device", plan="off")
         assert "checkpoint final could not be written" in message and "older checkpoints are untouched" in message
         assert fingerprint(half_done / "checkpoints") == before
     succeed()
@@ -545,5 +550,5 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(workplace: Path, monkeypa
 def test_a_disk_that_stays_full_does_not_hide_what_could_not_be_saved(half_done: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, "fsync", 1)
-    message = refuse("No space left on device")
+    message = refuse("No space left on device", plan="off")
     assert "checkpoint final could not be written" in message

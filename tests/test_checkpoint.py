@@ -9,6 +9,10 @@ import logging
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -412,6 +416,20 @@ def test_an_error_at_every_write_boundary_is_reported_and_leaves_no_mess(whole: 
         assert good is not None and ckpt.load_checkpoint(good).trainer_state["version"] == 98 and hidden(run) == []
         shutil.rmtree(run)
     assert reported == total - 2 * (step == 20)  # but for the deletion of the replaced one: the new one is there
+
+
+@pytest.mark.parametrize("at", [0, 2, 1_000_000])
+def test_faults_kill_a_whole_command_where_they_say(tmp_path: Path, at: int) -> None:
+    """The helper itself, with Python's own zipfile as the command."""
+    archive, source = tmp_path / "out" / "a.zip", Path(__file__)
+    archive.parent.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults", "--at", str(at), "--below", str(archive.parent), "--", "zipfile", "-c",
+         str(archive), str(source)], cwd=source.parents[1], capture_output=True, text=True)
+    assert archive.exists() == (at > 0) and done.returncode == (0 if at > 9 else -signal.SIGKILL)
+    if at > 9:
+        assert int(done.stderr.split()[-4]) > 3 and "changes below" in done.stderr
+        assert zipfile.ZipFile(archive).read(source.name) == source.read_bytes()
 
 
 class FillingDisk:

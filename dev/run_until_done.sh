@@ -9,9 +9,9 @@
 # it is started again, as scripts.base_train does. What it exits with does not count (torchrun makes 1 of all codes):
 # scripts.status --exit-code is asked. A signal is passed on as SIGTERM; the command saves, then the loop ends.
 #
-# Exit codes: 0 completed; 3 halted, a person must decide; 10 stopped by a signal or by scripts.stop, the same again
+# Exit codes: 0 completed; 3 halted, a person must decide; 10 stopped by a signal or scripts.stop, the same again
 # goes on; 1 failed (or stopped before a new checkpoint) MAX_FAILURES times in a row.
-# Cost and hardware, GPU or CPU: those of the command. Duration: until the run ends; seconds to minutes after a failure.
+# Cost and hardware, GPU or CPU: those of the command. Duration: until the run ends, and waits after failures.
 set -euo pipefail
 
 MAX_FAILURES="${MAX_FAILURES:-3}" # in a row, without a new checkpoint
@@ -56,7 +56,7 @@ look() { # sets exit_code, run_dir, state, reason, checkpoint: empty where the r
 state = json.loads(sys.argv[1] or "{}")
 for name in ("run", "status", "reason", "checkpoint"):
     print(" ".join(str(state.get(name) or "").split()))' "$json")
-    run_dir=${fields[0]} state=${fields[1]} reason=${fields[2]} checkpoint=${fields[3]}
+    run_dir=${fields[0]:-} state=${fields[1]:-} reason=${fields[2]:-} checkpoint=${fields[3]:-}
 }
 
 look 2>/dev/null || true

@@ -338,8 +338,8 @@ class RunState:
         return self._state["status"]
 
     def update(self, **fields: Any) -> None:
-        """Take in news (the names in FIELDS). A change of status is written before this returns, other news within
-        about a second. After a final status nothing changes any more."""
+        """Take in news (the names in FIELDS). A new status or checkpoint is written before this returns, other news
+        within about a second. After a final status nothing changes any more."""
         if unknown := fields.keys() - FIELDS:
             raise TypeError(f"RunState.update: no such field {', '.join(sorted(unknown))}; expected "
                             f"{', '.join(FIELDS)}")
@@ -347,7 +347,7 @@ class RunState:
             raise ValueError(f"RunState.update: status {fields['status']!r}, expected one of {ACTIVE + ENDED}")
         if self.status in ENDED:
             return
-        changed = fields.get("status", self.status) != self.status
+        changed = any(name in fields and fields[name] != self._state[name] for name in ("status", "checkpoint"))
         self._state.update(fields)
         self._news = True
         if changed:

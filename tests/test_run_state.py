@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import run_state
@@ -73,6 +73,8 @@ def test_what_is_told_is_read_and_a_change_of_status_at_once(tmp_path):
         told = read_state(tmp_path)
         assert (told["status"], told["step"], told["loss"]) == ("running", 3, None)
         assert liveness(told) == "alive" and exit_code(told) == 20
+        state.update(step=4, checkpoint="checkpoint-4")
+        assert read_state(tmp_path)["checkpoint"] == "checkpoint-4"
         state.close("completed")
     assert read_state(tmp_path)["status"] == "completed"
     assert exit_code(read_state(tmp_path)) == 0
@@ -325,6 +327,7 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
 ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim", "release", "die"])), max_size=40)
 
 
+@settings(deadline=None)
 @given(ACTIONS)
 def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(actions):
     living: set[str] = set()

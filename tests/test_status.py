@@ -1,0 +1,424 @@
+"""scripts.status, scripts.stop and what is built on them: the loop of dev/run_until_done.sh and the SLURM chain."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanochat import run_state
+from nanochat.run_state import RunState, acquire, exit_code, identify, read_state
+from nanochat.shutdown import stop_requested
+from scripts import status, stop
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 60
+
+# A training job of 20 steps that keeps its progress in one file. FAIL_AT, HALT_AT: what it does in that step, if it has
+# not been there in this launch.
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from nanochat.run_state import RunState, acquire, identify
+from nanochat.shutdown import StopWatch, deadline
+started = time.monotonic()
+env = os.environ
+with StopWatch(deadline(-1, env, started)) as stop:
+    run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
+    owner = acquire(run_dir)
+    stop.clear(run_dir)
+    kept = run_dir / "kept"
+    step = int(kept.read_text()) if kept.exists() else 0
+    saved = f"checkpoint-{step}" if step else None
+    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state:
+        def save(status, reason=""):
+            kept.write_text(str(step))
+            state.update(checkpoint=f"checkpoint-{step}")
+            state.close(status, reason)
+        while step < 20:
+            if step == int(env.get("FAIL_AT", -1)):
+                raise ValueError("out of luck")
+            if step == int(env.get("DIE_AT", -1)):
+                os._exit(7)
+            if step == int(env.get("HALT_AT", -1)):
+                save("halted", "bucket x ran dry")
+                sys.exit(3)
+            time.sleep(float(env.get("STEP_S", 0.01)))
+            step += 1
+            state.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
+            if why := stop.wanted():
+                save("stopped", why)
+                sys.exit(0)
+            if step % int(env.get("SAVE_EVERY", 1000)) == 0:
+                kept.write_text(str(step))
+                state.update(checkpoint=f"checkpoint-{step}")
+        save("completed")
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch) -> Path:
+    """A base directory, with the trainer, and a python for shell scripts whose torch is an empty module: what they
+    start is a matter of milliseconds then."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    (tmp_path / "light" / "torch").mkdir(parents=True)
+    (tmp_path / "light" / "torch" / "__init__.py").write_text("def __getattr__(name):\n    return type(name, (), {})\n")
+    (tmp_path / "light" / "torch" / "distributed.py").touch()
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "NANOCHAT_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def run_dir(base: Path, name: str = "d1") -> Path:
+    return base / "runs" / name
+
+
+def environment(base: Path, **more: object) -> dict[str, str]:
+    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": f"{base / 'light'}:{ROOT}",
+            **{k: str(v) for k, v in more.items()}}
+
+
+def trainer(base: Path, name: str = "d1", **more: object) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, base / "trainer.py", name], cwd=ROOT, env=environment(base, **more),
+                               stderr=subprocess.PIPE, text=True)
+    until(lambda: process.poll() is not None or process.pid in [
+        rank["pid"] for rank in (read_state(run_dir(base, name)) or {"ranks": []})["ranks"]])
+    return process
+
+
+def until(condition) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
+    """A run of this process in a state."""
+    path = run_dir(base, name)
+    path.mkdir(parents=True)
+    told = {**run_state.FIELDS, "format_version": 1, "launch": name, "world_size": 1, "ranks": [identify()],
+            "started": time.time() - 3000, "heartbeat": time.time(), "writes": 1, "status": status, **fields}
+    (path / ".run_state.json").write_text(json.dumps(told))
+    return path
+
+
+# ---- status ---------------------------------------------------------------------------------------------------------
+
+def test_one_run_at_a_glance(base, capsys):
+    ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
+    made_up(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000, eta_s=7500.0,
+            tokens_per_s=412_345.6, checkpoint="checkpoint-1000", phase="2 of 3", ranks=ranks, world_size=3)
+    assert status.main(["d1"]) == 0
+    told = capsys.readouterr().out
+    for fact in ("d1   running", "step 1,234/5,000 (24.7 %)", "loss 3.2146", "647,000,000 tokens", "412,346 tok/s",
+                 "eta 2 h 05 min", "last checkpoint checkpoint-1000   phase 2 of 3", "heartbeat 0 s ago",
+                 "3 process(es) on node1 (1), node2 (2); rank 0 has pid", str(run_dir(base))):
+        assert fact in told
+
+
+def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
+    made_up(base, "alive", "running", step=3, num_iterations=10)
+    made_up(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
+    made_up(base, "done", "completed", step=10, num_iterations=10)
+    made_up(base, "new", "starting")
+    (made_up(base, "torn", "running") / ".run_state.json").write_text("{")
+    (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
+    (run_dir(base, "no-run")).mkdir(parents=True)
+    assert status.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "status", "step", "loss", "tok/s", "eta", "checkpoint", "heartbeat"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["alive", "running"], ["done", "completed"], ["gone", "dead"], ["new", "starting"], ["older", "unknown"],
+        ["torn", "unreadable"]]
+
+
+def test_no_runs_is_said(base, capsys):
+    assert status.main([]) == 0
+    assert capsys.readouterr().out == f"no runs in {base / 'runs'}\n"
+
+
+@pytest.mark.parametrize("name, start, code", [("completed", None, 0), ("stopped", None, 10), ("halted", None, 3),
+                                               ("failed", None, 1), ("running", None, 20), ("running", "1", 1)])
+def test_exit_codes_and_json_say_the_same(base, capsys, name, start, code):
+    process = identify() if start is None else {**identify(), "start": start}
+    path = made_up(base, "d1", name, reason="why not", ranks=[process])
+    assert status.main(["d1", "--exit-code"]) == code
+    assert ("dead: it says running" if start else "why not") in capsys.readouterr().out
+    assert status.main([str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["status"], told["exit_code"], told["run"]) == (name, code, str(path))
+    status.main(["--json"])
+    assert [entry["exit_code"] for entry in json.loads(capsys.readouterr().out)] == [code]
+
+
+def test_watching_ends_with_the_run(base, capsys, monkeypatch):
+    path = made_up(base, "d1", "running")
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            shutil.rmtree(path)
+            made_up(base, "d1", "completed")
+
+    monkeypatch.setattr(status.time, "sleep", nap)
+    assert status.main(["d1", "--watch", "--exit-code"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("d1   running") == 3 and told.count("d1   completed") == 1
+
+
+def test_what_is_not_there_is_said(base):
+    made_up(base, "d1", "running")
+    with pytest.raises(FileNotFoundError, match="no run 'd2'"):
+        status.main(["d2"])
+    with pytest.raises(ValueError, match="expected a run"):
+        status.main(["--exit-code"])
+    (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="was never started by a version that tells its state"):
+        status.main(["older"])
+
+
+@pytest.mark.parametrize("seconds, told", [(None, "-"), (0.4, "0 s"), (59.6, "1 min 00 s"), (725, "12 min 05 s"),
+                                           (11_220, "3 h 07 min"), (187_200, "2 d 04 h"), (-70, "-1 min 10 s")])
+def test_durations_for_people(seconds, told):
+    assert status.duration(seconds) == told
+
+
+# ---- stop -----------------------------------------------------------------------------------------------------------
+
+def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
+    process = trainer(base, STEP_S=0.05, SAVE_EVERY=1000)
+    made_up(base, "other", "completed")
+    assert stop.main(["--wait"]) == 0  # the only one at work needs no name
+    assert process.wait(PATIENCE_S) == 0
+    state = read_state(run_dir(base))
+    assert (state["status"], state["reason"]) == ("stopped", "asked by scripts.stop")
+    assert state["checkpoint"] == f"checkpoint-{state['step']}"
+    assert "asked d1 to stop" in capsys.readouterr().out
+    again = trainer(base)
+    assert again.wait(PATIENCE_S) == 0
+    assert read_state(run_dir(base))["status"] == "completed", "the flag that was left stopped the next launch"
+
+
+def test_which_run_is_meant_must_be_clear(base):
+    made_up(base, "d1", "completed")
+    with pytest.raises(ValueError, match="none is at work"):
+        stop.main([])
+    made_up(base, "d2", "running")
+    made_up(base, "d3", "starting")
+    with pytest.raises(ValueError, match="several are at work, name one: d2, d3"):
+        stop.main([])
+    assert not any(stop_requested(run_dir(base, name)) for name in ("d1", "d2", "d3"))
+
+
+def test_a_run_that_has_ended_is_left_alone(base, capsys):
+    path = made_up(base, "d1", "stopped")
+    assert stop.main(["d1"]) == 0
+    assert "nothing to stop" in capsys.readouterr().out and not stop_requested(path)
+
+
+DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
+
+
+def process_of(code: str) -> tuple[subprocess.Popen, dict]:
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process, {**identify(), "pid": process.pid, "start": run_state.process_start(process.pid)}
+
+
+def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys):
+    """Of four ranks one heeds SIGTERM, one does not, one's pid is another program's now, one is on another host."""
+    (heeds, a), (deaf, b) = process_of("import time; print(1, flush=True); time.sleep(1000)"), process_of(DEAF)
+    bystander, c = process_of("import time; print(1, flush=True); time.sleep(1000)")
+    try:
+        made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"},
+                                              {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}])
+        assert stop.main(["d1", "--force", "--grace-seconds", "0.5"]) == 1  # node9 is left
+        captured = capsys.readouterr()
+        assert "on node9, if they are still there: kill 77" in captured.err
+        assert heeds.wait(PATIENCE_S) == -signal.SIGTERM and deaf.wait(PATIENCE_S) == -signal.SIGKILL
+        assert captured.out.count("SIGTERM to pid") == 2 and captured.out.count("SIGKILL to pid") == 1
+        assert bystander.poll() is None
+    finally:
+        for process in (heeds, deaf, bystander):
+            process.kill()
+            process.wait()
+
+
+def test_force_ends_what_a_dead_run_left_behind(base):
+    left, rank = process_of("import time; print(1, flush=True); time.sleep(1000)")
+    made_up(base, "d1", "running", ranks=[{**identify(), "start": "1"}, rank])
+    assert stop.main(["d1", "--force"]) == 0
+    assert left.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_a_real_run_that_is_forced_saves(base):
+    process = trainer(base, STEP_S=0.05)
+    stop.main(["d1", "--force"])
+    assert process.wait(PATIENCE_S) == 0
+    assert read_state(run_dir(base))["status"] == "stopped"
+
+
+# ---- the loop -------------------------------------------------------------------------------------------------------
+
+def loop(base: Path, **more: object) -> subprocess.Popen:
+    command = ["bash", ROOT / "dev/run_until_done.sh", "d1", sys.executable, base / "trainer.py", "d1"]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(base, PAUSE_S=0, **more), stderr=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    told = process.communicate(timeout=PATIENCE_S)[1]
+    return process.returncode, told
+
+
+def test_the_loop_goes_on_through_walltimes_until_the_run_is_completed(base):
+    code, told = ended(loop(base, NANOCHAT_MAX_RUNTIME=0.3, STEP_S=0.04))
+    assert code == 0, told
+    assert "d1 is stopped (walltime" in told and "d1 is completed" in told
+    assert read_state(run_dir(base))["step"] == 20
+
+
+def test_the_loop_ends_when_the_run_is_halted(base):
+    code, told = ended(loop(base, HALT_AT=5))
+    assert (code, told.count("run_until_done:")) == (3, 1)
+    assert "d1 is halted (bucket x ran dry), checkpoint checkpoint-5" in told
+
+
+@pytest.mark.parametrize("how", ["FAIL_AT", "DIE_AT"])
+def test_the_loop_gives_up_after_failures_without_a_new_checkpoint(base, how):
+    code, told = ended(loop(base, **{how: 15}, SAVE_EVERY=4, MAX_FAILURES=2))
+    assert code == 1
+    assert told.count("run_until_done: exit code") == 3  # the first one had made checkpoints
+    assert "gave up: 2 times in a row" in told
+
+
+def test_the_loop_ends_when_somebody_asks_for_it(base):
+    process = loop(base, STEP_S=0.2)
+    until(lambda: (read_state(run_dir(base)) or {}).get("step"))
+    stop.main(["d1"])
+    code, told = ended(process)
+    assert code == 10 and "ended by scripts.stop" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_loop_passes_a_signal_on_and_waits_for_the_save(base, number):
+    process = loop(base, STEP_S=0.2)
+    until(lambda: (read_state(run_dir(base)) or {}).get("step"))
+    process.send_signal(number)
+    code, told = ended(process)
+    assert code == 10 and f"ended by {number.name}" in told
+    state = read_state(run_dir(base))
+    assert exit_code(state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
+
+
+def test_the_loop_wants_a_run_and_a_command(base):
+    result = subprocess.run(["bash", "dev/run_until_done.sh", "d1"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "usage" in result.stderr
+
+
+# ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cluster(base) -> Path:
+    """Stand-ins for srun, which runs the trainer in place of torchrun, and scontrol, which notes what it is told."""
+    bin_dir = base / "bin"
+    bin_dir.mkdir()
+    (bin_dir / "srun").write_text(f'#!/bin/bash\necho "$@" >>{base}/srun.txt\n'
+                                  f'exec {sys.executable} {base}/trainer.py d1\n')
+    (bin_dir / "scontrol").write_text(f'#!/bin/bash\n[[ "$1" == show ]] && printf "node1\\nnode2\\n"\n'
+                                      f'echo "$@" >>{base}/scontrol.txt\n')
+    for path in bin_dir.iterdir():
+        path.chmod(0o755)
+    return base
+
+
+def job(cluster: Path, **more: object) -> subprocess.Popen:
+    """The script, started in a folder of its own as SLURM would."""
+    slurm = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": 8}
+    env = environment(cluster, **slurm, **more, PATH=f"{cluster / 'bin'}:{os.environ['PATH']}")
+    return subprocess.Popen(["bash", ROOT / "dev/slurm/train_chain.sbatch", "d1", "--depth=4"], cwd=cluster, env=env,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def result_of(cluster: Path, process: subprocess.Popen) -> tuple[int, str, bool]:
+    """Exit code, output, whether the job went back into the queue."""
+    told = process.communicate(timeout=PATIENCE_S)[0]
+    return process.returncode, told, "requeue 4711" in (cluster / "scontrol.txt").read_text()
+
+
+def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(cluster):
+    assert result_of(cluster, job(cluster))[::2] == (0, False)
+    flags = (cluster / "srun.txt").read_text()
+    for flag in ("--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node1:24711", "--shutdown-timeout=600",
+                 "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
+                 "-m scripts.base_train -- --model-tag=d1 --depth=4"):
+        assert flag in flags
+
+
+def test_a_job_that_is_signalled_before_its_end_saves_and_goes_back(cluster):
+    process = job(cluster, STEP_S=0.2)
+    until(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
+    process.send_signal(signal.SIGUSR1)
+    code, told, requeued = result_of(cluster, process)
+    assert (code, requeued) == (0, True), told
+    assert read_state(run_dir(cluster))["reason"] == "SIGUSR1"
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_out(cluster):
+    process = job(cluster, STEP_S=0.2)
+    until(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
+    process.send_signal(signal.SIGTERM)
+    assert result_of(cluster, process)[::2] == (0, False)
+    assert read_state(run_dir(cluster))["status"] == "stopped"
+
+
+def test_a_job_whose_run_is_halted_or_asked_to_stop_stays_out(cluster):
+    assert result_of(cluster, job(cluster, HALT_AT=3))[::2] == (3, False)
+    process = job(cluster, STEP_S=0.2)
+    until(lambda: read_state(run_dir(cluster))["step"] > 4)
+    stop.main(["d1"])
+    code, told, requeued = result_of(cluster, process)
+    assert (code, requeued) == (0, False) and "stopped by scripts.stop" in told
+
+
+def test_jobs_that_fail_go_back_until_they_fail_too_often(cluster):
+    assert result_of(cluster, job(cluster, FAIL_AT=15, SAVE_EVERY=4, MAX_FAILURES=2))[::2] == (0, True)
+    for code, requeued in ((0, True), (1, False)):
+        (cluster / "scontrol.txt").unlink()
+        assert result_of(cluster, job(cluster, FAIL_AT=15, SAVE_EVERY=4, MAX_FAILURES=2))[::2] == (code, requeued)
+
+
+@pytest.mark.parametrize("script", ["dev/run_until_done.sh", "dev/slurm/train_chain.sbatch"])
+def test_a_script_is_bash_strict_and_says_what_it_costs(script):
+    text = (ROOT / script).read_text()
+    assert subprocess.run(["bash", "-n", ROOT / script], capture_output=True).returncode == 0
+    assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
+    assert os.access(ROOT / script, os.X_OK)
+    assert all(word in text.partition("\nset -euo")[0].lower() for word in ("cost", "hardware", "duration"))
+
+
+def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():
+    spec = yaml.safe_load((ROOT / "dev/slurm/train.k8s.yaml").read_text())["spec"]
+    pod = spec["template"]["spec"]
+    words = pod["containers"][0]["command"] + pod["containers"][0]["args"]
+    assert words[:4] == ["bash", "dev/run_until_done.sh", "d24", "torchrun"] and "--model-tag=d24" in words
+    [patience] = [int(word.partition("=")[2]) for word in words if word.startswith("--shutdown-timeout=")]
+    assert 60 < patience < pod["terminationGracePeriodSeconds"]
+    assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 3, 10]
+
+
+def test_the_writer_and_these_scripts_agree(base):
+    with RunState(acquire(run_dir(base)), [identify()], num_iterations=7) as state:
+        state.update(status="running", step=1)
+        assert status.main(["d1", "--exit-code"]) == 20
+        state.close("halted", "dry")
+    assert status.main(["d1", "--exit-code"]) == 3

@@ -8,11 +8,15 @@ Parts, each in a process of its own:
     first     seconds to the first whole step: 64 lanes in one process, and one rank of 8; resumed at steps 5 and 500
     memory    anonymous memory over the bare process, along a run with 64 lanes, for the corpus and for ten of it
     decode    how often each row group is decompressed in whole passes, by one process and by eight ranks
+    shards    pretokenized: tokens/s of each layout on one core, beside a bare gather of contiguous rows from a memory
+              map; anonymous memory along an epoch; seconds to the first batch of 1,000 shards and of 10 M documents
 Prints figures as it goes; the last line is one JSON object.
 """
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
 import os
 import platform
@@ -35,9 +39,12 @@ import torch
 from nanochat.common import read_json, run_main, write_json
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
+from nanochat.shard_source import ShardSource
+from nanochat.shards import HEADER, MAGIC, VERSION, read_tokens
 from nanochat.sources import ParquetSource, find_files, scan
 from nanochat.stream import Cursor, Stream
 from nanochat.tokenizer import RustBPETokenizer
+from scripts import tok_shards
 
 T, B, V, ROWS = 2048, 16, 64, 64
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -186,7 +193,167 @@ def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PARTS = {"speed": bench_speed, "first": bench_first, "memory": bench_memory, "decode": bench_decode}
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+STEP_ROWS = 256  # of a step on shards: base_train's default, 524,288 tokens
+COPIES = 8  # of the corpus
+LAYOUTS: dict[str, tuple[str, dict[str, Any], float]] = {  # (which shards, settings, tokens/s wanted without digest)
+    "bestfit, crop": ("whole", {}, 100e6), "bestfit, split": ("whole", {"long_docs": "split"}, 100e6),
+    "concat": ("whole", {"layout": "concat"}, 300e6), "binned": ("cut", {"layout": "binned"}, 60e6)}
+
+
+def make_shards(args: argparse.Namespace, folder: Path) -> None:
+    """folder/whole and folder/cut: shards of the corpus, of whole documents and of windows of T ids, each linked a few
+    times over."""
+    for name, max_length in (("whole", 0), ("cut", T)):
+        made = folder / f"{name} once"
+        with contextlib.redirect_stdout(sys.stderr):
+            tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={made}", f"--max-length={max_length}",
+                             f"--tokenizer={args.tokenizer_dir}", "--val-files=0", f"--num-workers={args.threads}"])
+        for i, file in itertools.product(range(COPIES), sorted((made / "train").rglob("*.*"))):
+            if file.is_file() and ".records" not in file.parts:
+                target = folder / name / f"copy{i}" / file.relative_to(made)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, target)
+
+
+def open_shards(folder: Path, tokenizer: RustBPETokenizer, settings: dict[str, Any], **kwargs: Any
+                ) -> tuple[DataLoader, ShardSource]:
+    """A loader on all shards below a folder, and its source: 64 lanes, 256 rows a step."""
+    config = StreamConfig(T=T, V=V, **settings)
+    source = ShardSource(scan(folder, find_files(folder, "shards")), tokenizer, keep_eod=not config.framed)
+    return DataLoader(config, {"data": source}, tokenizer=tokenizer, rows_per_step=STEP_ROWS, device_batch_size=B,
+                      num_threads=1, **kwargs), source
+
+
+def gather_rate(maps: list[np.ndarray], num: int, seed: int) -> tuple[float, float]:
+    """The floor, tokens/s of (wall, CPU) time: `num` batches of B contiguous rows from memory maps of uint16, as int64
+    inputs and targets. No documents, no order, no masks."""
+    rng = np.random.default_rng(seed)
+    places = [(maps[m], rng.integers(0, len(maps[m]) - T)) for m in rng.integers(0, len(maps), num * B)]
+    began, cpu = time.perf_counter(), time.process_time()
+    for i in range(0, num * B, B):
+        rows = np.stack([ids[at:at + T + 1] for ids, at in places[i:i + B]])
+        torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
+    return num * B * T / (time.perf_counter() - began), num * B * T / (time.process_time() - cpu)
+
+
+def loader_rate(loader: DataLoader, num: int) -> tuple[float, float]:
+    """Tokens/s of (wall, CPU) time over so many steps, after what was prefetched before."""
+    for _ in range(loader.micro_batches_per_step):
+        next(loader)
+    began, cpu = time.perf_counter(), time.process_time()
+    steps(loader, num)
+    tokens = num * STEP_ROWS * T
+    return tokens / (time.perf_counter() - began), tokens / (time.process_time() - cpu)
+
+
+def shard_speed(folder: Path, tokenizer: RustBPETokenizer, rounds: int) -> dict[str, Any]:
+    """Each layout with and without digest, beside the floor, round by round."""
+    result: dict[str, Any] = {}
+    for (name, (shards, settings, wanted)), digest in itertools.product(LAYOUTS.items(), (False, True)):
+        loader, source = open_shards(folder / shards, tokenizer, settings, with_digest=digest)
+        maps = [read_tokens(source._shard(i).index) for i in range(len(source.manifest["files"]))]
+        steps(loader, 40)  # past the first rows, while buffers grow
+        rates, floors = [], []
+        for i in range(rounds):
+            floors.append(gather_rate(maps, 256, i))
+            rates.append(loader_rate(loader, 8 if digest else 16))
+        loader.close()
+        wall, floor = sorted(r for r, _ in rates), statistics.median(f for f, _ in floors)
+        ratios = sorted(r / f for (r, _), (f, _) in zip(rates, floors))
+        cpu = statistics.median(c for _, c in rates)
+        found = {"tokens_per_s": statistics.median(wall), "floor": floor, "ratio": statistics.median(ratios),
+                 "tokens_per_cpu_s": cpu, "floor_per_cpu_s": statistics.median(c for _, c in floors)}
+        result[f"{name}{', digest' if digest else ''}"] = found
+        print(f"  {name:14s} {'with   ' if digest else 'without'} digest {found['tokens_per_s'] / 1e6:4.0f} M tokens/s "
+              f"(n={rounds}, {wall[0] / 1e6:.0f} to {wall[-1] / 1e6:.0f}), {cpu / 1e6:4.0f} M a CPU second; floor "
+              f"{floor / 1e6:4.0f} M; ratio {found['ratio']:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+              + ("" if digest else f"  (wanted: {wanted / 1e6:.0f} M)"), flush=True)
+    return result
+
+
+def shard_memory(folder: Path, tokenizer: RustBPETokenizer) -> dict[str, list[float]]:
+    """Anonymous memory over that before opening, at ten places of an epoch, MB."""
+    result = {}
+    for name, (shards, settings, _) in LAYOUTS.items():
+        gc.collect()
+        before = anonymous_mb()
+        loader, source = open_shards(folder / shards, tokenizer, settings)
+        total = sum(e["size"] for e in source.manifest["files"]) // 2 // (STEP_ROWS * T)  # steps of an epoch, about
+        marks = []
+        for _ in range(10):
+            steps(loader, max(1, total // 10))
+            marks.append(anonymous_mb() - before)
+        loader.close()
+        result[name] = marks
+        print(f"  {name:14s} anonymous memory along an epoch ({total} steps): {', '.join(f'{m:.0f}' for m in marks)} MB"
+              f"  (wanted: flat)", flush=True)
+    return result
+
+
+def many_shards(folder: Path, times: int) -> Path:
+    """A folder of so many pairs, links to one."""
+    pair = next((folder / "whole").rglob("*.bin"))
+    target = folder / "many"
+    target.mkdir()
+    for i in range(times):
+        for end in (".bin", ".idx"):
+            os.link(pair.with_suffix(end), target / f"s{i:05d}{end}")
+    return target
+
+
+def many_documents(folder: Path, times: int) -> Path:
+    """A pair of so many documents, 400 to 1,200 ids each. Its .bin is a hole that the disk does not hold."""
+    target = folder / "large"
+    target.mkdir()
+    lengths = np.random.default_rng(0).integers(400, 1200, times)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
+    with open(target / "a.idx", "wb") as f:
+        f.write(HEADER.pack(MAGIC, VERSION, 2, times) + offsets.tobytes() + bytes(2 * times))
+    with open(target / "a.bin", "wb") as f:
+        f.truncate(2 * int(offsets[-1]))
+    return target
+
+
+def shard_first(folder: Path, tokenizer: RustBPETokenizer, rounds: int) -> dict[str, Any]:
+    """Seconds from nothing open to the first batch, and anonymous memory for each document."""
+    result: dict[str, Any] = {}
+    for name, path in (("1,000 shards", many_shards(folder, 1000)), ("10 M documents", many_documents(folder, 10**7))):
+        seconds, grown, documents = [], [], 0
+        for _ in range(rounds):
+            gc.collect()
+            before, began = anonymous_mb(), time.perf_counter()
+            loader, source = open_shards(path, tokenizer, {})
+            next(loader)
+            seconds.append(time.perf_counter() - began)
+            grown.append((anonymous_mb() - before) * 2**20)
+            documents = int(source.groups.sum())
+            loader.close()
+        each = max(grown) / documents
+        result[name] = {"first_batch_s": statistics.median(seconds), "bytes_per_document": each}
+        print(f"  {name:14s} first batch after {statistics.median(seconds):.2f} s (n={rounds}, {min(seconds):.2f} to "
+              f"{max(seconds):.2f}; wanted: under 1); {documents:,} documents, anonymous memory grown by {each:.1f} "
+              f"bytes each, all buffers included (wanted: under 12 for 10 M)", flush=True)
+    return result
+
+
+def bench_shards(args: argparse.Namespace) -> dict[str, Any]:
+    """Pretokenized data on one core: speed of each layout, memory along an epoch, time to the first batch."""
+    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_shards(args, folder)
+        core = max(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)
+        print(f"  pinned to core {core}; load {os.getloadavg()[0]:.1f}", flush=True)
+        return {"first": shard_first(folder, tokenizer, args.rounds), "memory": shard_memory(folder, tokenizer),
+                "speed": shard_speed(folder, tokenizer, 2 * args.rounds + 1), "load": os.getloadavg()[0]}
+
+
+PARTS = {"speed": bench_speed, "first": bench_first, "memory": bench_memory, "decode": bench_decode,
+         "shards": bench_shards}
 
 
 def multiply(data_path: Path, folder: Path, times: int) -> Path:
@@ -215,10 +382,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--memory-steps", type=int, default=240)
-    p.add_argument("--part", choices=sorted(PARTS))
-    p.add_argument("--json", type=Path)
+    p.add_argument("--part", choices=sorted(PARTS), help="only this one")
+    p.add_argument("--json", type=Path, help="with --part: where its figures go")
     args = p.parse_args(argv)
-    if args.part:
+    if args.part and args.json:
         write_json(args.json, PARTS[args.part](args))
         return 0
     print(f"python {platform.python_version()}, torch {torch.__version__}, pyarrow {pyarrow.__version__}, tiktoken "
@@ -232,11 +399,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             RustBPETokenizer.train_from_iterator(texts, 32768).save(work / "tokenizer")
             args.tokenizer_dir = work / "tokenizer"
         result = {}
-        for part in PARTS:
+        for part in PARTS if args.part is None else (args.part,):
             print(f"{part}: {(PARTS[part].__doc__ or '').splitlines()[0]}", flush=True)
             result[part] = run_part(args, part, work / "out.json")
-        ten = multiply(args.data_path, work / "ten", 10)
-        for part in ("memory", "decode"):
+        ten = multiply(args.data_path, work / "ten", 10) if args.part is None else None
+        for part in ("memory", "decode") if ten else ():
             print(f"{part}, with ten times the corpus:", flush=True)
             result[f"{part} x10"] = run_part(args, part, work / "out.json", data_path=ten)
     print(json.dumps(result))

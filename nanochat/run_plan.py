@@ -23,8 +23,8 @@ from nanochat.plan import BucketPlan, Plan, make_plan, plan_key
 from nanochat.rehearsal import with_lengths
 from nanochat.run_data import find_data, open_source, pinned_data, stream_config
 from nanochat.run_dir import PLAN_NAME, is_run_dir
+from nanochat.start_run import Start
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Start
 
 log = logging.getLogger(__name__)
 

@@ -41,10 +41,10 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.order import StreamConfig
+from nanochat.ranks import on_rank0
 from nanochat.run_data import RunData, open_data, open_run
 from nanochat.run_dir import list_runs, read_config
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import on_rank0
 from scripts.sample import PROMPTS
 
 FORMAT = 2  # of eval.json

@@ -43,13 +43,15 @@ from nanochat.gpt import GPT
 from nanochat.job import command_settings, derive, find_tokenizer, introduce, resolve
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.order import LAYOUTS
+from nanochat.ranks import agree, gather_all, on_rank0
 from nanochat.run_data import open_data, stream_config
 from nanochat.run_dir import clean_stale, run_path
 from nanochat.run_plan import rehearse
 from nanochat.schedule import Schedule
 from nanochat.sources import FORMATS
+from nanochat.start_run import begin, prepare
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Halt, Progress, add_up, agree, begin, gather_all, on_rank0, prepare, save
+from nanochat.trainer import Halt, Progress, add_up, save
 from nanochat.watch import Watch
 
 WAY_ON = "--allow-bucket-exhaustion goes on without what ran dry, --allow-curriculum-change with another curriculum"

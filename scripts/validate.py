@@ -28,7 +28,7 @@ from nanochat.job import command_settings, find_tokenizer, resolve
 from nanochat.plan import BUDGET, Plan
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import describe, make_run_plan, problem, warnings
-from nanochat.trainer import begin
+from nanochat.start_run import begin
 from scripts import base_train
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
@@ -141,7 +141,8 @@ def draw(plan: Plan, path: Path) -> None:
             axes.axvline(edge, color="black", linewidth=0.8)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
         axes.margins(x=0)
-    figure.suptitle("estimate" if plan.estimate else None)
+    if plan.estimate:
+        figure.suptitle("estimate")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=120)
 

@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from nanochat import trainer
+from nanochat import checkpoint as checkpoint_module
 from nanochat.common import run_main
 from nanochat.run_dir import TrainLog, read_log
 from nanochat.tokenizer import RustBPETokenizer
@@ -297,7 +297,7 @@ def checkpoints(tag: str = "run") -> list[str]:
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Everything of a checkpoint that must not depend on crashes, tensors as bytes."""
-    loaded = trainer.load_checkpoint(checkpoint)
+    loaded = checkpoint_module.load_checkpoint(checkpoint)
     kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress")}
     progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
     return {"model": as_bytes(loaded.model_state()), "optimizer": as_bytes(loaded.optimizer_state()),

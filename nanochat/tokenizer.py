@@ -33,7 +33,14 @@ import rustbpe
 import tiktoken
 
 from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
-from nanochat.encoders import Encoder, cut_long_spaces, fastest_encoder, format_ranks, replace_surrogates
+from nanochat.encoders import (
+    SPLIT_PATTERN,
+    Encoder,
+    cut_long_spaces,
+    fastest_encoder,
+    format_ranks,
+    replace_surrogates,
+)
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it
@@ -47,11 +54,6 @@ SPECIAL_TOKENS = (
     "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>",
     "<|output_start|>", "<|output_end|>",
-)
-
-# GPT-4's pattern, but numbers are cut after 2 digits instead of 3: a small vocabulary has better uses for 1,000 ids.
-SPLIT_PATTERN = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
 FORMAT, VERSION = "nanochat-tokenizer", 1

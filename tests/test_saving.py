@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanochat import checkpoint as ckpt
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.plain_state import map_tensors, to_host
 from nanochat.retention import prune
 from nanochat.run_dir import clean_stale
@@ -203,6 +204,40 @@ def test_older_checkpoints_go_after_each_save(tmp_path: Path, asynchronous: bool
     assert last(refusing).code == Code.SAVED, "what cannot be deleted does not undo a save"
     assert "were not deleted" in caplog.text
     refusing.close()
+
+
+def test_a_model_saved_while_it_trains_on_is_the_one_of_that_step(tmp_path: Path) -> None:
+    """The real model and optimizer, three saves, each held back until two more steps are done."""
+    def train(run: Path, asynchronous: bool) -> None:
+        model = GPT(GPTConfig(sequence_len=16, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32))
+        model.init_weights(seed=1, compute_dtype=torch.float32)
+        optimizer, saver = model.setup_optimizer(), Saver(good=None, asynchronous=asynchronous)
+        gate = None
+        for step in range(9):
+            if step % 3 == 0:
+                optimizer_state, weights = optimizer.gather_state(), saver.copy(model.state_dict())
+                gate = Gate(writer(run, step, model_state=weights, optimizer_state=optimizer_state))
+                if not asynchronous:
+                    gate.go.set()
+                saver.start(gate)
+            tokens = torch.arange(step, step + 17)[None]
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            if step % 3 == 1 and gate is not None:
+                gate.go.set()
+        saver.close()
+
+    for asynchronous in (True, False):
+        train(tmp_path / str(asynchronous), asynchronous)
+    weights = set()
+    for step in (0, 3, 6):
+        late, at_once = (ckpt.load_checkpoint(tmp_path / f"{way}/checkpoints/checkpoint-{step}")
+                         for way in (True, False))
+        assert bits(late.model_state()) == bits(at_once.model_state())
+        assert bits(late.optimizer_state()) == bits(at_once.optimizer_state())
+        weights.add(str(bits(late.model_state())))
+    assert len(weights) == 3
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ class _Slot:
         self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
         self.host_tokens, self.host_live = self.tokens.numpy(), self.live.numpy()
         self.host_doc_ids = None if self.doc_ids is None else self.doc_ids.numpy()
+        self.host_rows = list(zip(self.host_tokens, self.host_live))
         self.bos = np.full(T + 1, bos, np.int32)
         self.all_live = True
         self.copied: torch.cuda.Event | None = None
@@ -157,13 +158,13 @@ class _Slot:
         tokens, live, doc_ids, bucket_ids = self.host_tokens, self.host_live, self.host_doc_ids, self.buckets.numpy()
         live[:num], live[num:] = 1, 0
         tokens[num:], bucket_ids[num:] = self.bos[0], 0
-        bucket_ids[:num] = [buckets.index(row.bucket) for row in rows]
+        bucket_ids[:num] = [buckets.index(row.bucket) for row in rows] if len(buckets) > 1 else 0
         if doc_ids is not None:
             doc_ids[num:] = 0
-        for i, row in enumerate(rows):
-            row.copy(self.bos, tokens[i], live[i], None if doc_ids is None else doc_ids[i])
+        for i, (row, (row_tokens, row_live)) in enumerate(zip(rows, self.host_rows)):
+            row.copy(self.bos, row_tokens, row_live, None if doc_ids is None else doc_ids[i])
             if first is not None:
-                total += row_digest(first + i, tokens[i], live[i, 1:])
+                total += row_digest(first + i, row_tokens, row_live[1:])
         self.all_live = bool(live.min())
         return total
 

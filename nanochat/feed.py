@@ -133,18 +133,28 @@ class Feed:
 
     # -- rows
 
-    def next_row(self, index: int) -> Row | None:
-        """The next row, or None when the bucket is dry: nothing more comes and what waits cannot fill a row."""
-        packer = self.packer
-        if not (self.full and packer.ready and self.source.mapped) or len(packer) < self.target:
-            self.refill()
-            if not packer.ready:
-                return None
+    def next_rows(self, index: int, num: int) -> list[Row]:
+        """The next `num` rows, of which the first is the lane's row `index`. Fewer when the bucket is dry: nothing more
+        comes and what waits cannot fill a row."""
+        rows: list[Row] = []
+        packer, mapped = self.packer, self.source.mapped
+        next_row = self._next_placed if self.tape is None else self._next_stretch
+        for i in range(index, index + num):
+            if not (self.full and mapped and packer.ready) or (self.target and len(packer) < self.target):
+                self.refill()
+                if not packer.ready:
+                    break
+            rows.append(next_row(i))
         self._snapshot = None
-        if self.tape is not None:
-            return self._next_stretch(index, self.tape)
-        placements = packer.next_row()
-        docs, taken, plain = packer.docs, [], not (self.restored or self.prefix or self.gone)
+        return rows
+
+    def next_row(self, index: int) -> Row | None:
+        """The next row, or None when the bucket is dry."""
+        return next(iter(self.next_rows(index, 1)), None)
+
+    def _next_placed(self, index: int) -> PlacedRow:
+        placements = self.packer.next_row()
+        docs, taken, plain = self.packer.docs, [], not (self.restored or self.prefix or self.gone)
         for key, start, _, _ in placements:
             if plain and not start and key not in docs:
                 taken.append((self.documents.pop(key), 0, 0))
@@ -153,11 +163,11 @@ class Feed:
                 plain = plain and not start
         return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
 
-    def _next_stretch(self, index: int, tape: Tape) -> TapeRow:
-        packer = self.packer
-        assert isinstance(packer, Concat)
+    def _next_stretch(self, index: int) -> TapeRow:
+        packer, tape = self.packer, self.tape
+        assert type(packer) is Concat and tape is not None
         runs, first = packer.runs, packer.advance()
-        stop = first + self.config.T + 1
+        stop = first + packer.T + 1
         pieces = tape.take(first, stop)
         if self.documents:
             pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]

@@ -77,7 +77,7 @@ class PlacedRow:
             pieces.append(bos[at:])
             live[at:] = 0
         if len(pieces) == 1:
-            tokens[:] = pieces[0]
+            tokens[...] = pieces[0]
         else:
             np.concatenate(pieces, out=tokens, casting="unsafe")
         if not framed:
@@ -210,10 +210,11 @@ class TapeRow:
     def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
         """As `PlacedRow.copy`."""
         first, stop, pieces = self.first, self.first + len(tokens), self.pieces
-        if len(pieces) == 1 and pieces[0].live is None and pieces[0].key is None:
-            begin, _, source, _, _ = pieces[0]
-            tokens[:] = source[first - begin:stop - begin]
-            pieces = ()
+        if len(pieces) == 1:
+            begin, _, source, is_live, _ = pieces[0]
+            if is_live is None and type(source) is not Deferred:  # most rows: all in one piece
+                tokens[...] = source[first - begin:stop - begin]
+                pieces = ()
         for begin, end, source, is_live, key in pieces:
             if type(source) is Deferred:
                 assert key is not None

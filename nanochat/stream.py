@@ -125,8 +125,10 @@ class Stream:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
         if not self.mapped:
             self._read_ahead(num_rows)
-        next_row = self._next_row
-        return [row for lane in self.lanes for _ in range(num_rows) if (row := next_row(lane)) is not None]
+        rows: list[Row] = []
+        for lane in self.lanes:
+            rows += self._lane_rows(lane, num_rows)
+        return rows
 
     def _read_ahead(self, num_rows: int) -> None:
         """Have the pool read for all lanes whose next rows wait for it."""
@@ -141,17 +143,22 @@ class Stream:
         feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order
         return order.locate(feed["epoch"], feed["unit"])[0]
 
-    def _next_row(self, lane: int) -> Row | None:
-        index = self.rows[lane]
-        while (bucket := self._bucket(lane, index)) is not None:
-            row = self.feeds[bucket][lane].next_row(index)
-            if row is not None:
-                self.rows[lane] = index + 1
-                return row
-            if not self.drop_dry:
-                return None
-            self.dropped[lane] |= {bucket}
-        return None
+    def _lane_rows(self, lane: int, num: int) -> list[Row]:
+        """A lane's next rows; fewer where it is dry."""
+        rows: list[Row] = []
+        while len(rows) < num:
+            index = self.rows[lane]
+            bucket = self._bucket(lane, index)
+            if bucket is None:
+                break
+            more = self.feeds[bucket][lane].next_rows(index, num - len(rows) if self.mixer is None else 1)
+            rows += more
+            self.rows[lane] = index + len(more)
+            if not more:
+                if not self.drop_dry:
+                    break
+                self.dropped[lane] |= {bucket}
+        return rows
 
     def dry_bucket(self, lane: int) -> str | None:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""

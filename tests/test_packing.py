@@ -440,3 +440,60 @@ def test_crop_stays_near_the_floor_on_log_normal_lengths():
     dropped = drive.packer.cropped / (emitted + drive.packer.cropped)
     assert floor > 0.1, "the case: documents longer than a row"
     assert dropped < floor + 0.005
+
+
+# ---- many at once ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["crop", "split", "concat"])
+def test_law_documents_pushed_together_make_the_rows_of_documents_pushed_one_by_one(kind):
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.integers(2, 40))
+    def law(stream, together):
+        T, lengths, _ = stream
+        many, single = new_packer(kind, T), new_packer(kind, T)
+        for at in range(0, len(lengths), together):
+            part = lengths[at:at + together]
+            many.push_many(range(at, at + len(part)), part)
+            for key, length in enumerate(part, at):
+                single.push(key, length)
+            while single.ready and len(single) > 5:
+                frozen, waiting = many.frozen(), many.waiting()
+                assert many.next_row() == single.next_row()
+                assert frozen.waiting() == waiting and many.waiting() == single.waiting()
+                assert len(many) == len(single) == len(many.docs) == len(many.waiting())
+            assert vars(many).get("bits") == vars(single).get("bits")
+            assert vars(many).get("mirror") == vars(single).get("mirror")
+            seen.update({"rows": many.row, "many lengths": len(set(part)) > 8, "twice": len(set(part)) < len(part)})
+
+    law()
+    assert seen["rows"] > 100 and seen["many lengths"] and seen["twice"]
+
+
+def test_law_concat_rows_are_stretches_of_all_that_is_left_of_the_documents():
+    seen = Counter()
+
+    @LAW
+    @given(st.integers(3, 20), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 60)), min_size=1, max_size=30),
+           st.integers(1, 5))
+    def law(T, documents, together):
+        """Documents may be pushed with some first tokens used up, as from a cursor, among others."""
+        packer, tape, at = Concat(T), [], 0
+        for number, (length, start) in enumerate(documents):
+            start = start if start < length else 0
+            packer.push(number, length, start)
+            more = [((number, i), 1 + (length + i) % 9) for i in range(together)]
+            packer.push_many([key for key, _ in more], [n for _, n in more])
+            tape += [(number, i) for i in range(start, length)] + [(key, i) for key, n in more for i in range(n)]
+            seen.update(started=start > 0)
+            while packer.ready:
+                row = [(key, start + i) for key, start, n, _ in packer.next_row() for i in range(n)]
+                assert row == tape[at:at + T + 1]
+                at += T
+                left = [(key, i) for key, n, first, _ in packer.waiting() for i in range(first, n)]
+                assert left == tape[at:] and packer.pending == len(left) - 1
+                seen.update(rows=1)
+
+    law()
+    assert seen["rows"] > 100 and seen["started"] > 20

@@ -1,0 +1,186 @@
+"""Shards as a source: blocks, tapes and copies show the documents that the files hold, in the order of the words."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanochat import rows as rows_module
+from nanochat import shard_source
+from nanochat.order import Order, StreamConfig, words
+from nanochat.rows import Tape, TapeRow
+from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter, read_index, read_tokens
+from nanochat.sources import find_files, scan
+from nanochat.stream import Stream
+from tests.toy import BOS, ByteTokenizer, Ranks, json_copy, row_arrays
+
+WINDOW, SHARED = 12, 3
+
+
+def write_windows(folder: Path, documents: int, *, overlap: int = SHARED, seed: int = 0) -> Path:
+    """Two pairs of documents of numbered ids, long ones in windows: some entries begin behind an EOD, some do not."""
+    rng, at = np.random.default_rng(seed), 1000
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in "ab":
+        ids, lengths, prefixes = [], [], []
+        for n in rng.integers(0, 40, documents).tolist():
+            document = list(range(at, at + n))
+            at += n
+            for start in range(0, max(1, n - overlap), WINDOW - overlap):
+                window = document[start:start + WINDOW]
+                last = start + WINDOW >= n
+                ids += window + [BOS] * last
+                lengths.append(len(window) + last)
+                prefixes.append(overlap if start else 0)
+                if last:
+                    break
+        with ShardWriter(folder / name, vocab_size=70_000) as writer:
+            writer.add(np.array(ids), np.array(lengths), np.array(prefixes))
+    return folder
+
+
+def open_windows(folder: Path, **kwargs: Any) -> ShardSource:
+    return ShardSource(scan(folder, find_files(folder, "shards")), ByteTokenizer(), **kwargs)
+
+
+def entries(folder: Path, keep_eod: bool) -> list[list[tuple[list[int], int]]]:
+    """[(document as the stream sees it, its overlap)] of each file, from the files alone."""
+    found = []
+    for path in sorted(folder.glob("*.bin")):
+        index = read_index(path)
+        ids, prefixes = read_tokens(index).tolist(), index.prefixes.tolist()
+        stored = [ids[a:b] for a, b in itertools.pairwise(index.offsets.tolist())]
+        plain = stored if keep_eod else [[BOS, *(e[:-1] if e[-1:] == [BOS] else e)] for e in stored]
+        found.append(list(zip(plain, prefixes)))
+    return found
+
+
+@pytest.mark.parametrize("keep_eod", [False, True])
+def test_units_of_any_size_show_the_entries_whatever_blocks_are_kept(tmp_path, monkeypatch, keep_eod):
+    monkeypatch.setattr("nanochat.shards.GROUP_ENTRIES", 100)  # two blocks and a part of one
+    monkeypatch.setattr(shard_source, "BLOCK_ENTRIES", 32)
+    monkeypatch.setattr(shard_source, "KEPT_BLOCKS", 3)
+    folder = write_windows(tmp_path, 120)
+    expected = [doc for file in entries(folder, keep_eod) for doc in file]
+    source = open_windows(folder, keep_eod=keep_eod)
+    assert source.groups.tolist().count(100) >= 4 and source.groups.min() < 100
+    first = np.concatenate([[0], np.cumsum(source.groups)]).tolist()
+    for size in (8, 16, 32, 3, 64, 1):
+        for group in np.random.default_rng(size).permutation(len(source.groups)).tolist():
+            for unit in range(-(-int(source.groups[group]) // size)):
+                mine = expected[first[group]:first[group + 1]][unit * size:(unit + 1) * size]
+                assert [d.tolist() for d in source.fetch(group, unit, size)] == [d for d, _ in mine]
+                assert source.overlaps(group, unit, size) == [n for _, n in mine]
+                assert source.lengths(group, unit, size).tolist() == [len(d) for d, _ in mine]
+    assert len(source._blocks) == 3, "the case: blocks were given up"
+
+
+def test_of_a_block_only_the_unit_with_a_prefix_longer_than_its_entry_is_refused(tmp_path):
+    with ShardWriter(tmp_path / "a", vocab_size=BOS + 1) as writer:
+        writer.add(np.full(64, BOS), np.full(32, 2), np.where(np.arange(32) == 20, 9, 0))
+    source = open_windows(tmp_path)
+    assert source.overlaps(0, 0, 8) == source.overlaps(0, 1, 8) == source.overlaps(0, 3, 8) == [0] * 8
+    with pytest.raises(ValueError, match=r"a\.idx: an entry of 16 to 24 is shorter than its prefix"):
+        source.overlaps(0, 2, 8)
+
+
+def test_the_order_of_each_unit_is_that_of_its_words(monkeypatch):
+    groups = np.array([100, 7, 64, 33], np.int64)
+    config = StreamConfig(T=8, V=1, seed=4, unit_size=16)
+    order = Order(groups, bucket="b", config=config)
+    assert order.unit_size == 16
+    for epoch, group in itertools.product((0, 1), range(4)):
+        n = int(groups[group])
+        drawn = words(n, 4, "b", epoch, group).tolist()
+        for unit in reversed(range(-(-n // 16))):  # in any sequence
+            mine = drawn[16 * unit:16 * (unit + 1)]
+            found = order.rows(epoch, group, unit, len(mine)).tolist()
+            assert found == sorted(range(len(mine)), key=mine.__getitem__)
+    assert len(order._rows) <= 2, "only the groups in use are kept"
+
+
+# ---- rows of shards -------------------------------------------------------------------------------------------------
+
+def named(row: Any, documents: list[list[list[tuple[list[int], int]]]], config: StreamConfig
+          ) -> tuple[list[int], list[int]]:
+    """(tokens, live) of a row, from its placements and the documents by group and number."""
+    tokens, live = [], []
+    for (_, group, number), start, length, off in row.placements:
+        document, overlap = documents[group][number]
+        mask = [1, *([0] * overlap), *([1] * len(document))][:len(document)]
+        if start and config.layout == "bestfit":
+            tokens += [BOS, *document[start:start + length - 1]]
+            live += [1, *(0 if i < off else m for i, m in enumerate(mask[start:start + length - 1]))]
+        else:
+            tokens += document[start:start + length]
+            live += mask[start:start + length]
+    return tokens, live
+
+
+LAYOUTS = {"crop": {}, "split": {"long_docs": "split", "overlap": 4}, "concat": {"layout": "concat"}}
+
+
+@pytest.mark.parametrize("joined", [0, 1 << 17])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_shards_hold_what_their_placements_name_straight_and_restored(tmp_path, monkeypatch, layout, joined):
+    monkeypatch.setattr(rows_module, "JOINED_TOKENS", joined)
+    monkeypatch.setattr("nanochat.shards.GROUP_ENTRIES", 50)
+    folder = write_windows(tmp_path, 200)
+    source = open_windows(folder)
+    flat = [doc for file in entries(folder, False) for doc in file]
+    edges = np.concatenate([[0], np.cumsum(source.groups)]).tolist()
+    documents = [flat[a:b] for a, b in itertools.pairwise(edges)]
+    config = StreamConfig(T=30, V=2, seed=1, buffer_size=12, **LAYOUTS[layout])
+    stream = Stream(config, {"b": source}, range(2), tokenizer="t", num_threads=1)
+    assert stream.feeds["b"][0].order.unit_size >= 8, "the case: units share blocks"
+    found, cuts, off = 0, 0, 0
+    for _ in range(12):
+        restored = Stream(config, {"b": source}, range(2), tokenizer="t", cursors=json_copy(stream.cursors()))
+        for row, again in zip(stream.next_rows(5), restored.next_rows(5), strict=True):
+            tokens, live = row_arrays(row, 30)
+            expected = named(row, documents, config)
+            assert tokens.tolist() == expected[0]
+            assert live.tolist()[1:] == expected[1][1:]
+            assert again.placements == row.placements
+            for a, b in zip(row_arrays(again, 30), (tokens, live)):
+                assert a.tolist()[1:] == b.tolist()[1:]
+            assert [getattr(d, "length", None) or len(d) for d, _, _ in row.documents] == [
+                len(documents[g][n][0]) for (_, g, n), *_ in row.placements]
+            found += isinstance(row, TapeRow)
+            cuts += any(start for _, start, _, _ in row.placements)
+            off += live.tolist().count(0)
+        assert stream.cursors() == restored.cursors()
+        restored.close()
+    stream.close()
+    assert (found > 0) == (layout == "concat") and off > 0 and (cuts > 0) == (layout != "crop")
+
+
+def test_short_documents_of_a_unit_are_one_piece_and_long_ones_stay_views():
+    documents = [np.arange(n, dtype=np.uint16) for n in (5, 9, 2)]
+    tape = Tape()
+    tape.add(documents, [5, 9, 2], [0, 3, 0], join=True)
+    tape.add(documents, [5, 9, 2], [], join=False)
+    many = np.zeros(rows_module.JOINED_TOKENS + 1, np.uint16)
+    tape.add([many], [len(many)], [], join=True)
+    joined, *single, long = tape.pieces
+    assert (joined.begin, joined.stop) == (0, 16) and joined.tokens.tolist() == [*range(5), *range(9), *range(2)]
+    assert joined.live.tolist() == [1] * 6 + [0] * 3 + [1] * 7
+    assert [(p.begin, p.stop, p.live) for p in single] == [(16, 21, None), (21, 30, None), (30, 32, None)]
+    assert all(p.tokens is d for p, d in zip(single, documents)) and long.tokens is many
+    assert [p.begin for p in tape.take(4, 16)] == [0] and [p.begin for p in tape.take(15, 22)] == [0, 16, 21]
+    assert [p.begin for p in tape.take(21, 22)] == [21] and tape.pieces[0].begin == 21
+
+
+def test_joining_changes_no_digest_and_no_cursor_on_any_number_of_ranks(tmp_path, monkeypatch):
+    source = open_windows(write_windows(tmp_path, 150))
+    config, found = StreamConfig(T=40, V=3, layout="concat"), []
+    for joined, W in ((1 << 17, 1), (0, 1), (100, 3), (1 << 17, 2)):
+        monkeypatch.setattr(rows_module, "JOINED_TOKENS", joined)
+        with Ranks(config, {"b": source}, n=2, W=W) as ranks:
+            found.append(([ranks.step() for _ in range(60)], ranks.cursors()))
+            pieces = [len(feed.tape.pieces) for feed in ranks.streams[0].feeds["b"].values()]
+        assert joined or max(pieces) > 3, "the case: documents are pieces of their own"
+    assert all(f == found[0] for f in found) and found[0][1][0]["buckets"]["b"]["epoch"] > 0

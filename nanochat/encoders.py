@@ -35,7 +35,8 @@ already behind every second of three or more numbers (`cut_numbers`), where our 
 
     "in 12345 7"  ->  "in 12" "34" "5 7"  ->  in| |12  34  5| |7
 
-Runs with characters that are newer than Python's tables of numbers make a text go to tiktoken.
+Texts with U+017F go to tiktoken (fastokens knows no "'" and U+017F here), and so do those where a character that is
+newer than Python's tables might be such a number.
 
 Rejected: gigatoken, faster still, but its patterns are built in and ours is none of them; splintr, with no difference
 found, but slower, and it either holds the GIL or uses a pool whose size no caller decides.
@@ -70,7 +71,7 @@ _SAMPLED_SPACE = re.compile(rf"\s{{{LONG_RUN // _STRIDE}}}")  # in every 1,024th
 SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
-# The same with 3, in the words in which fastokens knows it.
+# The same with 3, in the words in which fastokens knows it; there U+017F, an "s" to (?i:...), makes no contraction.
 _BY_HAND = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
             r"\s*[\r\n]+|\s+(?!\S)|\s+")
 
@@ -181,11 +182,12 @@ class FastokensEncoder:
 
 
 def is_odd(text: str) -> bool:
-    """Whether fastokens may differ from tiktoken on a text: U+180E, or perhaps a long run of white space.
+    """Whether fastokens may differ from tiktoken on a text: U+180E, U+017F, or perhaps a long run of white space.
 
     Costs next to nothing: a run of 65,536 spaces covers 64 neighbours among every 1,024th character.
     """
-    return "\u180e" in text or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
+    return ("\u180e" in text or "\u017f" in text
+            or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None))
 
 
 def cut_numbers(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:

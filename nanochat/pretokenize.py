@@ -40,7 +40,6 @@ import pyarrow.parquet as pq
 from nanochat.dataset import open_parquet
 from nanochat.shards import ShardWriter, record_groups
 
-ENDINGS = (".parquet", ".jsonl", ".jsonl.gz")  # what can be read
 BATCH_CHARS = 2_000_000  # text tokenized at once: enough to drown what a batch costs, little enough to hold
 BATCH_DOCUMENTS = 16_384
 READ_DOCUMENTS = 256  # of a parquet row group at once

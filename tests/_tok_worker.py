@@ -60,4 +60,5 @@ if __name__ == "__main__":
     from scripts.tok_shards import main
     from tests._tok_worker import open_slow as by_name
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their tests, ignore it
     run_main(lambda: main(sys.argv[1:], open_work=by_name))

@@ -104,6 +104,15 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     assert "5 of 5 shards finished: 170 documents" in capsys.readouterr().out
 
 
+def test_what_only_touches_files_and_text_starts_without_torch():
+    modules = ("nanochat.common, nanochat.tokenizer, nanochat.encoders, nanochat.pretokenize, nanochat.sources, "
+               "nanochat.shards, nanochat.dataset, scripts.tok_shards, scripts.verify")
+    program = (f"import sys, {modules}; assert 'torch' not in sys.modules; "
+               f"assert nanochat.common.autodetect_device_type() and 'torch' in sys.modules")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_same_bytes_for_any_number_of_workers(raw, tmp_path, tokenizer):
     trees = []
     for n in (1, 2, 3):

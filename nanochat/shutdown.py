@@ -25,14 +25,19 @@ looks now and then (an evaluation, a save) is told with `note`, so that it count
 first, ends the process at once with exit code 130; one that comes sooner is the same Ctrl-C on a second way (from
 the terminal and from a launcher that passes it on).
 
-**What torchrun makes of this** (2.13). Workers have sessions of their own, so a terminal's Ctrl-C reaches them only
-through torchrun. On SIGTERM, SIGINT, SIGHUP or SIGQUIT it sends that signal to all workers, waits
-`--shutdown-timeout` seconds (30 by default) for them to end, then kills them; it exits with 1, however well they
-ended. Any other signal kills torchrun alone and orphans its workers, hence `--signals-to-handle
-SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. A second signal, while it waits, makes it send SIGTERM and wait anew, so a second
-Ctrl-C ends nothing at once there; scripts.stop --force does. A worker that exits with another code than 0 makes it
-send SIGTERM to the others and exit with 1. So exit codes pass only from a plain python; with torchrun ask
-`scripts.status --exit-code`.
+**What torchrun makes of this** (2.13, tried out).
+- Workers have sessions of their own, so a terminal's Ctrl-C reaches them only through torchrun.
+- On SIGTERM, SIGINT, SIGHUP or SIGQUIT it sends that signal to all workers of its node, waits `--shutdown-timeout`
+  seconds (30 by default) and kills those that are left. It exits with 1, however well they ended. The timeout must
+  exceed a step and a save.
+- Any other signal kills torchrun alone and orphans its workers, hence `--signals-to-handle
+  SIGTERM,SIGINT,SIGUSR1,SIGUSR2`.
+- A second signal, while it waits, makes it send SIGTERM and wait anew: a second Ctrl-C ends nothing at once there;
+  scripts.stop --force does.
+- Where one node of several is signalled all ranks save and end, but the torchruns of the other nodes wait up to five
+  minutes for the one that was signalled before they end. Signal all of them, as srun does, or use scripts.stop.
+- A worker that exits with another code than 0 makes it send SIGTERM to the others and exit with 1. So exit codes
+  pass only from a plain python; with torchrun ask `scripts.status --exit-code`.
 """
 
 import json

@@ -11,6 +11,8 @@ Here each rank's main thread says where it is, and a daemon thread of each rank 
     rank 1  count 36  at step 18 (reduction)      limit, so it hangs; the others wait for it. Where nothing comes
     rank 3  count 35  at step 18                  from a rank any more, it is dead, or its machine is.
 
+- The stated time: the limit, then up to 30 s of listening whether the others still tell anything, then up to 20 s to
+  agree and leave.
 - All ranks make the same beats in the same order; only their count is compared, never clocks of two machines.
 - A rank is idle since its last beat. Its limit is `timeout_s`; `first_timeout_s` until its second step
   (compilation); what `patience` says inside of it. Long work that one rank does alone calls `beat()` without a step:
@@ -199,8 +201,8 @@ class Watchdog:
             return f"the main thread has made no progress for {self._idle():,.0f} s, at {_point(self._record())}"
         if not after:
             return (f"{self._who(self.rank, self._me)} has waited at {_point(self._record())} for "
-                    f"{self._idle():,.0f} s, and the store of the launch does not answer: its host, that of rank 0, "
-                    f"is stopped, dead or cut off")
+                    f"{self._idle():,.0f} s, and the store of the launch does not answer: its host, that of "
+                    f"{self._who(0, self._ranks[0]) if 0 in self._ranks else 'rank 0'}, is stopped, dead or cut off")
         after[self.rank] = self._record()
         if unheard := sorted(set(range(self.world_size)) - set(after)):
             return f"nothing was ever heard of rank {', '.join(map(str, unheard))}; the others wait for it"

@@ -63,6 +63,7 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
                   first_timeout_s=timeout_s, on_failure=fail) as dog:
         for step in range(10):
             dog.beat(step)
+            time.sleep(0.05)
             if rank == bad and step == BAD_STEP:
                 misbehave(how, dog)
             dog.beat(step, "reduction")
@@ -91,6 +92,9 @@ class Launch:
 
     def output(self, rank: int) -> str:
         return (self.folder / f"output-{rank}").read_text()
+
+    def who(self, rank: int) -> str:
+        return f"rank {rank} on host {socket.gethostname()} (pid {self.processes[rank].pid})"
 
     def reason(self) -> str:
         state = read_state(self.folder / "run")
@@ -123,7 +127,7 @@ def test_a_launch_that_works_ends_well_however_long_one_rank_takes(tmp_path, how
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
     launch = start(tmp_path, "sleep")
     assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    told = (f"rank 2 on host {socket.gethostname()} (pid {launch.processes[2].pid}): last seen at step {BAD_STEP}, ")
+    told = f"{launch.who(2)}: last seen at step {BAD_STEP}, "
     assert launch.reason().startswith(told) and "s ago; the other 2 wait at step 5 (reduction)" in launch.reason()
     assert told in launch.output(0) and told in launch.output(2) and launch.output(1) == ""
     assert "in misbehave" in launch.output(2) and "in rank_main" in launch.output(2)
@@ -132,7 +136,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
 def test_a_rank_that_is_stopped_is_named_by_the_others(tmp_path):
     launch = start(tmp_path, "stop")
     assert launch.wait([0, 1]) == [1, 1]
-    assert launch.reason().startswith(f"rank 2 on host {socket.gethostname()} (pid {launch.processes[2].pid}): last ")
+    assert launch.reason().startswith(f"{launch.who(2)}: last seen at step {BAD_STEP}, ")
     assert "its process does not answer; the other 2 wait at step 5 (reduction)" in launch.reason()
 
 
@@ -140,20 +144,21 @@ def test_a_rank_that_is_killed_is_named_though_gloo_names_nobody(tmp_path):
     launch = start(tmp_path, "die")
     assert launch.wait([0, 1]) == [1, 1]
     assert launch.processes[2].exitcode == -signal.SIGKILL
-    assert launch.reason().startswith(f"rank 2 on host {socket.gethostname()} (pid {launch.processes[2].pid}) has died")
+    assert launch.reason().startswith(f"{launch.who(2)} has died")
 
 
 def test_a_rank_that_fails_alone_lends_the_others_its_words(tmp_path):
     launch = start(tmp_path, "raise")
     assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    assert launch.reason() == (f"rank 2 on host {socket.gethostname()} (pid {launch.processes[2].pid}) failed at step "
-                               f"{BAD_STEP}: ValueError: shard 7 is torn")
+    assert launch.reason() == f"{launch.who(2)} failed at step {BAD_STEP}: ValueError: shard 7 is torn"
     assert "ValueError: shard 7 is torn" in launch.output(2)
 
 
 def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
     launch = start(tmp_path, "stop", bad=0)
     assert launch.wait([1, 2]) == [1, 1]
+    told = launch.output(1) + launch.output(2)
+    assert f"the store of the launch does not answer: its host, that of {launch.who(0)}" in told
     assert read_state(tmp_path / "run")["status"] == "running"  # nobody was there to write
 
 

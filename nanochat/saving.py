@@ -103,13 +103,13 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="saver") if asynchronous else None
         self._flying: Future[Outcome] | None = None
         self._told: deque[Outcome] = deque()
-        self._held: Any = None
+        self.held: dict[str, Any] = {}  # host copies of the save before: to be filled again, once `wait` has returned
 
-    def copy(self, state: Any) -> Any:
-        """`to_host(state)` in memory that is used again: valid until the next `copy`. Waits for the save in flight."""
+    def copy(self, state: Any, name: str = "model") -> Any:
+        """`to_host(state)` in the memory of `held[name]`, so valid until the next one. Waits for the save in flight."""
         self.wait()
-        self._held = to_host(state, into=self._held)
-        return self._held
+        self.held[name] = to_host(state, into=self.held.get(name))
+        return self.held[name]
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
         """Let `write` save a checkpoint; waits for the save in flight first. `write` must use nothing that later steps

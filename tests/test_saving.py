@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.plain_state import map_tensors, to_host
 from nanochat.retention import prune
 from nanochat.run_dir import clean_stale
-from nanochat.saving import MAX_ERRORS, Code, Outcome, Policy, Saver
+from nanochat.saving import MAX_ERRORS, NICE, Code, Outcome, Policy, Saver
 from tests import faults
 from tests.test_checkpoint import bits, hidden, states
 
@@ -124,6 +126,18 @@ def test_a_save_runs_while_the_loop_goes_on_and_is_told_once(tmp_path: Path) -> 
     assert str(outcome.path) in outcome.message and outcome.error is None and outcome.seconds > 0
     assert bits(ckpt.load_checkpoint(outcome.path).model_state()) == bits(dict(states(7)["model_state"]))
     saver.close()
+    saver.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_the_thread_steps_back_and_no_other_does(tmp_path: Path) -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+    before, saver = nice(), Saver(good=None, prune=lambda good: seen.append(nice()))
+    saver.start(writer(tmp_path, 1))
+    assert last(saver).code == Code.SAVED and seen == [NICE] and nice() == before < NICE
     saver.close()
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -63,7 +64,9 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(path)  # a full disk names no file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
@@ -135,10 +138,11 @@ def autodetect_device_type() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def compute_init(device_type: str) -> "tuple[bool, int, int, int, torch.device]":
+def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> "tuple[bool, int, int, int, torch.device]":
     """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the device.
 
-    Returns (is distributed, rank, local rank, world size, device). Raises ValueError where the device is absent.
+    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed, rank, local rank, world
+    size, device). Raises ValueError where the device is absent.
     """
     import torch
     import torch.distributed as dist
@@ -155,7 +159,7 @@ def compute_init(device_type: str) -> "tuple[bool, int, int, int, torch.device]"
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     if distributed and not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s),
                                 device_id=device if device_type == "cuda" else None)
     return distributed, rank, local_rank, world_size, device
 

@@ -134,14 +134,14 @@ class Curriculum:
         """As plain JSON, for `from_json`."""
         return {"phases": [{"duration_tokens": p.duration_tokens, "mix": dict(p.mix)} for p in self.phases],
                 "max_epochs": dict(self.max_epochs), "allow_bucket_exhaustion": self.allow_bucket_exhaustion,
-                "allow_budget_mismatch": self.allow_budget_mismatch}
+                "allow_budget_mismatch": self.allow_budget_mismatch, "places": dict(self.places)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Curriculum":
         """The inverse of `to_json`. Raises ValueError for anything else."""
         try:
             phases = tuple(Phase(p["duration_tokens"], tuple(p["mix"].items())) for p in value["phases"])
-            return cls(phases, **{key: value[key] for key in _OPTIONAL})
+            return cls(phases, **{key: value[key] for key in _OPTIONAL}, places=dict(value.get("places", {})))
         except (KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"stored curriculum: got {value!r}, expected what to_json gives") from e
 

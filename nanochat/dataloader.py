@@ -207,7 +207,8 @@ class _Filled:
 class DataLoader:
     """Endless iterator over this rank's micro-batches; where epochs are limited it ends by raising `Dry`.
 
-    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`. What goes wrong
+    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`; `skips`: {step:
+    how many steps' rows are passed over before it}. What goes wrong
     while prefetching is raised by the `next` that would have had the batch. Close it, or use it as a context manager.
     """
 
@@ -215,13 +216,15 @@ class DataLoader:
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, prefetch: int = 8, with_doc_ids: bool = False,
-                 with_digest: bool = True, drop_dry: bool = False, new_curriculum: bool = False):
+                 with_digest: bool = True, drop_dry: bool = False, new_curriculum: bool = False,
+                 skips: Mapping[int, int] | None = None):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device, self.with_digest = config, torch.device(device), with_digest
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = Stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
                              num_threads=num_threads, drop_dry=drop_dry, new_curriculum=new_curriculum)
         self.buckets = list(self.stream.feeds)  # what MicroBatch.buckets counts
+        self.skips, self.vocab_size = skips or {}, getattr(tokenizer, "get_vocab_size", lambda: 1 << 32)()
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0
         self.wait_s = 0.0
@@ -248,10 +251,9 @@ class DataLoader:
     def _fill_step(self, step: int) -> bool:
         """Pack a step and hand over its micro-batches; False when closed."""
         n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
-        rows = self.stream.next_rows(n)
-        if len(rows) < n * len(lanes):
-            dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
-            raise Dry(step, dry, self.stream.dry_bucket(dry))
+        for _ in range(self.skips.get(step, 0)):
+            self._next_rows(step)
+        rows = self._next_rows(step)
         digest, index = 0, 0
         for leaf in self.layout.leaves:
             mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
@@ -261,11 +263,22 @@ class DataLoader:
                     return False
                 first = leaf.start * n + at if self.with_digest else None
                 digest += slot.fill(mine[at:at + B], self.buckets, first=first)
+                if slot.host_tokens.view(np.uint32).max() >= self.vocab_size:  # no embedding may see it
+                    raise ValueError(self._outside(mine[at:at + B], slot.host_tokens))
                 index += 1
                 last = index == self.micro_batches_per_step
                 end = (digest % 2**64, self.stream.snapshot()) if last else None
                 self._filled.put(_Filled(slot, step, index - 1, end))
         return True
+
+    def _next_rows(self, step: int) -> list[Row]:
+        """The rows of a step. Raises Dry."""
+        n, lanes = self.layout.rows_per_lane, self.layout.lanes
+        rows = self.stream.next_rows(n)
+        if len(rows) < n * len(lanes):
+            dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
+            raise Dry(step, dry, self.stream.dry_bucket(dry))
+        return rows
 
     def _next_slot(self) -> _Slot | None:
         while not self._closed.is_set():
@@ -274,6 +287,17 @@ class DataLoader:
             except queue.Empty:
                 continue
         return None
+
+    def _outside(self, rows: Sequence[Row], tokens: np.ndarray) -> str:
+        """Where the first id outside the vocabulary comes from."""
+        i, at = np.argwhere(tokens.view(np.uint32) >= self.vocab_size)[0].tolist()
+        row = rows[i]
+        ends = np.cumsum([length for _, _, length, _ in row.placements])
+        _, group, document = row.placements[int(np.searchsorted(ends, at, side="right"))][0]
+        name, local = row.feed.source.locate(group)
+        return (f"{name}: entry {document} of group {local} holds the id {tokens[i, at]:,}, outside the vocabulary of "
+                f"{self.vocab_size:,}; python -m scripts.verify tells which there are; then delete this shard and make "
+                f"it again with scripts.tok_shards")
 
     # -- the consumer
 
@@ -309,6 +333,12 @@ class DataLoader:
     def ledger(self) -> dict[str, dict[str, int]]:
         """This rank's accounts after the last complete step, see `stream.ledger`."""
         return ledger(self.cursors(), self.config.T)
+
+    @property
+    def phase(self) -> int | None:
+        """The phase of the curriculum that this rank's first lane is in, from 1; None without one."""
+        mixer, ends = self.stream.mixer, self._ends[self.step]
+        return mixer.phase_of(ends[0][1])[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
         """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanochat.common import print0
-from nanochat.curriculum import load
+from nanochat.curriculum import Curriculum, load
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
@@ -69,6 +69,8 @@ def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tu
         raise ValueError(f"--tokenizer-threads: got {settings['tokenizer_threads']}, expected at least 1")
     leaves = default_leaves(world_size, lanes) if settings["leaves"] == -1 else settings["leaves"]
     Layout(lanes, rows, settings["device_batch_size"], 0, world_size, leaves)  # says what does not fit
+    if settings["curriculum"] is not None:
+        Curriculum.from_json(settings["curriculum"]).phase_rows(settings["max_seq_len"], lanes)  # and so does this
     check_budget(settings, horizon)
     return {**settings, "total_batch_size": horizon.total_batch_size, "lanes": lanes, "leaves": leaves,
             "dtype": str(dtype).removeprefix("torch.")}, horizon, model

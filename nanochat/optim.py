@@ -425,13 +425,14 @@ class MuonAdamW(torch.optim.Optimizer):
     # -- its state --
 
     @torch.no_grad()
-    def gather_state(self) -> dict[str, Any]:
-        """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on other ranks {}.
+    def gather_state(self, *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on other ranks {}. `into`: an earlier
+        result that nobody reads any more: its tensors are filled and are part of this one.
 
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
         and names]}. AdamW tensors have their parameter's shape. Holds tensors and plain values only.
         """
-        found: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Tensor]] = {} if into is None else into["state"]
         for message in self._messages:
             for key in message.layout[0][0].state_shapes():
                 self._gather_tensors(message, key, found)

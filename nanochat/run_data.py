@@ -87,13 +87,9 @@ def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: b
     return ParquetSource(manifest, tokenizer)
 
 
-def open_data(run_dir: Path, *, as_stored: bool = False) -> RunData:
-    """The run's tokenizer and sources, from its directory alone. FileNotFoundError if it never pinned them."""
-    path = run_dir / MANIFEST_NAME
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: missing, so this run never read any data; start it first")
-    manifests = read_json(path)
-    tokenizer = RustBPETokenizer.from_directory(run_dir / "tokenizer")
+def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *, as_stored: bool = False
+              ) -> RunData:
+    """The sources of a run's manifests."""
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
     return RunData(tokenizer, train, {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()})
 
@@ -110,9 +106,13 @@ def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | N
 
 
 def open_run(run_dir: Path) -> tuple[RunData, StreamConfig, dict[str, Any]]:
-    """(data, stream settings, resolved settings) of a run; the pinned files are compared with the disk first."""
-    settings = read_config(run_dir)
-    for buckets in read_json(run_dir / MANIFEST_NAME).values():
+    """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
+    the disk first. FileNotFoundError if it never pinned them."""
+    settings, manifests = read_config(run_dir), pinned_data(run_dir)
+    if not manifests:
+        raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any data; start it first")
+    for buckets in manifests.values():
         for manifest in buckets.values():
             check(manifest)
-    return open_data(run_dir, as_stored=settings["packing"] == "binned"), stream_config(settings), settings
+    tokenizer = RustBPETokenizer.from_directory(run_dir / "tokenizer")
+    return open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned"), stream_config(settings), settings

@@ -252,8 +252,13 @@ class TrainLog:
 
     def close(self) -> None:
         """Force the log to disk and close it. Twice is fine."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             os.fsync(self._file.fileno())
+        except OSError as e:  # its lines may be lost, which is no reason to lose the error that ended the run
+            log.warning("%s: the log may lack its last lines (%s)", self._path, e.strerror)
+        finally:
             self._file.close()
 
     def __enter__(self) -> "TrainLog":

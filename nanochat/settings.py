@@ -42,6 +42,8 @@ _RATE = Rule(False, "what a step computes")
 _INTERVAL = Rule(True, "how often the run looks at itself, not what it learns")
 _HORIZON = Rule(True, "moves the end of the run: schedules stretch or shrink from here on", notify=True)
 _FILES = Rule(True, "a folder may move: the files are pinned by relative name and hash")
+_LIMIT = Rule(True, "when this launch ends, not what it computes")
+_ORIGIN = Rule(False, "what the run began with")
 _SPEED = Rule(True, "speed only")
 
 SETTINGS: dict[str, Rule] = {
@@ -70,6 +72,18 @@ SETTINGS: dict[str, Rule] = {
     "sample_every": _INTERVAL,
     "save_every": _INTERVAL,
     "log_every": _INTERVAL,
+    "sync_save": _SPEED,
+    "keep_last_k": Rule(True, "which checkpoints stay"),
+    "keep_milestone_every": Rule(True, "which checkpoints stay"),
+    # how it ends
+    "max_runtime_seconds": _LIMIT,
+    "walltime_reserve_seconds": _LIMIT,
+    "collective_timeout_seconds": _LIMIT,
+    # where it began
+    "init_from": _ORIGIN,
+    "init_optimizer": _ORIGIN,
+    "init_data": _ORIGIN,
+    "skip_steps": Rule(True, "a run keeps those it has; more may be added for steps that are not done yet"),
     # the model
     "depth": _ARCHITECTURE,
     "aspect_ratio": _ARCHITECTURE,

@@ -206,8 +206,7 @@ def read_header(path: Path) -> tuple[np.dtype, int]:
         raise ValueError(f"{path}: it begins with {magic!r}, expected {MAGIC!r}; it is no shard index: take it "
                          f"away, or {REDO}")
     if version != VERSION:
-        raise ValueError(f"{path}: format version {version}, expected {VERSION}; make it again with this code's "
-                         f"scripts.tok_shards")
+        raise ValueError(f"{path}: format version {version}, expected {VERSION}; {REDO}")
     if code not in DTYPES:
         raise ValueError(f"{path}: type code {code}, expected 2 (uint16) or 4 (uint32); {REDO}")
     if n == 0:

@@ -13,28 +13,56 @@ How a run begins or goes on.
 
 import logging
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import list_checkpoints, load_checkpoint, newest_good
+from nanochat.checkpoint import list_checkpoints, load_checkpoint, load_run_weights, newest_good
 from nanochat.common import write_json
 from nanochat.curriculum import Curriculum
+from nanochat.gpt import GPTConfig
 from nanochat.plan import Plan
-from nanochat.run_data import MANIFEST_NAME, pin_data
-from nanochat.run_dir import PLAN_NAME, is_run_dir, read_config, write_config
+from nanochat.ranks import broadcast, on_rank0
+from nanochat.run_data import MANIFEST_NAME, open_source, pin_data
+from nanochat.run_dir import (
+    HIDDEN_NAME,
+    PLAN_NAME,
+    checkpoint_folders,
+    clean_stale,
+    delete_checkpoint,
+    is_run_dir,
+    keep_cursors,
+    pack_cursors,
+    read_config,
+    write_config,
+)
+from nanochat.run_state import Owner, check_free, claim
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
-from nanochat.sources import split_train_val
+from nanochat.shutdown import FLAG_NAME
+from nanochat.sources import Manifest, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
 
 
+OURS = ("config.json", MANIFEST_NAME, PLAN_NAME, "tokenizer", "logs", "checkpoints", "report.md", FLAG_NAME)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another run that a new one begins with; `told` says which, in config.json."""
+
+    path: Path
+    told: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Start:
-    """How a run goes on. `checkpoint` is None for step 0. `completed_steps`: a completed run did so many, so there is
-    nothing to do unless its horizon has moved beyond them; 0 for an unfinished one. `halted`: why the run may not go
-    on, and what would let it; empty if it may. `changed`: whether its curriculum is another one from now on."""
+    """How a run goes on. `checkpoint` is None for step 0, where `origin` may be set. `completed_steps`: a completed run
+    did so many, so there is nothing to do unless its horizon has moved beyond them; 0 for an unfinished one. `halted`:
+    why the run may not go on, and what would let it; empty if it may. `changed`: whether its curriculum is another one
+    from now on. `skips`: {step: how many steps' rows are passed over before it}, for all of the run."""
 
     settings: dict[str, Any]
     checkpoint: Path | None = None
@@ -43,25 +71,38 @@ class Start:
     notices: tuple[str, ...] = ()
     halted: str = ""
     changed: bool = False
+    step: int = 0
+    origin: Origin | None = None
+    skips: dict[int, int] = field(default_factory=dict)
+    generation: int = 0  # of the owner before, for `claim`
+
+    @property
+    def position(self) -> Path | None:
+        """The checkpoint whose cursors the data goes on from, None for the beginning of the data."""
+        continued = self.origin is not None and self.settings["init_data"] == "continue"
+        return self.checkpoint or (self.origin.path if continued and self.origin else None)
 
 
 def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
-    """Find out where the run in a run directory stands, changing nothing. For rank 0. What a crash left half renamed
-    is tidied up before (`clean_stale`), so that no checkpoint found is renamed later.
+    """Find out where the run in a run directory stands, changing nothing.
 
     `resume` is auto (newest good checkpoint, or from the start), scratch (an error if there is a run, unless `force`
     allows to wipe it), or a checkpoint's path. Settings that are left to the program (-1) take the run's own values.
-    Raises ValueError for settings that changed and may not, and for a run in the way of scratch.
+    Raises ValueError for settings that changed and may not, for a run in the way of scratch, and for one that another
+    launch is at work on.
     """
-    exists = is_run_dir(run_dir)
+    exists, skips = is_run_dir(run_dir), parse_skips(settings["skip_steps"])
+    if settings["init_from"] is None and (settings["init_optimizer"] or settings["init_data"] != "fresh"):
+        raise ValueError("--init-optimizer, --init-data: they say what else comes from another run; name it with "
+                         "--init-from RUN")
     if resume == "scratch":
         if exists and not force:
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
-        return Start(settings, wipe=exists)
+        return Start(settings, wipe=exists, origin=find_origin(settings), skips=skips, generation=check_free(run_dir))
     old: dict[str, Any] = {}
     if (run_dir / "config.json").exists():
-        old = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+        old = read_config(run_dir)
         _check_tokenizer(run_dir, old, settings)
     checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
     state: dict[str, Any] = {}
@@ -75,15 +116,54 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         state = loaded.trainer_state
     changes, changed = Changes((), ()), False
     if old:
-        old["curriculum"] = state.get("curriculum", old["curriculum"])
-        old, changed = settle_curriculum(old, settings)
-        changes = compare_settings(old, settings)
+        theirs = {k: v for k, v in old.items() if k not in ("derived", "origin")}
+        theirs["curriculum"] = state.get("curriculum", theirs["curriculum"])
+        theirs, changed = settle_curriculum(theirs, settings)
+        changes = compare_settings(theirs, settings)
         refuse_changes(changes, run_name=run_dir.name)
-        settings = inherit_settings(old, settings)
-    allowed = changed or settings["allow_bucket_exhaustion"]
-    halted = state["halted"] if state.get("status") == "halted" and not allowed else ""
-    return Start(settings, checkpoint, state["step"] if state.get("status") == "completed" else 0, False,
-                 tuple(changes.notices()), halted, changed)
+        settings = inherit_settings(theirs, settings)
+    allowed = changed or (settings["allow_bucket_exhaustion"] and not state.get("all_dry"))
+    start = Start(
+        settings, checkpoint, step=state.get("step", 0), notices=tuple(changes.notices()), changed=changed,
+        completed_steps=state["step"] if state.get("status") == "completed" else 0,
+        halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
+        origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
+        skips=_add_skips(dict(state.get("skips", [])), skips, state.get("step", 0)))
+    return start if start.halted or start.completed_steps else replace(start, generation=check_free(run_dir))
+
+
+def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:
+    """What --init-from names, None without it. `known`: what it was when the run began; ValueError if it changed."""
+    if settings["init_from"] is None:
+        return None
+    checkpoint, told = load_run_weights(settings["init_from"])
+    checkpoint.check_tokenizer(settings["tokenizer_fingerprint"])
+    if known is not None and known["checksum"] != told["checksum"]:
+        raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
+                         f"{known['run']}, now that is another checkpoint ({checkpoint.path}, step {told['step']}); "
+                         f"name the old one as RUN@STEP, or start a new run with --model-tag NAME")
+    return Origin(checkpoint.path, told)
+
+
+def parse_skips(texts: Sequence[str]) -> dict[int, int]:
+    """{step: how many steps' rows are passed over} of some "A:B". ValueError for anything else."""
+    found: dict[int, int] = {}
+    for text in texts:
+        first, colon, last = text.partition(":")
+        if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+            raise ValueError(f"--skip-steps: got {text!r}, expected A:B, the first step whose rows are passed over "
+                             f"and the first behind them")
+        found[int(first)] = int(last) - int(first)
+    return found
+
+
+def _add_skips(kept: dict[int, int], asked: dict[int, int], step: int) -> dict[int, int]:
+    """A run's skips with those of the command. ValueError for steps that are done already."""
+    for first in asked.keys() - kept.keys():
+        if first < step:
+            raise ValueError(f"--skip-steps {first}:{first + asked[first]}: the run is at step {step}; go back with "
+                             f"--resume to a checkpoint of step {first} or before")
+    return dict(sorted({**asked, **kept}.items()))
 
 
 def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -96,23 +176,78 @@ def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any
 
 
 def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: RustBPETokenizer,
-            derived: dict[str, Any], plan: Plan | None = None) -> None:
-    """Make the run directory, or check that its data are as they were. For rank 0. config.json, written last, holds
-    the resolved settings; `derived` is what follows from them, for people."""
-    if start.wipe:
-        split_train_val(settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                        by_bucket=settings["curriculum"] is not None)  # or keep the old
-        log.warning("deleting the run in %s, as asked", run_dir)
-        shutil.rmtree(run_dir)
-    if not is_run_dir(run_dir):
-        (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
-    curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
-    pin_data(run_dir, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-             curriculum=curriculum, strict=settings["strict"])
-    tokenizer.save(run_dir / "tokenizer")
-    if plan is not None:
-        write_json(run_dir / PLAN_NAME, plan.to_json())
-    if not (run_dir / "config.json").exists():
-        write_config(run_dir, {**settings, "derived": derived})
+            derived: dict[str, Any], plan: Plan | None = None) -> tuple[Owner, dict[str, dict[str, Manifest]]]:
+    """Own the run and make its directory, or check that its data are as they were. config.json, written last, holds
+    the resolved settings; `derived` is what follows from them, for people. Returns the right to write into it, and the
+    manifests of its data."""
+    owner = claim(run_dir, start.generation)
+    try:
+        if start.wipe:
+            split_train_val(settings["data_path"], settings["val_path"], data_format=settings["data_format"],
+                            by_bucket=settings["curriculum"] is not None)  # or keep the old
+            wipe(run_dir)
+        clean_stale(run_dir)
+        if not is_run_dir(run_dir):
+            (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
+        curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
+        manifests = pin_data(run_dir, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
+                             curriculum=curriculum, strict=settings["strict"])
+        for manifest in manifests["train"].values():  # what cannot be opened must not bind the next attempt
+            open_source(manifest, tokenizer, as_stored=settings["packing"] == "binned")
+        tokenizer.save(run_dir / "tokenizer")
+        if plan is not None:
+            write_json(run_dir / PLAN_NAME, plan.to_json())
+        if not (run_dir / "config.json").exists():
+            origin = {} if start.origin is None else {"origin": start.origin.told}
+            write_config(run_dir, {**settings, **origin, "derived": derived})
+        if start.position is not None and start.checkpoint is None:
+            keep_cursors(run_dir, 0, pack_cursors(0, load_checkpoint(start.position, verify=False).cursors))
+    except BaseException:
+        owner.release()
+        raise
+    return owner, manifests
 
 
+def load_states(start: Start, model_config: GPTConfig) -> dict[str, Any]:
+    """Collective. What a run goes on with, read by rank 0 and sent to all, so that no other machine need see the files:
+    {} at the very beginning; model, cursors, optimizer where they come from somewhere; progress and wandb_id of a
+    checkpoint of this run. ValueError for another architecture, before any weight is read."""
+    found: dict[str, Any] = {}
+
+    def read() -> None:
+        path = start.checkpoint or (start.origin.path if start.origin else None)
+        if path is None:
+            return
+        loaded = load_checkpoint(path, verify=False)
+        loaded.check_architecture(vars(model_config))
+        found["model"] = loaded.model_state()
+        if start.checkpoint is not None or start.settings["init_optimizer"]:
+            found["optimizer"] = loaded.optimizer_state()
+        if start.position is not None:
+            found["cursors"] = loaded.cursors
+        if start.checkpoint is not None:
+            found.update(progress=loaded.trainer_state["progress"], wandb_id=loaded.trainer_state["wandb_id"])
+
+    on_rank0(read)
+    return broadcast(found)
+
+
+def wipe(run_dir: Path) -> None:
+    """Delete what runs write into a run directory, and nothing else that may lie there."""
+    found = [path for name in OURS if (path := run_dir / name).exists()]
+    log.warning("deleting as asked: %s", ", ".join(map(str, found)))
+    for path in found:
+        if path.name == "checkpoints":
+            for checkpoint in checkpoint_folders(run_dir).values():
+                delete_checkpoint(checkpoint)
+            clean_stale(run_dir)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def settled(checkpoint: Path | None) -> Path | None:
+    """Where a checkpoint is once `clean_stale` has given it its name back."""
+    match = None if checkpoint is None else HIDDEN_NAME.fullmatch(checkpoint.name)
+    return checkpoint.parent / match["name"] if checkpoint is not None and match else checkpoint

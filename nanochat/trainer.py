@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from nanochat.dataloader import DataLoader
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
 from nanochat.plain_state import to_host
-from nanochat.ranks import gather, on_rank0
+from nanochat.ranks import gather
+from nanochat.saving import Code, Saver
 from nanochat.schedule import Schedule
 
 
@@ -32,11 +34,16 @@ class Halt(Exception):
     """The run cannot take its next step, and a person must decide how it goes on. All ranks raise it together."""
 
 
+class Stop(Exception):
+    """The run was asked to stop. All ranks raise it together, after the same step."""
+
+
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks' rows of a step come to. Tensors stay on the device until asked for."""
 
-    sums: torch.Tensor  # (5 + 3 N,): four 16-bit parts of the digest, dry ranks; of N buckets: nats, targets, dropped
+    sums: torch.Tensor  # (7 + 3 N,): four 16-bit parts of the digest, ranks that are dry, ranks that want to stop, how
+    # the last save went; of N buckets: nats, targets, dropped
 
     @property
     def digest(self) -> str:
@@ -50,8 +57,18 @@ class StepTotals:
         return bool(self.sums[4])
 
     @property
+    def stop(self) -> bool:
+        """Whether a rank wants to stop."""
+        return bool(self.sums[5])
+
+    @property
+    def saved(self) -> Code:
+        """How the save that ended last went."""
+        return Code(int(self.sums[6]))
+
+    @property
     def _by_bucket(self) -> torch.Tensor:
-        return self.sums[5:].view(3, -1)
+        return self.sums[7:].view(3, -1)
 
     @property
     def loss(self) -> float:
@@ -72,16 +89,16 @@ class StepTotals:
         return (num_targets / self._by_bucket[1].sum()).float()
 
 
-def add_up(nats: torch.Tensor, live: torch.Tensor, *, dropped: Sequence[int], digest: int, dry: bool = False
-           ) -> StepTotals:
+def add_up(nats: torch.Tensor, live: torch.Tensor, *, dropped: Sequence[int], digest: int, dry: bool = False,
+           stop: bool = False, saved: Code = Code.NOTHING) -> StepTotals:
     """Collective. One reduction of float64 values. `nats`, `live`: (N,) sums of losses and live targets of this rank's
     rows of each bucket; `dropped`: lanes that have dropped it. The digest travels as four 16-bit parts, whose sums are
-    exact; `dry`: this rank could not give its rows."""
+    exact; `dry`: this rank could not give its rows; `stop`: it should stop; `saved`: how a save ended, rank 0's."""
     device = nats.device
     wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64, and no process groups
-    parts = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, *dropped], dtype=wide)
+    parts = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped], dtype=wide)
     parts = parts.to(device, non_blocking=True)
-    sums = torch.cat([parts[:5], nats.to(wide), live.to(wide), parts[5:]])
+    sums = torch.cat([parts[:7], nats.to(wide), live.to(wide), parts[7:]])
     if get_dist_info()[3] > 1:
         dist.all_reduce(sums)
     return StepTotals(sums)
@@ -109,18 +126,23 @@ class Progress:
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
-def save(run_dir: Path, name: str, *, model: GPT, optimizer: MuonAdamW, schedule: Schedule, loader: DataLoader,
-         progress: Progress, status: str, extra: dict[str, Any]) -> Path:
-    """Collective. Collect all ranks' state on the host and write it on rank 0. OSError if it cannot be written."""
-    optimizer_state = optimizer.gather_state()
+def save(run_dir: Path, name: str, *, saver: Saver, model: GPT, optimizer: MuonAdamW, schedule: Schedule,
+         loader: DataLoader, progress: Progress, status: str, last: bool, extra: dict[str, Any]) -> None:
+    """Collective. Collect all ranks' state in rank 0's memory, and have its `saver` write it. `last`: the run has
+    nothing else to do."""
+    _, rank, _, _ = get_dist_info()
+    if rank == 0:
+        saver.wait()  # what it is still writing may be written over below
+    optimizer_state = optimizer.gather_state(into=saver.held.get("optimizer"))
     cursors = gather(loader.cursors(progress.step))
     rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
-
-    def write() -> Path:
-        return save_checkpoint(
-            run_dir, name, step=progress.step, model_state=to_host(model.state_dict()),
-            model_config=asdict(model.config), optimizer_state=optimizer_state, scheduler_state=schedule.state(),
-            rng_state=dict(enumerate(rng)), cursors=[cursor for rank in cursors for cursor in rank],
-            trainer_state={"progress": asdict(progress), "status": status, **extra})
-
-    return on_rank0(write)
+    if rank != 0:
+        return
+    model_state = to_host(model.state_dict(), into=saver.held.get("model"))
+    saver.held = {"optimizer": optimizer_state, "model": model_state}
+    write = partial(
+        save_checkpoint, run_dir, name, step=progress.step, model_state=model_state, model_config=asdict(model.config),
+        optimizer_state=optimizer_state, scheduler_state=schedule.state(), rng_state=dict(enumerate(rng)),
+        cursors=[cursor for cursors_of_rank in cursors for cursor in cursors_of_rank],
+        trainer_state={"progress": asdict(progress), "status": status, **extra})
+    saver.start(write, last=last)

@@ -12,6 +12,7 @@ from typing import Any
 
 from nanochat.common import DummyWandb, print0
 from nanochat.run_dir import TrainLog
+from nanochat.run_state import RunState
 from nanochat.schedule import Schedule
 from nanochat.trainer import Progress
 
@@ -25,8 +26,8 @@ class Watch:
     """
 
     def __init__(self, run_dir: Path, progress: Progress, *, rank: int, run: str, settings: dict[str, Any],
-                 wandb_id: str | None):
-        self.progress = progress
+                 wandb_id: str | None, state: RunState | None = None):
+        self.progress, self.state = progress, state
         self.log = TrainLog(run_dir / "logs" / "train.jsonl", first_step=progress.step) if rank == 0 else None
         self.wandb = start_wandb(run, settings, run_dir, wandb_id) if rank == 0 else DummyWandb()
         self.wandb_id = self.wandb.id or wandb_id
@@ -36,6 +37,8 @@ class Watch:
         if self.log is not None:
             self.log.write(event=name, step=self.progress.step, time=time.time(), **record)
         self.wandb.log({"step": self.progress.step, **{f"{name}/{key}": value for key, value in record.items()}})
+        if name == "saved" and self.state is not None:
+            self.state.update(checkpoint=record["checkpoint"])
 
     def check_digest(self, digest: str, *, tokens: int) -> None:
         """ValueError if the step that was just computed had another digest when this run was there before. (Not if it
@@ -55,9 +58,10 @@ class Watch:
         self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
 
     def step(self, schedule: Schedule, *, tokens: int, loss: float, grad_norm: float, digest: str, step_s: float,
-             wait_s: float, mfu_per_rate: float, bucket_loss: dict[str, float | None]) -> None:
+             wait_s: float, mfu_per_rate: float, bucket_loss: dict[str, float | None], phase: int | None = None
+             ) -> None:
         """Count the step that is done, print its line and log it. `mfu_per_rate`: share of the peak for 1 token/s;
-        `bucket_loss`: of each bucket, where there are several."""
+        `bucket_loss`: of each bucket, where there are several; `phase`: of the curriculum, from 1."""
         p, step = self.progress, self.progress.step
         p.step += 1
         p.tokens += tokens
@@ -75,6 +79,20 @@ class Watch:
         if self.log is not None:
             self.log.write(step=step, digest=digest, **record)
         self.wandb.log({"step": step, **{f"train/{key}": value for key, value in record.items()}})
+        if self.state is not None:
+            self.state.update(status="running", step=p.step, loss=smooth, tokens=p.tokens, tokens_per_s=rate,
+                              eta_s=eta_s, phase=phase)
+
+    def ending(self, status: str, reason: str) -> None:
+        """The run is about to end: what is left is to save it."""
+        if self.state is not None:
+            self.state.update(status=status, reason=reason)
+
+    def end(self, status: str, reason: str = "") -> None:
+        """The run has ended so."""
+        self.event(status, reason=reason)
+        if self.state is not None:
+            self.state.close(status, reason)
 
     def close(self) -> None:
         """Finish both."""

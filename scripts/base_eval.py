@@ -42,7 +42,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.order import StreamConfig
 from nanochat.ranks import on_rank0
-from nanochat.run_data import RunData, open_data, open_run
+from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import list_runs, read_config
 from nanochat.tokenizer import RustBPETokenizer
 from scripts.sample import PROMPTS
@@ -185,7 +185,7 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], ran
     dtype = get_compute_dtype(device, of["dtype"])
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     stored, config, settings = open_run(checkpoint.parent.parent)
-    data = stored if config.framed else open_data(checkpoint.parent.parent)
+    data = stored if config.framed else open_data(pinned_data(checkpoint.parent.parent), stored.tokenizer)
     model.attention_mode = settings["attention_mode"]
     B = settings["device_batch_size"] if args.device_batch_size == -1 else args.device_batch_size
     bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,

@@ -15,16 +15,20 @@ log, checkpoints, tokenizer, and which files it reads.
 
 import argparse
 import gc
+import logging
 import math
+import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanochat.attention import MODES
-from nanochat.checkpoint import list_checkpoints, load_checkpoint
+from nanochat.checkpoint import list_checkpoints
 from nanochat.common import (
     EXIT_HALTED,
     autodetect_device_type,
@@ -42,18 +46,28 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, derive, find_tokenizer, introduce, resolve
 from nanochat.loss_eval import evaluate_buckets
+from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
-from nanochat.ranks import agree, gather_all, on_rank0
-from nanochat.run_data import open_data, stream_config
-from nanochat.run_dir import clean_stale, run_path
+from nanochat.ranks import agree, gather, gather_all, on_rank0
+from nanochat.retention import prune
+from nanochat.run_data import RunData, open_data, stream_config
+from nanochat.run_dir import run_path
 from nanochat.run_plan import rehearse
-from nanochat.schedule import Schedule
+from nanochat.run_state import RunState, identify
+from nanochat.saving import Code, Outcome, Saver
+from nanochat.schedule import Horizon, Schedule
+from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.sources import FORMATS
-from nanochat.start_run import begin, prepare
+from nanochat.start_run import Start, begin, load_states, prepare, settled
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Halt, Progress, add_up, save
+from nanochat.trainer import Halt, Progress, StepTotals, Stop, add_up, save
 from nanochat.watch import Watch
+from nanochat.watchdog import Watchdog, open_store
 
+log = logging.getLogger(__name__)
+
+LONG_S = 1800.0  # what an evaluation or a save may take
+LOOKS = ("eval_every", "sample_every")
 WAY_ON = "--allow-bucket-exhaustion goes on without what ran dry, --allow-curriculum-change with another curriculum"
 SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water boils when", "import os\n",
                   "If 3*x + 2 = 11, then x is")
@@ -119,6 +133,21 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--eval-tokens", type=int, default=80 * 524288, help="validation tokens an evaluation reads")
     g.add_argument("--sample-every", type=int, default=2000)
     g.add_argument("--save-every", type=int, default=-1)
+    g.add_argument("--sync-save", action="store_true", help="write checkpoints in the loop, not in a thread")
+    g.add_argument("--keep-last-k", type=int, help="delete older numbered checkpoints (default: keep all)")
+    g.add_argument("--keep-milestone-every", type=int, help="but never those of steps that this divides")
+    g = p.add_argument_group("long runs")
+    g.add_argument("--max-runtime-seconds", type=float, default=-1.0, help="stop in time, saved (default: "
+                   "SLURM_JOB_END_TIME or NANOCHAT_MAX_RUNTIME, if set)")
+    g.add_argument("--walltime-reserve-seconds", type=float, default=60.0, help="kept back for the last save, at least")
+    g.add_argument("--collective-timeout-seconds", type=float, default=600.0, help="a rank that hangs for so long ends "
+                   "the run")
+    g.add_argument("--init-from", metavar="RUN[@STEP]", help="a new run starts with the weights of another")
+    g.add_argument("--init-optimizer", action="store_true", help="and with the state of its optimizer")
+    g.add_argument("--init-data", default="fresh", choices=["fresh", "continue"], help="at the start of the data, or "
+                   "where the other was")
+    g.add_argument("--skip-steps", action="append", default=[], metavar="A:B", help="pass over the rows of steps A to "
+                   "B - 1; may be given again")
     return p
 
 
@@ -127,33 +156,228 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser().parse_args(argv)
 
 
-def sample(model: GPT, tokenizer: RustBPETokenizer) -> list[str]:
-    """A greedy continuation of each prompt."""
-    engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
-    results = [engine.generate_batch(tokenizer.encode(prompt, prepend=bos), max_tokens=16, temperature=0.0)[0][0]
-               for prompt in SAMPLE_PROMPTS]
-    return [tokenizer.decode(tokens[1:]) for tokens in results]
+# ---- the loop's parts ------------------------------------------------------------------------------------------------
 
+@dataclass
+class Run:
+    """What the parts of the loop share."""
+
+    run_dir: Path
+    start: Start
+    settings: dict[str, Any]
+    horizon: Horizon
+    schedule: Schedule
+    tokenizer: RustBPETokenizer
+    data: RunData
+    device: torch.device
+    rank: int
+    world_size: int
+    model: GPT
+    compiled: Any  # the model, as it is called
+    optimizer: MuonAdamW
+    loader: DataLoader
+    progress: Progress
+    watch: Watch
+    dog: Watchdog
+    stop: StopWatch
+    saver: Saver
+    mfu_per_rate: float
+    token_bytes: torch.Tensor
+    outcome: Outcome | None = None  # of the save that ended last; rank 0's
+
+    def due(self, name: str) -> bool:
+        """Whether it is time to look or save, before the next step."""
+        every, step, first = self.settings[name], self.progress.step, self.start.step
+        return every > 0 and (step >= self.horizon.num_iterations or step % every == 0) and (step > first or first == 0)
+
+
+def one_step(run: Run) -> StepTotals:
+    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked to."""
+    p, loader, total = run.progress, run.loader, run.horizon.total_batch_size
+    began, waited, dry, none_left = time.perf_counter(), loader.wait_s, "", False
+    run.dog.beat(p.step)
+    if p.step in run.start.skips:
+        run.watch.event("skipped", steps=run.start.skips[p.step])
+    nats, live = torch.zeros((2, len(loader.buckets)), device=run.device)
+    bucket_ids = torch.arange(len(loader.buckets), device=run.device)
+    try:
+        for _ in range(loader.micro_batches_per_step):
+            batch = next(loader)
+            losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none",
+                                  masks=run.model.masks(batch.doc_ids)).sum(dim=1)
+            (losses.sum() / total).backward()
+            of_bucket = batch.buckets[:, None] == bucket_ids
+            nats += (losses.detach()[:, None] * of_bucket).sum(dim=0)
+            live += ((batch.targets >= 0).sum(dim=1)[:, None] * of_bucket).sum(dim=0)
+    except Dry as e:
+        dry, none_left = str(e), e.bucket is None
+    reason = run.stop.wanted(ahead=[name for name in LOOKS if run.settings[name] > 0
+                                    and (p.step + 1) % run.settings[name] == 0])
+    saved = told_save(run)
+    run.dog.beat(p.step, "reduction")
+    totals = add_up(nats, live, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
+                    stop=bool(reason), saved=saved)
+    if totals.saved == Code.FATAL:
+        raise_fatal(run)
+    if totals.dry:
+        texts = [(text, all_dry) for text, all_dry in gather_all((dry, none_left)) if text]
+        raise Halt(*texts[0])
+    run.schedule.apply(run.optimizer, p.step)
+    grad_norm = float(run.optimizer.step(totals.grad_scale(total)))  # waits for the device
+    run.model.zero_grad(set_to_none=True)
+    if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
+        raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
+    run.watch.check_digest(totals.digest, tokens=total)
+    run.watch.note_dropped(dict(zip(loader.buckets, totals.dropped())))
+    by_bucket = dict(zip(loader.buckets, totals.bucket_losses())) if len(loader.buckets) > 1 else {}
+    run.watch.step(run.schedule, tokens=total, loss=totals.loss, grad_norm=grad_norm, digest=totals.digest,
+                   step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited, mfu_per_rate=run.mfu_per_rate,
+                   bucket_loss=by_bucket, phase=loader.phase)
+    if totals.stop:
+        raise Stop(join_reasons(gather_all(reason)))
+    return totals
+
+
+def evaluate(run: Run) -> None:
+    """Bits per byte on validation data, of each bucket and of all."""
+    began, args, data = time.perf_counter(), run.settings, run.data
+    with run.dog.patience(LONG_S):
+        batches = {bucket: validation_loader(
+            source, tokenizer=run.tokenizer, T=run.loader.config.T, num_tokens=args["eval_tokens"] // len(data.val),
+            device=run.device, device_batch_size=args["device_batch_size"], rank=run.rank, world_size=run.world_size,
+            num_threads=args["tokenizer_threads"], with_doc_ids=args["attention_mode"] != "causal")
+            for bucket, source in data.val.items()}
+        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.token_bytes)
+    run.progress.note_val(bpb)
+    told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
+    print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
+    run.watch.event("val", bpb=bpb, buckets=by_bucket)
+    run.stop.note("eval_every", time.perf_counter() - began)
+
+
+def sample(run: Run) -> None:
+    """Print a greedy continuation of each prompt. Rank 0 alone."""
+    began = time.perf_counter()
+    engine, bos = Engine(run.model, run.tokenizer), run.tokenizer.get_bos_token_id()
+    for prompt in SAMPLE_PROMPTS:
+        run.dog.beat()
+        tokens = engine.generate_batch(run.tokenizer.encode(prompt, prepend=bos), max_tokens=16, temperature=0.0)[0][0]
+        print0(f"  > {run.tokenizer.decode(tokens[1:])!r}")
+    run.stop.note("sample_every", time.perf_counter() - began)
+
+
+def checkpoint_now(run: Run, name: str, status: str, *, last: bool = False, **more: Any) -> None:
+    """Start a save; with `last`, wait until it is written. OSError on rank 0 if it cannot be."""
+    began = time.perf_counter()
+    with run.dog.patience(LONG_S):
+        save(run.run_dir, name, saver=run.saver, model=run.model, optimizer=run.optimizer, schedule=run.schedule,
+             loader=run.loader, progress=run.progress, status=status, last=last,
+             extra={"tokenizer_fingerprint": run.tokenizer.fingerprint, "wandb_id": run.watch.wandb_id,
+                    "K": run.settings["leaves"], "curriculum": run.settings["curriculum"],
+                    "skips": sorted(run.start.skips.items()), **more})
+        run.stop.note("copy", time.perf_counter() - began)
+        if last:
+            on_rank0(lambda: finish_saves(run))
+
+
+def told_save(run: Run) -> Code:
+    """How a save that has ended went, told to people. Rank 0 knows; NOTHING elsewhere."""
+    outcome = run.saver.poll()
+    if outcome is None:
+        return Code.NOTHING
+    run.outcome = outcome
+    run.stop.note_save(outcome.seconds)
+    if outcome.path is not None:
+        print0(outcome.message)
+        run.watch.event("saved", checkpoint=outcome.path.name, seconds=outcome.seconds)
+    else:
+        log.warning("%s", outcome.message)
+        run.watch.event("save_failed", reason=outcome.message)
+    return outcome.code
+
+
+def finish_saves(run: Run) -> None:
+    """Wait for the save in flight. Raises what is fatal."""
+    run.saver.wait()
+    while (code := told_save(run)) != Code.NOTHING:
+        if code == Code.FATAL:
+            raise_fatal(run)
+
+
+def raise_fatal(run: Run) -> None:
+    """End the run because it cannot be saved: rank 0 says why."""
+    if run.outcome is None or run.outcome.error is None:
+        raise SystemExit(1)
+    raise run.outcome.error
+
+
+def loop(run: Run) -> int:
+    """Look, save, step, until the horizon or the end of something else. Returns the exit code."""
+    p = run.progress
+    try:
+        while True:
+            if run.due("eval_every"):
+                evaluate(run)
+            if run.rank == 0 and run.due("sample_every") and p.step > 0:
+                sample(run)
+            if p.step >= run.horizon.num_iterations:
+                checkpoint_now(run, "final", "completed", last=True)
+                break
+            if run.due("save_every") and p.step > run.start.step:
+                checkpoint_now(run, f"checkpoint-{p.step}", "running")
+            one_step(run)
+            if p.step == run.start.step + 1:
+                gc.collect()
+                gc.freeze()  # what set-up left is not looked at again
+    except Stop as e:
+        run.watch.ending("stopping", str(e))
+        checkpoint_now(run, f"checkpoint-{p.step}-shutdown", "stopped", last=True, stopped=str(e))
+        run.watch.end("stopped", str(e))
+        print0(f"stopped: {e}; step {p.step:,} of {run.horizon.num_iterations:,} is saved, the same command goes on")
+        return 0
+    except Halt as e:
+        why, all_dry = e.args
+        run.watch.ending("stopping", why)
+        checkpoint_now(run, f"checkpoint-{p.step}", "halted", last=True, halted=why, all_dry=all_dry)
+        run.watch.end("halted", why)
+        print0(f"halted: {why}; {WAY_ON}")
+        return EXIT_HALTED
+    except ArithmeticError as e:
+        run.watch.end("failed", str(e))
+        if run.rank != 0:
+            raise SystemExit(1) from e  # all ranks know; one says so
+        kept = next((f"{path} is kept" for path in list_checkpoints(run.run_dir)), "nothing was saved before it")
+        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
+                         f"run (--model-tag NAME), or pass over the rows with --skip-steps") from e
+    run.watch.end("completed")
+    bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
+    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; {run.run_dir}")
+    return 0
+
+
+# ---- set-up ----------------------------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README for exit codes."""
     args = parse_args(argv)
     setup_logging()
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        return train(args, rank, world_size, device)
-    finally:
-        compute_cleanup()
+    end = deadline(args.max_runtime_seconds, os.environ, time.monotonic())
+    with StopWatch(end, reserve_s=args.walltime_reserve_seconds) as stop:
+        _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(),
+                                                      timeout_s=2 * args.collective_timeout_seconds + LONG_S)
+        try:
+            return train(args, stop, rank, world_size, device)
+        finally:
+            compute_cleanup()
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> int:
-    # ---- the run: new, or the one that is there
+def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int, device: torch.device) -> int:
+    """Find out what the command means, open everything, go through the loop."""
     args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = agree(lambda: find_tokenizer(args.tokenizer_dir, args.data_path))
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = agree(lambda: run_path(args.model_tag))
     settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
-    on_rank0(lambda: clean_stale(run_dir))
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")
@@ -171,132 +395,63 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     derived = derive(horizon, model)
     plan = None if args.plan == "off" else on_rank0(lambda: rehearse(run_dir, start, settings, tokenizer,
                                                                      horizon.num_iterations))
-    on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived, plan))
-    data = agree(lambda: open_data(run_dir, as_stored=config.layout == "binned"))
+    owner, manifests = on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived, plan))
+    start = replace(start, settings=settings, checkpoint=settled(start.checkpoint))
 
-    # ---- model, optimizer, progress: fresh, or as they were saved
-    model.to_empty(device=device)
-    model.init_weights(seed=args.seed, compute_dtype=dtype)
-    scale = horizon.batch_lr_scale
-    optimizer = model.setup_optimizer(
-        unembedding_lr=args.unembedding_lr * scale, embedding_lr=args.embedding_lr * scale,
-        scalar_lr=args.scalar_lr * scale, matrix_lr=args.matrix_lr * scale, weight_decay=horizon.weight_decay_scaled)
-    progress, cursors, wandb_id = Progress(), None, None
-    if start.checkpoint is not None:
-        checkpoint = load_checkpoint(start.checkpoint, verify=False)
-        checkpoint.check_architecture(vars(model.config))
-        model.load_state_dict(checkpoint.model_state())
-        optimizer.load_state(checkpoint.optimizer_state())
-        progress, cursors = Progress(**checkpoint.trainer_state["progress"]), checkpoint.cursors
-        wandb_id = checkpoint.trainer_state["wandb_id"]
-        print0(f"resuming from {start.checkpoint} at step {progress.step:,}")
-    compiled: Any = torch.compile(model, dynamic=False) if (
-        args.compile == "on" or (args.compile == "auto" and device.type == "cuda")) else model
-    peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
-    mfu_per_rate = model.estimate_flops() / (peak_flops * world_size)
-    first_step, token_bytes = progress.step, tokenizer.token_bytes()
-    bucket_ids = torch.arange(len(config.curriculum.buckets) if config.curriculum else 1, device=device)
-    watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id)
-    loader = DataLoader(config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
-                        device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-                        num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
-                        num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
-                        drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed)
+    with ExitStack() as stack:
+        everyone = gather(identify())
+        state = stack.enter_context(RunState(owner, everyone, num_iterations=horizon.num_iterations,
+                                             step=start.step)) if rank == 0 else None
+        dog = stack.enter_context(Watchdog(
+            open_store(world_size), rank=rank, world_size=world_size, timeout_s=args.collective_timeout_seconds,
+            on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
+        if rank == 0:
+            stop.clear(run_dir)
+        data = agree(lambda: open_data(manifests, tokenizer, as_stored=config.layout == "binned"))
 
-    def due(every: int) -> bool:
-        return every > 0 and progress.step % every == 0 and (progress.step > first_step or first_step == 0)
-
-    def evaluate() -> None:
-        batches = {bucket: validation_loader(
-            source, tokenizer=tokenizer, T=config.T, num_tokens=args.eval_tokens // len(data.val), device=device,
-            device_batch_size=args.device_batch_size, rank=rank, world_size=world_size,
-            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal")
-            for bucket, source in data.val.items()}
-        bpb, by_bucket = evaluate_buckets(compiled, batches, token_bytes)
-        progress.note_val(bpb)
-        told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
-        print0(f"step {progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
-        watch.event("val", bpb=bpb, buckets=by_bucket)
-
-    def checkpoint_now(name: str, status: str, **more: Any) -> None:
-        began = time.perf_counter()
-        path = save(run_dir, name, model=model, optimizer=optimizer, schedule=schedule, loader=loader,
-                    progress=progress, status=status, extra={"tokenizer_fingerprint": tokenizer.fingerprint,
-                                                             "wandb_id": watch.wandb_id, "K": settings["leaves"],
-                                                             "curriculum": settings["curriculum"], **more})
-        print0(f"saved {path} in {time.perf_counter() - began:.1f} s")
-        watch.event("saved", checkpoint=name, status=status)
-
-    def one_step() -> None:
-        began, waited, dry = time.perf_counter(), loader.wait_s, ""
-        nats, live = torch.zeros((2, len(loader.buckets)), device=device)
-        try:
-            for _ in range(loader.micro_batches_per_step):
-                batch = next(loader)
-                losses = compiled(batch.inputs, batch.targets, loss_reduction="none", masks=model.masks(batch.doc_ids))
-                losses = losses.sum(dim=1)
-                (losses.sum() / horizon.total_batch_size).backward()
-                of_bucket = batch.buckets[:, None] == bucket_ids
-                nats += (losses.detach()[:, None] * of_bucket).sum(dim=0)
-                live += ((batch.targets >= 0).sum(dim=1)[:, None] * of_bucket).sum(dim=0)
-        except Dry as e:
-            dry = str(e)
-        totals = add_up(nats, live, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry))
-        if totals.dry:
-            raise Halt(next(filter(None, gather_all(dry))))
-        schedule.apply(optimizer, progress.step)
-        grad_norm = float(optimizer.step(totals.grad_scale(horizon.total_batch_size)))  # waits for the device
-        model.zero_grad(set_to_none=True)
-        if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
-            raise ArithmeticError(f"step {progress.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
-        watch.check_digest(totals.digest, tokens=horizon.total_batch_size)
-        watch.note_dropped(dict(zip(loader.buckets, totals.dropped())))
-        by_bucket = dict(zip(loader.buckets, totals.bucket_losses())) if len(loader.buckets) > 1 else {}
-        watch.step(schedule, tokens=horizon.total_batch_size, loss=totals.loss, grad_norm=grad_norm,
-                   digest=totals.digest, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited,
-                   mfu_per_rate=mfu_per_rate, bucket_loss=by_bucket)
-
-    # ---- the loop: look, save, step
-    try:
+        # model, optimizer, progress: fresh, another run's, or as they were saved
+        model.to_empty(device=device)
+        model.init_weights(seed=args.seed, compute_dtype=dtype)
+        scale = horizon.batch_lr_scale
+        optimizer = model.setup_optimizer(
+            unembedding_lr=args.unembedding_lr * scale, embedding_lr=args.embedding_lr * scale,
+            scalar_lr=args.scalar_lr * scale, matrix_lr=args.matrix_lr * scale,
+            weight_decay=horizon.weight_decay_scaled)
+        saved = load_states(start, model.config)
+        if "model" in saved:
+            model.load_state_dict(saved["model"])
+        if "optimizer" in saved:
+            optimizer.load_state(saved["optimizer"])
+        progress = Progress(**saved.get("progress", {}))
+        cursors = saved.get("cursors")
+        wandb_id = saved.get("wandb_id")
+        del saved
+        compiled: Any = torch.compile(model, dynamic=False) if (
+            args.compile == "on" or (args.compile == "auto" and device.type == "cuda")) else model
+        peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
+        watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
+        stack.callback(watch.close)
+        loader = stack.enter_context(DataLoader(
+            config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
+            device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
+            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
+            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
+            drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed or start.checkpoint is None))
+        saver = Saver(good=start.checkpoint, asynchronous=not args.sync_save, prune=lambda path: prune(
+            run_dir, good=path, keep_last_k=args.keep_last_k, keep_milestone_every=args.keep_milestone_every))
+        stack.callback(saver.close)
         introduce(settings, derived, loader.layout)
+        if start.position is not None:
+            print0(f"resuming from {start.checkpoint} at step {progress.step:,}" if start.checkpoint else
+                   f"the data goes on where {start.position} was")
         if start.changed:
             watch.event("curriculum", curriculum=settings["curriculum"])
         watch.event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived)
-        while True:
-            last = progress.step >= horizon.num_iterations
-            if args.eval_every > 0 and (last or due(args.eval_every)):
-                evaluate()
-            if rank == 0 and args.sample_every > 0 and (last or (due(args.sample_every) and progress.step > 0)):
-                for text in sample(model, tokenizer):
-                    print0(f"  > {text!r}")
-            if last:
-                checkpoint_now("final", "completed")
-                break
-            if due(args.save_every) and progress.step > first_step:
-                checkpoint_now(f"checkpoint-{progress.step}", "running")
-            one_step()
-            if progress.step == first_step + 1:
-                gc.collect()
-                gc.freeze()  # what set-up left is not looked at again
-    except Halt as e:
-        checkpoint_now(f"checkpoint-{progress.step}", "halted", halted=str(e))
-        watch.event("halted", reason=str(e))
-        print0(f"halted: {e}; {WAY_ON}")
-        return EXIT_HALTED
-    except ArithmeticError as e:
-        watch.event("failed", reason=str(e))
-        if rank != 0:
-            raise SystemExit(1) from e  # all ranks know; one says so
-        kept = next((f"{path} is kept" for path in list_checkpoints(run_dir)), "nothing was saved before it")
-        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
-                         f"run (--model-tag NAME)") from e
-    finally:
-        loader.close()
-        watch.close()
-    bpb = "" if progress.val_bpb is None else (f"; validation bits per byte {progress.first_val_bpb:.6f} -> "
-                                               f"{progress.val_bpb:.6f}")
-    print0(f"completed: {progress.tokens:,} tokens in {progress.train_time_s:,.1f} s of steps{bpb}; {run_dir}")
-    return 0
+        return loop(Run(
+            run_dir=run_dir, start=start, settings=settings, horizon=horizon, schedule=schedule, tokenizer=tokenizer,
+            data=data, device=device, rank=rank, world_size=world_size, model=model, compiled=compiled,
+            optimizer=optimizer, loader=loader, progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
+            mfu_per_rate=model.estimate_flops() / (peak_flops * world_size), token_bytes=tokenizer.token_bytes()))
 
 
 if __name__ == "__main__":

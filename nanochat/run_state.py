@@ -262,7 +262,7 @@ def _owner_lives(run_dir: Path, record: dict[str, Any]) -> bool:
     if first is not None and first["status"] in ENDED:
         return False
     age = heartbeat_age_s(first) if first else 0.0
-    patience = min(max(HEARTBEAT_LIMIT_S - max(age, 0.0), 2.5 * HEARTBEAT_S), HEARTBEAT_LIMIT_S)
+    patience = min(max(HEARTBEAT_LIMIT_S - age, 2.5 * HEARTBEAT_S), HEARTBEAT_LIMIT_S)
     log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for up to %.0f s", run_dir,
                 _describe(run_dir, record), patience)
     end = time.monotonic() + patience

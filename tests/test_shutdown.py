@@ -90,6 +90,7 @@ def test_a_second_sigint_ends_the_process_at_once_with_130():
     process = run_python(SLEEPER)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
     process.send_signal(signal.SIGINT)  # the same Ctrl-C, on a second way
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.3)

@@ -184,3 +184,31 @@ def test_joining_changes_no_digest_and_no_cursor_on_any_number_of_ranks(tmp_path
             pieces = [len(feed.tape.pieces) for feed in ranks.streams[0].feeds["b"].values()]
         assert joined or max(pieces) > 3, "the case: documents are pieces of their own"
     assert all(f == found[0] for f in found) and found[0][1][0]["buckets"]["b"]["epoch"] > 0
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_binned_rows_of_shards_are_off_in_overlaps_padding_and_behind_the_end_of_a_document(tmp_path, pack):
+    folder = write_windows(tmp_path, 120)
+    documents = entries(folder, True)  # a file is one group
+    source = open_windows(folder, keep_eod=True)
+    assert source.groups.tolist() == list(map(len, documents))
+    config = StreamConfig(T=29, V=2, layout="binned", pack=pack, buffer_size=12)
+    stream = Stream(config, {"b": source}, range(2), tokenizer="t", num_threads=1)
+    seen = dict.fromkeys(("behind an end", "padding behind a window", "overlap"), 0)
+    for row in stream.next_rows(40):
+        tokens, live = [], []
+        for (_, group, number), start, length, _ in row.placements:
+            document, overlap = documents[group][number]
+            assert (start, length) == (0, len(document))
+            seen["behind an end"] += bool(tokens and tokens[-1] == BOS and not overlap)
+            seen["overlap"] += overlap > 0
+            tokens += document
+            live += [0] * overlap + [1] * (length - overlap)
+        seen["padding behind a window"] += len(tokens) < 30 and tokens[-1] != BOS
+        live = [*live, *[0] * (30 - len(live))]
+        tokens = [*tokens, *[BOS] * (30 - len(tokens))]
+        live = [0 if i and tokens[i - 1] == BOS else mask for i, mask in enumerate(live)]
+        found = row_arrays(row, 29)
+        assert found[0].tolist() == tokens and found[1].tolist()[1:] == live[1:]
+    stream.close()
+    assert seen["overlap"] and seen["padding behind a window"] and (seen["behind an end"] or not pack), seen

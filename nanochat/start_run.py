@@ -14,7 +14,7 @@ How a run begins or goes on.
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,12 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         refuse_changes(changes, run_name=run_dir.name)
         settings = inherit_settings(theirs, settings)
     allowed = changed or (settings["allow_bucket_exhaustion"] and not state.get("all_dry"))
-    start = Start(
-        settings, checkpoint, step=state.get("step", 0), notices=tuple(changes.notices()), changed=changed,
+    return Start(
+        settings, checkpoint, generation=check_free(run_dir), step=state.get("step", 0), notices=tuple(changes.notices()), changed=changed,
         completed_steps=state["step"] if state.get("status") == "completed" else 0,
         halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
         origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
         skips=_add_skips(dict(state.get("skips", [])), skips, state.get("step", 0)))
-    return start if start.halted or start.completed_steps else replace(start, generation=check_free(run_dir))
 
 
 def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:

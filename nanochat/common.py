@@ -13,8 +13,8 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -54,15 +54,13 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """Open a new file for writing that appears under `path` only when whole: temporary name in the same folder,
     fsync, rename, fsync of the folder. On an exception the temporary file goes and what `path` held stays."""
     path = Path(path)
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files
         os.replace(temporary, path)
     except BaseException as e:
         if isinstance(e, OSError) and e.filename is None:

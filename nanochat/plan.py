@@ -101,10 +101,11 @@ class Plan:
 
 
 def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int, tokenizer: str,
-             drop_dry: bool) -> str:
-    """The fingerprint of all that a plan depends on: the same key, the same plan."""
+             drop_dry: bool, begun: Any = None) -> str:
+    """The fingerprint of all that a plan depends on: the same key, the same plan. `begun`: how the run began, where not
+    with the first rows."""
     return hash_json({"version": VERSION, "config": config.identity(), "tokenizer": tokenizer, "steps": num_steps,
-                      "rows": rows_per_step, "drop": drop_dry,
+                      "rows": rows_per_step, "drop": drop_dry, "begun": begun,
                       "phases": config.curriculum and [p.duration_tokens for p in config.curriculum.phases],
                       "data": {name: source.fingerprint for name, source in sorted(sources.items())}})
 
@@ -175,23 +176,27 @@ class _Position:
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 def make_plan(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int, tokenizer: str,
-              drop_dry: bool = False, cursors: Sequence[Cursor] | None = None, budget: int | None = BUDGET,
-              num_workers: int = 1, other_lanes: Sequence[int] = ()) -> Plan:
+              drop_dry: bool = False, cursors: Sequence[Cursor] | None = None, start_step: int = 0,
+              budget: int | None = BUDGET, num_workers: int = 1, other_lanes: Sequence[int] = (), begun: Any = None
+              ) -> Plan:
     """The plan of a run of `num_steps` steps in all.
 
     `sources`: ShardSource, or SampledLengths for an estimate; `cursors`: of all lanes, to plan the rest of a run that
-    has begun; `budget`: tokens that may be packed for accounts alone, None = any; `other_lanes`: numbers of lanes whose
-    usable tokens are told besides. Raises ValueError for what the stream would refuse.
+    has done `start_step` steps; `begun`: for the key; `budget`: tokens that may be packed for accounts alone, None =
+    any; `other_lanes`: numbers of lanes whose usable tokens are told besides. Raises ValueError for what the stream
+    would refuse.
     """
-    planner = _Planner(config, sources, rows_per_step // config.V, num_steps, tokenizer, drop_dry, cursors, num_workers)
+    n = rows_per_step // config.V
+    planner = _Planner(config, sources, Clock(n, cursors[0]["row"] if cursors else 0, start_step), num_steps, tokenizer,
+                       drop_dry, cursors, num_workers)
     ends = planner.follow()
-    halts = [(end.row // planner.n, lane, end.halted) for lane, end in ends.items() if end.halted]
+    halts = [(planner.clock.step(end.row), lane, end.halted) for lane, end in ends.items() if end.halted]
     steps, lane, why = min(halts, default=(num_steps, 0, ""))
-    accounts, exact = planner.accounts(planner.positions(steps * planner.n), budget)
+    accounts, exact = planner.accounts(planner.positions(planner.clock.row(steps)), budget)
     phases = planner.phases()
     return Plan(
         key=plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps, tokenizer=tokenizer,
-                     drop_dry=drop_dry),
+                     drop_dry=drop_dry, begun=begun),
         estimate=any(isinstance(s, SampledLengths) for s in planner.sources.values()), exact_accounts=exact,
         T=config.T, V=config.V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
         halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry, phases=phases,
@@ -200,15 +205,32 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step
                  for bucket in planner.sources})
 
 
+@dataclass(frozen=True)
+class Clock:
+    """Which step a row of a lane belongs to, n rows to a step, from where the run is now."""
+
+    n: int
+    first_row: int
+    first_step: int
+
+    def step(self, row: int) -> int:
+        """The step of a row."""
+        return max(0, self.first_step + (row - self.first_row) // self.n)
+
+    def row(self, step: int) -> int:
+        """The first row of a step."""
+        return self.first_row + (step - self.first_step) * self.n
+
+
 class _Planner:
     """What the parts of a plan share: feeds as they stand at the start, and how many rows each can give."""
 
-    def __init__(self, config: StreamConfig, sources: Mapping[str, Any], n: int, num_steps: int, tokenizer: str,
+    def __init__(self, config: StreamConfig, sources: Mapping[str, Any], clock: Clock, num_steps: int, tokenizer: str,
                  drop_dry: bool, cursors: Sequence[Cursor] | None, num_workers: int):
         stream = Stream(config, sources, range(config.V), tokenizer=tokenizer, cursors=cursors, num_threads=1,
                         new_curriculum=True)  # it knows which buckets are mixed, and checks cursors
         stream.close()
-        self.config, self.n, self.stop, self.tokenizer = config, n, num_steps * n, tokenizer
+        self.config, self.clock, self.stop, self.tokenizer = config, clock, clock.row(num_steps), tokenizer
         self.drop_dry, self.num_workers = drop_dry, num_workers
         self.mixer, self.parked = stream.mixer, stream.parked
         self.sources: dict[str, Lengths] = {bucket: sources[bucket] for bucket in stream.feeds}
@@ -315,7 +337,7 @@ class _Planner:
         for first, end in pairwise(edges):
             rows = range(min(first, self.stop), min(end, self.stop))
             counts = [lanes.counts(lane, rows, frozenset()) for lane in range(V)]
-            found.append({"first_step": first // self.n, "tokens": len(rows) * V * T,
+            found.append({"first_step": self.clock.step(first), "tokens": len(rows) * V * T,
                           "asked": {b: T * sum(count.get(b, 0) for count in counts) for b in self.sources}})
         return found
 
@@ -324,8 +346,8 @@ class _Planner:
         """What there is to say of one bucket."""
         T, V, totals = self.config.T, self.config.V, self.totals[bucket]
         one_pass = int((totals.tokens - totals.repeated - totals.entries * self.config.framed).sum())
-        dry = [row // self.n for end in ends.values() for row, name in end.dry
-               if name == bucket and row // self.n <= steps]
+        dry = [step for end in ends.values() for row, name in end.dry
+               if name == bucket and (step := self.clock.step(row)) <= steps]
         least, lane = min((self.capacity[bucket, lane], lane) for lane in self.start)
         usable = None if least == ENDLESS else least * V * T
         return BucketPlan(

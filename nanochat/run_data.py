@@ -67,14 +67,11 @@ def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:
     return read_json(path) if path.exists() else {}
 
 
-def pin_data(run_dir: Path, *args: Any, **kwargs: Any) -> dict[str, dict[str, Manifest]]:
-    """`find_data` of a run, kept in its data_manifest.json."""
-    old = pinned_data(run_dir)
-    manifests = find_data(old, *args, **kwargs)
-    if manifests != old:
+def pin_data(run_dir: Path, manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
+    """Keep what a run reads in its data_manifest.json."""
+    if manifests != pinned_data(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_json(run_dir / MANIFEST_NAME, manifests)
-    return manifests
 
 
 def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:

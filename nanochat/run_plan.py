@@ -62,12 +62,15 @@ def make_run_plan(run_dir: Path, start: Start, settings: Mapping[str, Any], toke
                for bucket in (config.curriculum.buckets if config.curriculum else manifests)}
     given: dict[str, Any] = {
         "rows_per_step": settings["total_batch_size"] // config.T, "num_steps": num_steps,
-        "tokenizer": tokenizer.fingerprint, "drop_dry": settings["allow_bucket_exhaustion"]}
+        "tokenizer": tokenizer.fingerprint, "drop_dry": settings["allow_bucket_exhaustion"],
+        "begun": [settings["init_from"] if settings["init_data"] == "continue" else None, sorted(start.skips.items())]}
     kept = _kept(run_dir, plan_key(config, sources, **given)) if keep else None
     if kept is not None:
         return kept
-    cursors = None if start.checkpoint is None else load_checkpoint(start.checkpoint, verify=False).cursors
-    return make_plan(config, {b: with_lengths(s) for b, s in sources.items()}, cursors=cursors, **given, **more)
+    cursors = None if start.position is None else load_checkpoint(start.position, verify=False).cursors
+    given["num_steps"] += sum(n for step, n in start.skips.items() if step >= start.step)  # their rows are taken too
+    return make_plan(config, {b: with_lengths(s) for b, s in sources.items()}, cursors=cursors, start_step=start.step,
+                     **given, **more)
 
 
 def _kept(run_dir: Path, key: str) -> Plan | None:

@@ -24,7 +24,7 @@ from nanochat.curriculum import Curriculum
 from nanochat.gpt import GPTConfig
 from nanochat.plan import Plan
 from nanochat.ranks import broadcast, on_rank0
-from nanochat.run_data import MANIFEST_NAME, open_source, pin_data
+from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data
 from nanochat.run_dir import (
     HIDDEN_NAME,
     PLAN_NAME,
@@ -123,12 +123,13 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         refuse_changes(changes, run_name=run_dir.name)
         settings = inherit_settings(theirs, settings)
     allowed = changed or (settings["allow_bucket_exhaustion"] and not state.get("all_dry"))
+    step = state.get("step", 0)
     return Start(
-        settings, checkpoint, generation=check_free(run_dir), step=state.get("step", 0), notices=tuple(changes.notices()), changed=changed,
-        completed_steps=state["step"] if state.get("status") == "completed" else 0,
+        settings, checkpoint, step=step, notices=tuple(changes.notices()), changed=changed,
+        completed_steps=step if state.get("status") == "completed" else 0,
         halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
         origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
-        skips=_add_skips(dict(state.get("skips", [])), skips, state.get("step", 0)))
+        skips=_add_skips(dict(state.get("skips", [])), skips, step), generation=check_free(run_dir))
 
 
 def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:
@@ -189,10 +190,10 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
         if not is_run_dir(run_dir):
             (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
         curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
-        manifests = pin_data(run_dir, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                             curriculum=curriculum, strict=settings["strict"])
-        for manifest in manifests["train"].values():  # what cannot be opened must not bind the next attempt
-            open_source(manifest, tokenizer, as_stored=settings["packing"] == "binned")
+        manifests = find_data(pinned_data(run_dir), settings["data_path"], settings["val_path"], curriculum=curriculum,
+                              data_format=settings["data_format"], strict=settings["strict"])
+        open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # or nothing binds the next attempt
+        pin_data(run_dir, manifests)
         tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())

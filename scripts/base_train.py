@@ -139,9 +139,9 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("long runs")
     g.add_argument("--max-runtime-seconds", type=float, default=-1.0, help="stop in time, saved (default: "
                    "SLURM_JOB_END_TIME or NANOCHAT_MAX_RUNTIME, if set)")
-    g.add_argument("--walltime-reserve-seconds", type=float, default=60.0, help="kept back for the last save, at least")
-    g.add_argument("--collective-timeout-seconds", type=float, default=600.0, help="a rank that hangs for so long ends "
-                   "the run")
+    g.add_argument("--walltime-reserve-seconds", type=float, default=120.0, help="kept for the last save, at least")
+    g.add_argument("--collective-timeout-seconds", type=float, default=600.0, help="a rank that hangs for "
+                   "so long ends the run")
     g.add_argument("--init-from", metavar="RUN[@STEP]", help="a new run starts with the weights of another")
     g.add_argument("--init-optimizer", action="store_true", help="and with the state of its optimizer")
     g.add_argument("--init-data", default="fresh", choices=["fresh", "continue"], help="at the start of the data, or "
@@ -223,6 +223,7 @@ def one_step(run: Run) -> StepTotals:
         texts = [(text, all_dry) for text, all_dry in gather_all((dry, none_left)) if text]
         raise Halt(*texts[0])
     run.schedule.apply(run.optimizer, p.step)
+    run.dog.beat(p.step, "optimizer")
     grad_norm = float(run.optimizer.step(totals.grad_scale(total)))  # waits for the device
     run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):

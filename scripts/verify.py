@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.checkpoint import load_checkpoint, read_state
 from nanochat.common import hash_file, run_main, setup_logging
 from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
 from nanochat.sealed import SEAL_NAME, check_file, unsealed_files
@@ -352,6 +351,8 @@ def find_checkpoints(path: Path) -> list[Folder]:
 
 def check_checkpoint(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
     """Verify one checkpoint: (a line for each good file, problems)."""
+    from nanochat.checkpoint import load_checkpoint, read_state  # with PyTorch, which shards can do without
+
     try:
         state = read_state(item.path)
     except (ValueError, OSError) as e:

@@ -167,8 +167,6 @@ def test_a_damaged_pair_is_refused_found_and_made_again(workplace: Path, made: P
     assert tree(workplace / "shards") == tree(made / "shards")
 
 
-@pytest.mark.xfail(strict=True, reason="shards.read_header says to make it again, but tok_shards, for which sizes are "
-                                       "proof, does nothing: the sentence must say to delete it first")
 def test_a_pair_of_another_version_is_made_again_as_the_sentence_says(workplace: Path) -> None:
     path = shard(workplace).with_suffix(".idx")
     patch(path, 4, u32(7))
@@ -266,7 +264,6 @@ def test_verify_finds_ids_outside_the_vocabulary(workplace: Path, value: int) ->
     assert "outside the vocabulary" in check(path, "--tokenizer", str(workplace / "tokenizer")).out
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="the embedding fails without words: no check of ids yet")
 @pytest.mark.parametrize("value", [training.VOCAB_SIZE, 65535])
 def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(workplace: Path, value: int) -> None:
     path = shard(workplace)
@@ -300,16 +297,12 @@ def test_shards_without_a_manifest_of_too_large_a_vocabulary_are_refused(workpla
     refuse("its ids are uint16, too small for a vocabulary of 70,000", "--tokenizer-dir")
 
 
-IN_THE_WAY = pytest.mark.xfail(strict=True, reason="trainer.prepare writes config.json before the sources are opened")
-
-
-@pytest.mark.parametrize("plan", ["error", pytest.param("off", marks=IN_THE_WAY)])
+@pytest.mark.parametrize("plan", ["error", "off"])
 def test_a_start_with_the_wrong_tokenizer_is_not_in_the_way(workplace: Path, plan: str) -> None:
     refuse_new("were made with tokenizer", tokenizer_dir=other_tokenizer(workplace / "other"), plan=plan)
     succeed(num_iterations=1, save_every=-1)
 
 
-@IN_THE_WAY
 def test_a_start_with_the_wrong_layout_is_not_in_the_way(workplace: Path) -> None:
     text = {"data_path": workplace / "text", "data_format": "text"}
     refuse_new("--packing binned", "--packing bestfit", packing="binned", **text)
@@ -538,15 +531,12 @@ def test_a_disk_that_fills_while_a_run_on_shards_saves(half_done: Path, referenc
     assert len(digests()) == 4
 
 
-@pytest.mark.xfail(strict=True, reason="common.atomic_open passes on the system's error, which names no file")
 def test_a_full_disk_is_told_with_the_name_of_the_file(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Disk(monkeypatch, 0)
     message = refuse("No space left on device")
     assert str(training.run_dir()) in message
 
 
-@pytest.mark.xfail(strict=True, reason="TrainLog.close forces the log to the same full disk; that error, which names "
-                                       "no file, takes the place of the checkpoint's")
 def test_a_disk_that_stays_full_does_not_hide_what_could_not_be_saved(half_done: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, "fsync", 1)

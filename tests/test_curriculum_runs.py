@@ -206,8 +206,6 @@ def test_a_run_whose_buckets_are_all_dry_halts(workplace: Path) -> None:
     assert len(digests()) == event["step"] and sorted(before) == sorted(fingerprint(run_dir() / "checkpoints"))
 
 
-@pytest.mark.xfail(strict=True, reason="a run that halted with all buckets dry is taken up again where "
-                                       "--allow-bucket-exhaustion is given: it finds out anew, and saves anew")
 def test_a_run_whose_buckets_are_all_dry_changes_nothing_when_it_is_started_again(workplace: Path) -> None:
     mix = mix_file([(1000, {"tiny": 1})])
     halt(mix, "all its buckets have run dry", allow_bucket_exhaustion=True)
@@ -313,15 +311,11 @@ def test_what_cannot_be_mixed_is_refused(workplace: Path) -> None:
     refuse(workplace / "gone.yaml", "gone.yaml: no such curriculum file")
 
 
-@pytest.mark.xfail(strict=True, reason="when its buckets are looked for, a curriculum has become plain JSON, without "
-                                       "places")
 def test_a_bucket_that_is_not_there_is_told_with_its_line(workplace: Path) -> None:
     mix = mix_file([(6, {"wed": 1})])
     refuse(mix, f"{mix}:3: ")
 
 
-@pytest.mark.xfail(strict=True, reason="rows of phases are counted when the stream is made: there is a run by then; "
-                                       "and the sentence does not name the file")
 def test_a_phase_of_no_rows_is_refused_before_there_is_a_run(workplace: Path) -> None:
     mix = mix_file([(6, {"web": 1}), (0.01, {"web": 1})])
     refuse(mix, f"{mix}:4: phase 2 lasts 10 tokens", "--lanes")

@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.order import StreamConfig
-from nanochat.run_data import open_run, pin_data
+from nanochat.run_data import find_data, open_run, pin_data
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
 from nanochat.sources import BUCKET, ParquetSource, scan, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
@@ -88,7 +88,7 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
                         "overlap": 64, "buffer_size": 8, "packer_version": 1, "pack": True, "curriculum": None,
                         "total_batch_size": R * T})
-    pin_data(path, corpus[0])
+    pin_data(path, find_data({}, corpus[0]))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     rows, cursors = batches(corpus, "crop", 8)
     with TrainLog(path / "logs" / "train.jsonl") as log:

@@ -74,7 +74,7 @@ def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, W
          cursors: Any = None, start: int = 0) -> Plan:
     """The plan, after comparing it with what happens."""
     plan = make_plan(config, sources, rows_per_step=R, num_steps=steps, tokenizer="bytes", drop_dry=drop_dry,
-                     cursors=copy.deepcopy(cursors))
+                     cursors=copy.deepcopy(cursors), start_step=start)
     done, why, accounts, _ = run(config, sources, R=R, steps=steps, W=W, drop_dry=drop_dry, cursors=cursors,
                                  start=start)
     assert (plan.steps, bool(plan.halt)) == (done, bool(why))

@@ -199,6 +199,7 @@ class _Slot:
 @dataclass(slots=True)
 class _Filled:
     slot: _Slot
+    batch: MicroBatch | None  # made already where that is the CPU's work: it is in its caches now
     step: int
     index: int
     end: tuple[int, Any] | None  # of the step's last micro-batch: (digest, snapshot)
@@ -232,9 +233,11 @@ class DataLoader:
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()  # a tenth of a Queue's time
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for _ in range(prefetch):
-            self._free.put(_Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(),
-                                 pinned=self.device.type == "cuda", with_doc_ids=with_doc_ids))
+        self._on_cpu = self.device.type == "cpu"
+        slots = [_Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
+                       pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else prefetch)]
+        for i in range(prefetch):
+            self._free.put(slots[i % len(slots)])  # on the CPU a slot is empty again when its batch is made
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
         self._thread.start()
 
@@ -268,7 +271,8 @@ class DataLoader:
                 index += 1
                 last = index == self.micro_batches_per_step
                 end = (digest % 2**64, self.stream.snapshot()) if last else None
-                self._filled.put(_Filled(slot, step, index - 1, end))
+                batch = slot.batch(self.device, step, index - 1, last) if self._on_cpu else None
+                self._filled.put(_Filled(slot, batch, step, index - 1, end))
         return True
 
     def _next_rows(self, step: int) -> list[Row]:
@@ -313,7 +317,7 @@ class DataLoader:
         if isinstance(filled, BaseException):
             self._filled.put(filled)  # for the next call
             raise filled
-        batch = filled.slot.batch(self.device, filled.step, filled.index, filled.end is not None)
+        batch = filled.batch or filled.slot.batch(self.device, filled.step, filled.index, filled.end is not None)
         self._free.put(filled.slot)
         if filled.end is not None:
             self.digest, snapshot = filled.end

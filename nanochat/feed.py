@@ -270,7 +270,8 @@ class Feed:
 
 def feed_json(snapshot: tuple[Any, ...]) -> dict[str, Any]:
     """A feed's part of a cursor."""
-    *numbers, packer = snapshot
+    *numbers, frozen = snapshot
+    packer = frozen.thawed()
     return {**dict(zip(("epoch", "unit", "documents", "read"), numbers)),
-            **{name: getattr(packer, name) for name in COUNTS}, "pending": packer.pending,
+            **{name: getattr(frozen, name) for name in COUNTS}, "pending": packer.pending,
             "waiting": [[*key, length, start, arrived] for key, length, start, arrived in packer.waiting()]}

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
+REPACKED_ROWS = 64  # that a frozen packer is packed again for, at most
 
 Key = Any  # whatever the caller names documents by; hashable
 Placement = tuple[Key, int, int, int]
@@ -70,13 +71,13 @@ class Packer(Protocol):
 
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None: ...
 
-    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None: ...
+    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None: ...
 
     def next_row(self) -> list[Placement]: ...
 
     def waiting(self) -> list[tuple[Key, int, int, int]]: ...
 
-    def frozen(self) -> "Packer": ...
+    def frozen(self) -> Any: ...
 
     def document_length(self, length: int, start: int) -> int: ...
 
@@ -92,13 +93,6 @@ class _Packer:
     def waiting(self) -> list[tuple[Key, int, int, int]]:
         """(key, length, start, arrived) of each waiting piece, oldest first; pushed again so, they make this packer."""
         return [(key, *piece) for key, piece in self.docs.items()]
-
-    def frozen(self) -> Any:
-        """A copy in which counters, `waiting` and `pending` stay as they are now, made in a microsecond."""
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy.docs = self.docs.copy()
-        return copy
 
 
 class BestFit(_Packer):
@@ -122,6 +116,8 @@ class BestFit(_Packer):
         self.bits = self.mirror = 0
         self.tokens = 0  # in all waiting pieces, their BOS and context included
         self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
+        self._base: tuple[int, list[tuple[Key, int, int, int]]] | None = None  # (row, what waited then)
+        self._log: list[tuple[int, Sequence[Key], Sequence[int]]] = []  # (row, keys, lengths) pushed since
 
     @property
     def ready(self) -> bool:
@@ -135,12 +131,17 @@ class BestFit(_Packer):
 
     def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
         """Add a piece of `length` tokens. `start` and `arrived` are given when a saved packer is filled again."""
-        self.push_many((key,), (length,))
-        if start or arrived is not None:
-            self.docs[key] = (length, start, self.row if arrived is None else arrived)
+        self._add((key,), (length,))
+        self.docs[key] = (length, start, self.row if arrived is None else arrived)
+        self._base = None
 
-    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
-        """Add whole documents, in order."""
+    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
+        """Add whole documents, in order. Both sequences must stay as they are."""
+        if self._base is not None:
+            self._log.append((self.row, keys, lengths))
+        self._add(keys, lengths)
+
+    def _add(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
         docs, by_length, capacity, row, new = self.docs, self.by_length, self.capacity, self.row, []
         for key, length in zip(keys, lengths):
             docs[key] = (length, 0, row)
@@ -210,9 +211,21 @@ class BestFit(_Packer):
             self.repeated += off
         if placed < length:
             if self.split:
-                self.push(key, 1 + min(self.overlap, used - 1) + total - used, used)
+                rest = 1 + min(self.overlap, used - 1) + total - used
+                self._add((key,), (rest,))
+                self.docs[key] = (rest, used, self.row)
             else:
                 self.cropped += length - placed
+
+    def empty(self) -> "BestFit":
+        """A packer of the same kind in which nothing waits."""
+        return BestFit(self.capacity - 1, split=self.split, overlap=self.overlap, max_wait=self.max_wait)
+
+    def frozen(self) -> "Frozen":
+        """The packer as it is now, for later."""
+        if self._base is None or self.row - self._base[0] >= REPACKED_ROWS:
+            self._base, self._log = (self.row, self.waiting()), []
+        return Frozen(self, self._base, self._log)
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document that a piece (length, start) is of."""
@@ -262,6 +275,32 @@ class BestFit(_Packer):
         return self.bits.bit_length() - 1 if self.split else (self.bits & -self.bits).bit_length() - 1
 
 
+class Frozen:
+    """A `BestFit` as it was: counters, and what makes the rest."""
+
+    __slots__ = ("_base", "_empty", "_log", "_logged", "cropped", "inserted", "padded", "repeated", "row")
+
+    def __init__(self, packer: BestFit, base: tuple[int, list[tuple[Key, int, int, int]]],
+                 log: list[tuple[int, Sequence[Key], Sequence[int]]]):
+        self.row, self.inserted, self.repeated = packer.row, packer.inserted, packer.repeated
+        self.cropped, self.padded = packer.cropped, packer.padded
+        self._empty, self._base, self._log, self._logged = packer.empty, base, log, len(log)
+
+    def thawed(self) -> BestFit:
+        """The packer itself, but for its counters. Packs up to REPACKED_ROWS rows again."""
+        packer = self._empty()
+        packer.row, waiting = self._base
+        for piece in waiting:
+            packer.push(*piece)
+        for row, keys, lengths in self._log[:self._logged]:
+            while packer.row < row:
+                packer.next_row()
+            packer.push_many(keys, lengths)
+        while packer.row < self.row:
+            packer.next_row()
+        return packer
+
+
 class Binned(BestFit):
     """Stored entries, whole: the longest first, then what fills the row best; the rest of the row is padding. With
     `pack=False` a row is one entry, in order."""
@@ -272,12 +311,16 @@ class Binned(BestFit):
         super().__init__(T, max_wait=max_wait)
         self.pack = pack
 
+    def empty(self) -> "Binned":
+        """A packer of the same kind in which nothing waits."""
+        return Binned(self.capacity - 1, max_wait=self.max_wait, pack=self.pack)
+
     @property
     def ready(self) -> bool:
         """Whether an entry waits."""
         return bool(self.docs)
 
-    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
+    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
         """Add entries, in order. ValueError for one that is longer than a row."""
         if max(lengths) > self.capacity:
             raise ValueError(f"an entry has {max(lengths):,} tokens, a row of the binned layout {self.capacity:,}; "
@@ -400,10 +443,14 @@ class Concat(_Packer):
                 for run in self.runs for i, begin, at in _pieces(run, self.position)]
 
     def frozen(self) -> "Concat":
-        """As of any packer."""
+        """The packer as it is now, for later."""
         copy = object.__new__(Concat)
         copy.__dict__.update(self.__dict__)
         return copy
+
+    def thawed(self) -> "Concat":
+        """The packer itself."""
+        return self
 
 
 def _pieces(run: Run, first: int) -> Iterator[tuple[int, int, int]]:

@@ -461,7 +461,7 @@ def test_law_documents_pushed_together_make_the_rows_of_documents_pushed_one_by_
             while single.ready and len(single) > 5:
                 frozen, waiting = many.frozen(), many.waiting()
                 assert many.next_row() == single.next_row()
-                assert frozen.waiting() == waiting and many.waiting() == single.waiting()
+                assert frozen.thawed().waiting() == waiting and many.waiting() == single.waiting()
                 assert len(many) == len(single) == len(many.docs) == len(many.waiting())
             assert vars(many).get("bits") == vars(single).get("bits")
             assert vars(many).get("mirror") == vars(single).get("mirror")

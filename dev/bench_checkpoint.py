@@ -6,7 +6,7 @@ What saving costs the training loop: the stall of a save, and how much slower st
 A real GPT with MuonAdamW takes steps on random tokens. Three ways of saving it, in turns, in one run:
     sync     fresh copies, and the loop waits for the disk
     fresh    a thread writes, each save copies into fresh memory
-    reuse    a thread writes, each save copies into the memory of the one before (`Saver.copy`): what training does
+    reuse    a thread writes, each save copies into the memory of the one before: what training does (trainer.save)
 Stall: from the end of a step until the next can start. Of that, `gather` is the optimizer's state, `copy` the weights'.
 Steps in flight begin while the thread is writing and end before or after it is done; steps alone are those before each
 save. The aim: the first step after a save takes at most 1.2 times a step alone. Last line: one JSON object.
@@ -68,10 +68,14 @@ class Job:
         """Save as the training loop does; the seconds that it is held."""
         self.number += 1
         number, began = self.number, time.perf_counter()
-        optimizer_state = self.optimizer.gather_state()
+        saver.wait()
+        held = saver.held if mode == "reuse" else {}
+        optimizer_state = self.optimizer.gather_state(into=held.get("optimizer"))
         gathered = time.perf_counter()
-        model_state = (saver.copy if mode == "reuse" else to_host)(self.model.state_dict())
+        model_state = to_host(self.model.state_dict(), into=held.get("model"))
         copied = time.perf_counter()
+        if mode == "reuse":
+            saver.held = {"optimizer": optimizer_state, "model": model_state}
         saver.start(lambda: save_checkpoint(
             self.run_dir, f"checkpoint-{number}", step=number, model_state=model_state,
             model_config=asdict(self.model.config), optimizer_state=optimizer_state, scheduler_state={}, rng_state={},

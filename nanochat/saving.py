@@ -5,10 +5,10 @@ Saving while training goes on: the loop is held for a copy, a thread does the wr
                     | write, fsync, rename, prune |                         the thread of rank 0: files only
                                                   ^ poll() at the next step tells how it went
 
-**Order.** All ranks gather the state (collectives, main threads), rank 0 copies what will change with `Saver.copy`,
-then hands a function without arguments to `start`. At most one save is in flight: `copy` and `start` wait for the one
-before, so the memory that `copy` fills again is not being read, and a disk that is slower than the interval between
-two saves holds up training instead of filling memory. The thread calls no collective and touches no device.
+**Order.** Rank 0 calls `wait`, all ranks gather the state (collectives, main threads), rank 0 copies what will change
+into the memory of the save before (`held`, which nobody reads once `wait` has returned), then hands a function without
+arguments to `start`. At most one save is in flight, so a disk that is slower than the interval between two saves holds
+up training instead of filling memory. The thread calls no collective and touches no device.
 
 **Errors.** A full disk is no reason to lose a week, as long as an older good checkpoint is there: `Policy` lets the run
 go on, and gives up at the third error in a row, at the first if nothing good exists, or if the save was to be the last
@@ -38,7 +38,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from nanochat.plain_state import to_host
 from nanochat.sealed import SEAL_NAME
 
 log = logging.getLogger(__name__)
@@ -110,12 +109,6 @@ class Saver:
         self._flying: Future[Outcome] | None = None
         self._told: deque[Outcome] = deque()
         self.held: dict[str, Any] = {}  # host copies of the save before: to be filled again, once `wait` has returned
-
-    def copy(self, state: Any, name: str = "model") -> Any:
-        """`to_host(state)` in the memory of `held[name]`, so valid until the next one. Waits for the save in flight."""
-        self.wait()
-        self.held[name] = to_host(state, into=self.held.get(name))
-        return self.held[name]
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
         """Let `write` save a checkpoint; waits for the save in flight first. `write` must use nothing that later steps

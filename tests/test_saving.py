@@ -114,7 +114,7 @@ def test_copies_from_a_gpu_are_pinned_complete_and_used_again() -> None:
 def test_a_save_runs_while_the_loop_goes_on_and_is_told_once(tmp_path: Path) -> None:
     saver = Saver(good=None)
     live = states(7)
-    copied = saver.copy(live["model_state"])
+    copied = to_host(live["model_state"])
     gate = Gate(writer(tmp_path, 7, model_state=copied))
     saver.start(gate)
     assert gate.running.wait(60) and gate.thread.startswith("saver") and saver.poll() is None
@@ -141,14 +141,13 @@ def test_the_thread_steps_back_and_no_other_does(tmp_path: Path) -> None:
     saver.close()
 
 
-@pytest.mark.parametrize("what", ["start", "copy", "wait", "close"])
+@pytest.mark.parametrize("what", ["start", "wait", "close"])
 def test_only_one_save_is_in_flight(tmp_path: Path, what: str) -> None:
     saver = Saver(good=None)
     gate = Gate(writer(tmp_path, 1))
     saver.start(gate)
     assert gate.running.wait(60)
-    calls = {"start": lambda: saver.start(writer(tmp_path, 2)), "copy": lambda: saver.copy({"w": torch.ones(1)}),
-             "wait": saver.wait, "close": saver.close}
+    calls = {"start": lambda: saver.start(writer(tmp_path, 2)), "wait": saver.wait, "close": saver.close}
     second = threading.Thread(target=calls[what])  # only to see that it waits
     second.start()
     second.join(0.1)
@@ -178,9 +177,10 @@ def test_copies_are_taken_into_the_same_memory_save_after_save(tmp_path: Path) -
     saver = Saver(good=None)
     seen = set()
     for step in range(1, 5):
-        copied = saver.copy({"w": torch.full((1000,), float(step))})
-        seen.add(copied["w"].data_ptr())
-        saver.start(writer(tmp_path, step, model_state=copied))
+        saver.wait()
+        saver.held = to_host({"w": torch.full((1000,), float(step))}, into=saver.held)
+        seen.add(saver.held["w"].data_ptr())
+        saver.start(writer(tmp_path, step, model_state=saver.held))
     saver.close()
     assert len(seen) == 1
     for step in range(1, 5):
@@ -229,7 +229,10 @@ def test_a_model_saved_while_it_trains_on_is_the_one_of_that_step(tmp_path: Path
         gate = None
         for step in range(9):
             if step % 3 == 0:
-                optimizer_state, weights = optimizer.gather_state(), saver.copy(model.state_dict())
+                saver.wait()
+                optimizer_state = optimizer.gather_state(into=saver.held.get("optimizer"))
+                weights = to_host(model.state_dict(), into=saver.held.get("model"))
+                saver.held = {"optimizer": optimizer_state, "model": weights}
                 gate = Gate(writer(run, step, model_state=weights, optimizer_state=optimizer_state))
                 if not asynchronous:
                     gate.go.set()

@@ -9,6 +9,7 @@ A waiting document is in the JSON with its length, so a restored feed packs at o
 that rows place.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Concat
-from nanochat.rows import Deferred, Document, Piece, PlacedRow, Row, Tape, TapeRow
+from nanochat.rows import Deferred, Document, Keys, Piece, PlacedRow, Row, Tape, TapeRow
 from nanochat.sources import Source
 
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
@@ -38,7 +39,7 @@ class Feed:
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted
-        self.ahead: Future[tuple[list[Document], list[np.ndarray], list[int]]] | None = None
+        self.ahead: Future[tuple[Sequence[Document], list[np.ndarray], list[int]]] | None = None
         self.target = 0  # documents that should wait before a row is packed
         self.full = config.layout == "concat" or not config.pack  # whether it has grown to its size
         self._snapshot: tuple[Any, ...] | None = None
@@ -58,7 +59,7 @@ class Feed:
         """Whether the last allowed epoch is read."""
         return 0 < self.max_epochs <= self.epoch
 
-    def _read_unit(self, epoch: int, unit: int) -> tuple[list[Document], list[np.ndarray], list[int]]:
+    def _read_unit(self, epoch: int, unit: int) -> tuple[Sequence[Document], list[np.ndarray], list[int]]:
         """(keys, tokens, how many are repeated) of a unit's documents, in the order in which they are used."""
         group, local = self._locate(epoch, unit)
         size = self.order.unit_size
@@ -68,7 +69,7 @@ class Feed:
         first = local * size
         if not self.config.framed:
             order = [i for i in order if len(tokens[i])]  # an entry of nothing
-        keys = [(epoch, group, first + i) for i in order]
+        keys = [(epoch, group, first + i) for i in order] if self.tape is None else Keys(epoch, group, first, order)
         return keys, [tokens[i] for i in order], [overlaps[i] for i in order] if any(overlaps) else []
 
     def _locate(self, epoch: int, unit: int) -> tuple[int, int]:
@@ -136,16 +137,17 @@ class Feed:
     def next_rows(self, index: int, num: int) -> list[Row]:
         """The next `num` rows, of which the first is the lane's row `index`. Fewer when the bucket is dry: nothing more
         comes and what waits cannot fill a row."""
+        self._snapshot = None
+        if self.tape is not None:
+            return self._stretches(index, num)
         rows: list[Row] = []
         packer, mapped = self.packer, self.source.mapped
-        next_row = self._next_placed if self.tape is None else self._next_stretch
         for i in range(index, index + num):
-            if not (self.full and mapped and packer.ready) or (self.target and len(packer) < self.target):
+            if not (self.full and mapped and packer.ready) or len(packer.docs) < self.target:
                 self.refill()
                 if not packer.ready:
                     break
-            rows.append(next_row(i))
-        self._snapshot = None
+            rows.append(self._next_placed(i))
         return rows
 
     def next_row(self, index: int) -> Row | None:
@@ -163,15 +165,23 @@ class Feed:
                 plain = plain and not start
         return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
 
-    def _next_stretch(self, index: int) -> TapeRow:
-        packer, tape = self.packer, self.tape
+    def _stretches(self, index: int, num: int) -> list[Row]:
+        """`next_rows` from the tape."""
+        packer, tape, mapped = self.packer, self.tape, self.source.mapped
         assert type(packer) is Concat and tape is not None
-        runs, first = packer.runs, packer.advance()
-        stop = first + packer.T + 1
-        pieces = tape.take(first, stop)
-        if self.documents:
-            pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
-        return TapeRow(self, index, first, pieces, runs)
+        rows: list[Row] = []
+        for i in range(index, index + num):
+            if not mapped or packer.end - packer.position <= packer.T:
+                self.refill()
+                if not packer.ready:
+                    break
+            runs, first = packer.runs, packer.advance()
+            pieces = tape.take(first, first + packer.T + 1)
+            if self.documents:
+                stop = first + packer.T + 1
+                pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
+            rows.append(TapeRow(self, i, first, pieces, runs))
+        return rows
 
     def _known(self, piece: Piece, stop: int) -> Piece:
         """A restored piece of a row that ends at `stop`, with its tokens or what will give them."""

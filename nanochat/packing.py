@@ -410,12 +410,12 @@ class Concat(_Packer):
         first, self.end = self.end, self.end + length - start
         self.runs += (Run((key,), [self.end], first, start, self.row if arrived is None else arrived),)
 
-    def push_many(self, keys: Iterable[Key], lengths: Sequence[int]) -> None:
+    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
         """Add whole documents, in order."""
-        first, *ends = accumulate(lengths, initial=self.end)
-        if ends:
+        if lengths:
+            first, ends = self.end, list(accumulate(lengths, initial=self.end))[1:]
             self.end = ends[-1]
-            self.runs += (Run(keys if isinstance(keys, Sequence) else list(keys), ends, first, 0, self.row),)
+            self.runs += (Run(keys, ends, first, 0, self.row),)
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document."""
@@ -424,11 +424,11 @@ class Concat(_Packer):
     def advance(self) -> int:
         """Take the next row: its first position."""
         first = self.position
-        self.position = first + self.T
-        while self.runs and self.runs[0].ends[-1] <= self.position:
-            self.runs = self.runs[1:]
-        if self.row:
-            self.repeated += 1
+        self.position = position = first + self.T
+        runs = self.runs
+        while runs and runs[0].ends[-1] <= position:
+            runs = self.runs = runs[1:]
+        self.repeated += self.row > 0
         self.row += 1
         return first
 

@@ -169,6 +169,21 @@ class Tape:
         return found
 
 
+class Keys(Sequence[Document]):
+    """The documents of a unit, named when somebody asks: rows of a tape are made without their names."""
+
+    __slots__ = ("_epoch", "_first", "_group", "_order")
+
+    def __init__(self, epoch: int, group: int, first: int, order: list[int]):
+        self._epoch, self._group, self._first, self._order = epoch, group, first, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._epoch, self._group, self._first + self._order[i]
+
+
 class Known(NamedTuple):
     """What a `TapeRow` tells of a document."""
 

@@ -79,6 +79,7 @@ class Stream:
             order = Order(source.groups, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: Feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
+        self.only = next(iter(self.feeds.values())) if self.mixer is None else None  # feeds of a single bucket
         self.mapped = all(source.mapped for source in sources.values())
         for cursor in cursors or ():
             self._restore(cursor, new_curriculum)
@@ -145,7 +146,11 @@ class Stream:
 
     def _lane_rows(self, lane: int, num: int) -> list[Row]:
         """A lane's next rows; fewer where it is dry."""
-        rows: list[Row] = []
+        if self.only is not None and not self.dropped[lane]:  # the same as below, for one bucket
+            rows = self.only[lane].next_rows(self.rows[lane], num)
+            self.rows[lane] += len(rows)
+        else:
+            rows = []
         while len(rows) < num:
             index = self.rows[lane]
             bucket = self._bucket(lane, index)

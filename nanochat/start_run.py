@@ -24,7 +24,7 @@ from nanochat.curriculum import Curriculum
 from nanochat.gpt import GPTConfig
 from nanochat.plan import Plan
 from nanochat.ranks import broadcast, on_rank0
-from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data
+from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data, stream_config
 from nanochat.run_dir import (
     HIDDEN_NAME,
     PLAN_NAME,
@@ -32,6 +32,7 @@ from nanochat.run_dir import (
     clean_stale,
     delete_checkpoint,
     is_run_dir,
+    iter_log,
     keep_cursors,
     pack_cursors,
     read_config,
@@ -40,12 +41,14 @@ from nanochat.run_dir import (
 from nanochat.run_state import Owner, check_free, claim
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.shutdown import FLAG_NAME
-from nanochat.sources import Manifest, split_train_val
+from nanochat.sources import Manifest, Source, split_train_val
+from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
 
 
+_OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
 OURS = ("config.json", MANIFEST_NAME, PLAN_NAME, "tokenizer", "logs", "checkpoints", "report.md", FLAG_NAME)
 
 
@@ -62,7 +65,8 @@ class Start:
     """How a run goes on. `checkpoint` is None for step 0, where `origin` may be set. `completed_steps`: a completed run
     did so many, so there is nothing to do unless its horizon has moved beyond them; 0 for an unfinished one. `halted`:
     why the run may not go on, and what would let it; empty if it may. `changed`: whether its curriculum is another one
-    from now on. `skips`: {step: how many steps' rows are passed over before it}, for all of the run."""
+    from now on. `skips`: {step: how many steps' rows are passed over before it}, for all of the run. `looked`: whether
+    the evaluation due at `step` was done before the checkpoint was saved; a stop saves at once."""
 
     settings: dict[str, Any]
     checkpoint: Path | None = None
@@ -72,6 +76,7 @@ class Start:
     halted: str = ""
     changed: bool = False
     step: int = 0
+    looked: bool = False
     origin: Origin | None = None
     skips: dict[int, int] = field(default_factory=dict)
     generation: int = 0  # of the owner before, for `claim`
@@ -126,10 +131,11 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
     step = state.get("step", 0)
     return Start(
         settings, checkpoint, step=step, notices=tuple(changes.notices()), changed=changed,
+        looked=state.get("status", "stopped") != "stopped",
         completed_steps=step if state.get("status") == "completed" else 0,
         halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
         origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
-        skips=_add_skips(dict(state.get("skips", [])), skips, step), generation=check_free(run_dir))
+        skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=check_free(run_dir))
 
 
 def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:
@@ -137,11 +143,18 @@ def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -
     if settings["init_from"] is None:
         return None
     checkpoint, told = load_run_weights(settings["init_from"])
+    if known is not None and known["checksum"] != told["checksum"]:  # that run has gone on since
+        before = checkpoint.path.with_name(known["checkpoint"])
+        try:
+            checkpoint, told = load_run_weights(before)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
+                             f"{known['run']}, which cannot be had any more ({e}); {_OTHER_ORIGIN}") from e
+        if known["checksum"] != told["checksum"]:
+            raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
+                             f"{known['run']}, but {before} is another checkpoint now (step {told['step']}); "
+                             f"{_OTHER_ORIGIN}")
     checkpoint.check_tokenizer(settings["tokenizer_fingerprint"])
-    if known is not None and known["checksum"] != told["checksum"]:
-        raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
-                         f"{known['run']}, now that is another checkpoint ({checkpoint.path}, step {told['step']}); "
-                         f"name the old one as RUN@STEP, or start a new run with --model-tag NAME")
     return Origin(checkpoint.path, told)
 
 
@@ -153,17 +166,28 @@ def parse_skips(texts: Sequence[str]) -> dict[int, int]:
         if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
             raise ValueError(f"--skip-steps: got {text!r}, expected A:B, the first step whose rows are passed over "
                              f"and the first behind them")
+        if int(first) in found:
+            raise ValueError(f"--skip-steps {text}: two that begin at step {first}; give one")
         found[int(first)] = int(last) - int(first)
     return found
 
 
+def _kept_skips(run_dir: Path, state: dict[str, Any]) -> dict[int, int]:
+    """A run's skips: those of a checkpoint, and for steps behind it those of the newest launch, which may have died
+    before it saved any."""
+    launches = [r for r in iter_log(run_dir / "logs" / "train.jsonl") if r.get("event") == "started"]
+    of_launch = dict(launches[-1].get("skips", [])) if launches else {}
+    step = state.get("step", 0)
+    return {**dict(state.get("skips", [])), **{first: num for first, num in of_launch.items() if first >= step}}
+
+
 def _add_skips(kept: dict[int, int], asked: dict[int, int], step: int) -> dict[int, int]:
     """A run's skips with those of the command. ValueError for steps that are done already."""
-    for first in asked.keys() - kept.keys():
-        if first < step:
-            raise ValueError(f"--skip-steps {first}:{first + asked[first]}: the run is at step {step}; go back with "
-                             f"--resume to a checkpoint of step {first} or before")
-    return dict(sorted({**asked, **kept}.items()))
+    for first, num in asked.items():
+        if first < step and kept.get(first) != num:
+            raise ValueError(f"--skip-steps {first}:{first + num}: the run is at step {step}; go back with --resume to "
+                             f"a checkpoint of step {first} or before")
+    return dict(sorted({**kept, **asked}.items()))
 
 
 def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -192,7 +216,9 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
         curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
         manifests = find_data(pinned_data(run_dir), settings["data_path"], settings["val_path"], curriculum=curriculum,
                               data_format=settings["data_format"], strict=settings["strict"])
-        open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # or nothing binds the next attempt
+        data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # or nothing binds the next
+        if start.checkpoint is None and start.position is not None:
+            _check_position(start.position, data.train, settings, tokenizer)
         pin_data(run_dir, manifests)
         tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
@@ -208,10 +234,28 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     return owner, manifests
 
 
-def load_states(start: Start, model_config: GPTConfig) -> dict[str, Any]:
+def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str, Any], tokenizer: RustBPETokenizer
+                    ) -> None:
+    """ValueError unless the data can go on where another run's was."""
+    config = stream_config(settings)
+    try:
+        Stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, new_curriculum=True, num_threads=1,
+               cursors=load_checkpoint(origin, verify=False).cursors).close()
+    except ValueError as e:
+        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
+
+
+def check_model(start: Start, model_config: GPTConfig) -> None:
+    """ValueError with a diff if the checkpoint that a run goes on from, or begins with, is of another architecture."""
+    path = start.checkpoint or (start.origin.path if start.origin else None)
+    if path is not None:
+        load_checkpoint(path, verify=False).check_architecture(vars(model_config))
+
+
+def load_states(start: Start) -> dict[str, Any]:
     """Collective. What a run goes on with, read by rank 0 and sent to all, so that no other machine need see the files:
     {} at the very beginning; model, cursors, optimizer where they come from somewhere; progress and wandb_id of a
-    checkpoint of this run. ValueError for another architecture, before any weight is read."""
+    checkpoint of this run. For a start that `check_model` found right."""
     found: dict[str, Any] = {}
 
     def read() -> None:
@@ -219,7 +263,6 @@ def load_states(start: Start, model_config: GPTConfig) -> dict[str, Any]:
         if path is None:
             return
         loaded = load_checkpoint(path, verify=False)
-        loaded.check_architecture(vars(model_config))
         found["model"] = loaded.model_state()
         if start.checkpoint is not None or start.settings["init_optimizer"]:
             found["optimizer"] = loaded.optimizer_state()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import DummyWandb, print0
-from nanochat.run_dir import TrainLog
+from nanochat.run_dir import TrainLog, iter_log
 from nanochat.run_state import RunState
 from nanochat.schedule import Schedule
 from nanochat.trainer import Progress
@@ -19,21 +19,57 @@ from nanochat.trainer import Progress
 log = logging.getLogger(__name__)
 
 
+class Past:
+    """What the log tells of the launches before this one.
+
+    wandb_id: of the run's wandb run, None if it had none. given_up: the steps whose newest line, at or after
+    `first_step`, is of rows that the run gave up since, for another curriculum or by skipping, and has not come to
+    again: their digests are no longer the run's.
+    """
+
+    def __init__(self, path: Path, *, first_step: int):
+        self.wandb_id: str | None = None
+        self.given_up: set[int] = set()
+        self._first_step, self._done, self._skipped = first_step, set[int](), dict[int, int]()
+        for record in iter_log(path):
+            self.note(record)
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Take in a line of the log."""
+        event, step = record.get("event"), record.get("step", -1)
+        if event == "wandb":
+            self.wandb_id = record["id"]
+        elif event == "curriculum" or (event == "skipped" and self._skipped.get(step) != record["steps"]):
+            self.given_up |= {done for done in self._done if done >= step}
+            self._skipped[step] = record.get("steps", 0)
+        elif event is None and step >= self._first_step:
+            self._done.add(step)
+            self.given_up.discard(step)
+
+
 class Watch:
     """The log and the wandb run of a training run; on ranks other than 0 it does nothing.
 
-    wandb_id: of the wandb run to go on with, None for a new one; afterwards that of the run there is.
+    wandb_id: of the wandb run to go on with, None for that in the log, or else a new one; afterwards that of the run
+    there is. The log has it from the first launch on, whatever becomes of that launch.
     """
 
     def __init__(self, run_dir: Path, progress: Progress, *, rank: int, run: str, settings: dict[str, Any],
                  wandb_id: str | None, state: RunState | None = None):
         self.progress, self.state = progress, state
-        self.log = TrainLog(run_dir / "logs" / "train.jsonl", first_step=progress.step) if rank == 0 else None
-        self.wandb = start_wandb(run, settings, run_dir, wandb_id) if rank == 0 else DummyWandb()
-        self.wandb_id = self.wandb.id or wandb_id
+        path = run_dir / "logs" / "train.jsonl"
+        self.log = TrainLog(path, first_step=progress.step) if rank == 0 else None
+        self.past = Past(path, first_step=progress.step) if rank == 0 else None
+        logged_id = self.past.wandb_id if self.past else None
+        self.wandb = start_wandb(run, settings, run_dir, wandb_id or logged_id) if rank == 0 else DummyWandb()
+        self.wandb_id = self.wandb.id or wandb_id or logged_id
+        if self.log is not None and self.wandb_id != logged_id:
+            self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
 
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
+        if self.past is not None:
+            self.past.note({"event": name, "step": self.progress.step, **record})
         if self.log is not None:
             self.log.write(event=name, step=self.progress.step, time=time.time(), **record)
         self.wandb.log({"step": self.progress.step, **{f"{name}/{key}": value for key, value in record.items()}})
@@ -42,9 +78,11 @@ class Watch:
 
     def check_digest(self, digest: str, *, tokens: int) -> None:
         """ValueError if the step that was just computed had another digest when this run was there before. (Not if it
-        was there with other batch sizes: the counts of tokens differ.)"""
+        was there with other batch sizes: the counts of tokens differ; nor with rows that it gave up since.)"""
         step = self.progress.step
-        logged = None if self.log is None else self.log.digest_of(step, tokens=self.progress.tokens + tokens)
+        if self.log is None or self.past is None or step in self.past.given_up:
+            return
+        logged = self.log.digest_of(step, tokens=self.progress.tokens + tokens)
         if logged not in (None, digest):
             raise ValueError(f"step {step}: its batch has digest {digest}, but had {logged} when this run was there "
                              f"before: data or code changed; go back to what it was")

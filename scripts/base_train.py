@@ -49,7 +49,7 @@ from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
 from nanochat.ranks import agree, gather, gather_all, on_rank0
-from nanochat.retention import prune
+from nanochat.retention import check_retention, prune
 from nanochat.run_data import RunData, open_data, stream_config
 from nanochat.run_dir import run_path
 from nanochat.run_plan import rehearse
@@ -58,7 +58,7 @@ from nanochat.saving import Code, Outcome, Saver
 from nanochat.schedule import Horizon, Schedule
 from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.sources import FORMATS
-from nanochat.start_run import Start, begin, load_states, prepare, settled
+from nanochat.start_run import Start, begin, check_model, load_states, prepare, settled
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, StepTotals, Stop, add_up, save
 from nanochat.watch import Watch
@@ -187,8 +187,9 @@ class Run:
 
     def due(self, name: str) -> bool:
         """Whether it is time to look or save, before the next step."""
-        every, step, first = self.settings[name], self.progress.step, self.start.step
-        return every > 0 and (step >= self.horizon.num_iterations or step % every == 0) and (step > first or first == 0)
+        every, step = self.settings[name], self.progress.step
+        return every > 0 and (step >= self.horizon.num_iterations or step % every == 0) and (
+            step > self.start.step or not self.start.looked)
 
 
 def one_step(run: Run) -> StepTotals:
@@ -376,6 +377,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
     """Find out what the command means, open everything, go through the loop."""
     args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = agree(lambda: find_tokenizer(args.tokenizer_dir, args.data_path))
+    agree(lambda: check_retention(args.keep_last_k, args.keep_milestone_every))
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = agree(lambda: run_path(args.model_tag))
     settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
@@ -390,6 +392,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
     if start.halted:
         print0(f"{run_dir}: halted ({start.checkpoint}): {start.halted}; {WAY_ON}")
         return EXIT_HALTED
+    on_rank0(lambda: check_model(start, model.config))
     config = agree(lambda: stream_config(settings))
     schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
                                       args.final_lr_frac, horizon.weight_decay_scaled))
@@ -418,7 +421,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
             unembedding_lr=args.unembedding_lr * scale, embedding_lr=args.embedding_lr * scale,
             scalar_lr=args.scalar_lr * scale, matrix_lr=args.matrix_lr * scale,
             weight_decay=horizon.weight_decay_scaled)
-        saved = load_states(start, model.config)
+        saved = load_states(start)
         if "model" in saved:
             model.load_state_dict(saved["model"])
         if "optimizer" in saved:
@@ -447,7 +450,8 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
                    f"the data goes on where {start.position} was")
         if start.changed:
             watch.event("curriculum", curriculum=settings["curriculum"])
-        watch.event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived)
+        watch.event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived,
+                    skips=sorted(start.skips.items()))
         return loop(Run(
             run_dir=run_dir, start=start, settings=settings, horizon=horizon, schedule=schedule, tokenizer=tokenizer,
             data=data, device=device, rank=rank, world_size=world_size, model=model, compiled=compiled,

@@ -1,0 +1,227 @@
+"""What ranks tell each other: values and errors reach all of them, and one sentence is said. Real gloo processes."""
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanochat import ranks
+from nanochat.common import run_main
+from nanochat.ranks import agree, broadcast, gather, gather_all, on_rank0, same
+from tests.training import as_bytes
+
+PATIENCE_S = 60
+SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+# ---- a launch -------------------------------------------------------------------------------------------------------
+
+def rank_main(rank: int, world_size: int, port: int, job: Callable[[int], Any], folder: str) -> None:
+    """Do `job(rank)` as a script would, and leave its value beside its output."""
+    fd = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
+    torch.set_num_threads(1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if world_size > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port))
+        dist.init_process_group("gloo")
+
+    def main() -> None:
+        value = job(rank)
+        torch.save(value, f"{folder}/value-{rank}")
+        if world_size > 1:
+            dist.barrier()
+
+    try:
+        run_main(main)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class Result:
+    """What the processes of a launch came to: `codes`, `values` (those that got that far), `text` of all."""
+
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.codes = codes
+        self.outputs = [(folder / f"output-{rank}").read_text() for rank in range(len(codes))]
+        self.text = "".join(self.outputs)
+        paths = [folder / f"value-{rank}" for rank in range(len(codes))]
+        self.values = [torch.load(path, weights_only=True) for path in paths if path.exists()]
+
+    def error(self) -> str:
+        """The one sentence of a launch that failed; on rank 0, and nothing else anywhere."""
+        assert self.codes == [1] * len(self.codes) and not self.values, self.text
+        assert self.text == self.outputs[0] and self.text.count("\n") == 1, self.text
+        return self.text.removeprefix("error: ").strip()
+
+
+def launch(folder: Path, world_size: int, job: Callable[[int], Any]) -> Result:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "tests.training", "torch._dynamo", "numpy.random"])
+    processes = [context.Process(target=rank_main, args=(rank, world_size, port, job, str(folder)), daemon=True)
+                 for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert None not in codes, "a rank hangs"
+    return Result(folder, [code for code in codes if code is not None])
+
+
+def values(folder: Path, world_size: int, job: Callable[[int], Any]) -> list[Any]:
+    """`launch` that ends well."""
+    result = launch(folder, world_size, job)
+    assert result.codes == [0] * world_size and len(result.values) == world_size, result.text
+    return result.values
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+def all_kinds(rank: int) -> Any:
+    return {"rank0": on_rank0(lambda: {"from": rank, "none": None}), "agree": agree(lambda: rank * 10),
+            "gather": gather(["x", rank]), "all": gather_all((rank, None)), "same": same({"a": 1, "b": [None]})}
+
+
+@SIZES
+def test_values_reach_whom_they_should(tmp_path: Path, world_size: int) -> None:
+    found = values(tmp_path, world_size, all_kinds)
+    for rank, value in enumerate(found):
+        assert value == {"rank0": {"from": 0, "none": None}, "agree": rank * 10,
+                         "gather": [["x", r] for r in range(world_size)] if rank == 0 else [],
+                         "all": [(r, None) for r in range(world_size)], "same": None}
+
+
+def a_state() -> dict[str, Any]:
+    """Tensors of all dtypes and awkward layouts, in a nest."""
+    torch.manual_seed(0)
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+              torch.int8, torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn)
+    many = {str(dtype): (torch.rand(3, 5) * 100).to(dtype) for dtype in dtypes}
+    whole = torch.arange(24.0).view(4, 6)
+    return {"dtypes": many, "list": [torch.tensor(7), torch.tensor(1.5, dtype=torch.bfloat16), torch.empty(0)],
+            "tuple": (torch.empty(3, 0, dtype=torch.int8), [], ({"deep": torch.tensor([True])},)),
+            "layouts": {"transposed": whole.t(), "strided": whole[:, ::2], "expanded": torch.ones(1).expand(5, 2),
+                        "offset": whole[2:], "reversed": whole.flip(0)},
+            "parameter": torch.nn.Parameter(torch.full((2,), 3.0)), 5: None, "plain": [1, 2.5, "text", True]}
+
+
+def broadcast_states(rank: int) -> Any:
+    state = a_state() if rank == 0 else {"another": "thing"}
+    got = broadcast(state)
+    if rank == 0:
+        assert got["dtypes"]["torch.float32"] is state["dtypes"]["torch.float32"]
+    else:
+        assert not any(t.requires_grad or not t.is_contiguous() for t in got["layouts"].values())
+    for plain in ({}, None, "text"):
+        assert broadcast(plain if rank == 0 else [rank]) == plain
+    return repr(as_bytes(got))
+
+
+@SIZES
+def test_a_state_of_any_dtype_and_layout_arrives_bit_by_bit(tmp_path: Path, world_size: int) -> None:
+    assert values(tmp_path, world_size, broadcast_states) == [repr(as_bytes(a_state()))] * world_size
+
+
+def broadcast_and_count(rank: int) -> int:
+    """Bytes of tensor memory that rank 0 allocates to send 64 MB in sixteen tensors."""
+    state = [torch.ones(1 << 20) for _ in range(16)] if rank == 0 else None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        got = broadcast(state)
+    assert len(got) == 16 and all(bool((t == 1).all()) for t in got)
+    return sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+
+
+def test_rank_0_copies_nothing_to_send_it(tmp_path: Path) -> None:
+    of_rank0, of_rank1 = values(tmp_path, 2, broadcast_and_count)
+    assert of_rank1 >= 16 << 22 and of_rank0 < 1 << 20
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+def raise_it(error: Exception) -> Any:
+    raise error
+
+
+def fail_on_rank0(error: Exception, rank: int) -> None:
+    on_rank0(partial(raise_it, error))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad: got 1"), FileNotFoundError("x.bin: missing")])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_error_of_rank_0_is_one_sentence_and_all_leave(tmp_path: Path, world_size: int, error: Exception) -> None:
+    assert launch(tmp_path, world_size, partial(fail_on_rank0, error)).error() == str(error)
+
+
+def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
+    text = f"x.bin of {rank}: missing" if own else "x.bin: missing"
+    return agree(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
+
+
+@pytest.mark.parametrize(("bad", "own", "told"), [
+    ((0, 1, 2, 3), False, "x.bin: missing"),
+    ((0, 1, 2, 3), True, "x.bin of 0: missing"),
+    ((2,), False, "rank 2 on host {host}: x.bin: missing"),
+    ((1, 3), False, "rank 1, 3 on host {host}: x.bin: missing"),
+    ((1, 3), True, "rank 1 on host {host}: x.bin of 1: missing (1 more of 4 failed too)"),
+    ((0, 2), False, "rank 0, 2 on host {host}: x.bin: missing"),
+])
+def test_where_not_all_fail_the_sentence_names_ranks_and_host(tmp_path: Path, bad: tuple[int, ...], own: bool,
+                                                              told: str) -> None:
+    assert launch(tmp_path, 4, partial(fail_on, bad, own)).error() == told.format(host=socket.gethostname())
+
+
+def bug_on(bad: int, how: str, rank: int) -> None:
+    error = KeyError("a bug") if rank == bad else ValueError("a bad flag")
+    if how == "agree":
+        agree(lambda: raise_it(error))
+    else:
+        on_rank0(lambda: raise_it(error))
+
+
+@pytest.mark.parametrize(("how", "bad"), [("agree", 0), ("agree", 1), ("on_rank0", 0)])
+def test_a_bug_keeps_its_traceback_and_is_the_only_thing_told(tmp_path: Path, how: str, bad: int) -> None:
+    result = launch(tmp_path, 2, partial(bug_on, bad, how))
+    assert result.codes == [1, 1] and not result.values
+    assert result.text == result.outputs[bad] and "KeyError: 'a bug'" in result.text and "in bug_on" in result.text
+
+
+def start_differently(rank: int) -> None:
+    same({"data_path": "/data" if rank != 2 else "/other", "seed": 42, **({"extra": 1} if rank == 2 else {})})
+
+
+def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    assert launch(tmp_path, 4, start_differently).error() == (
+        f"the processes of this launch were started differently: data_path is '/data' on rank 0, '/other' on rank 2 on "
+        f"host {host}; extra is None on rank 0, 1 on rank 2 on host {host}; start all with the same flags, the same "
+        f"files under the same paths, and the same tokenizer")
+
+
+def test_in_a_single_process_errors_are_those_of_the_function() -> None:
+    for call in (on_rank0, agree):
+        with pytest.raises(KeyError, match="as it is"):
+            call(partial(raise_it, KeyError("as it is")))
+
+
+def test_many_ranks_are_counted() -> None:
+    assert ranks._named(list(range(20))) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"

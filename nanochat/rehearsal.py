@@ -52,9 +52,13 @@ class SampledLengths:
         drawn = self.sample[(words(int(self.groups[group]), "sample", group) % np.uint64(len(self.sample))).astype(int)]
         return drawn[unit * unit_size:(unit + 1) * unit_size]
 
+    def prefixes(self, group: int) -> np.ndarray:
+        """How many tokens of each document repeat the one before it: text has none."""
+        return np.zeros(int(self.groups[group]), np.uint16)
+
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
-        """Text has none."""
-        return [0] * len(self.lengths(group, unit, unit_size))
+        """The same for a unit."""
+        return self.prefixes(group)[unit * unit_size:(unit + 1) * unit_size].tolist()
 
     def locate(self, group: int) -> tuple[str, int]:
         """A sample has no place."""
@@ -138,7 +142,7 @@ def unit_totals(source: Lengths, order: Order, T: int) -> Totals:
         lengths = source.lengths(group, 0, n)
         long = lengths > T
         edges = np.arange(0, n, order.unit_size)
-        columns = (lengths, long, np.where(long, 0, lengths), lengths > 0, source.overlaps(group, 0, n))
+        columns = (lengths, long, np.where(long, 0, lengths), lengths > 0, source.prefixes(group))
         parts.append(np.stack([np.add.reduceat(np.asarray(column, np.int64), edges) for column in columns]))
     return Totals(*np.concatenate(parts, axis=1))
 
@@ -174,11 +178,12 @@ class Rehearsal(Feed):
         group, local = order.locate(self.epoch, self.unit)
         stop = min(order.span(self.epoch, group).stop, order.share(self.lane, self.epoch).stop)
         n = int(order.groups[group])
-        lengths, overlaps = self.source.lengths(group, 0, n), self.source.overlaps(group, 0, n)  # type: ignore
+        lengths, prefixes = self.source.lengths(group, 0, n), self.source.prefixes(group)  # type: ignore
         for unit in range(local, local + stop - self.unit):
             span = slice(unit * size, min((unit + 1) * size, n))
             mine = lengths[span][order.rows(self.epoch, group, unit, span.stop - span.start)].tolist()
-            self._units.append((mine if self.config.framed else [n for n in mine if n], sum(overlaps[span])))
+            repeated = int(prefixes[span].sum(dtype=np.int64))
+            self._units.append((mine if self.config.framed else [n for n in mine if n], repeated))
         self._units.reverse()
 
     def _read(self) -> None:

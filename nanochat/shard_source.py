@@ -185,6 +185,11 @@ class ShardSource:
         starts, ends = self._bounds(*self._entries(group, unit, unit_size))
         return ends - starts + (not self.keep_eod)
 
+    def prefixes(self, group: int) -> np.ndarray:
+        """`overlaps` of a whole group, (n,) uint16, from the index alone."""
+        shard, first, last = self._entries(group, 0, int(self.groups[group]))
+        return shard.index.prefixes[first:last]
+
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
         """How many first ids of each entry repeat the entry before it. ValueError where that is more than it has."""
         block, span = self._unit(group, unit, unit_size)

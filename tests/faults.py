@@ -5,22 +5,28 @@ Faults on purpose: stop, or fail, at the n-th change that some code makes to the
     kill_at(n, save, below=run)                         # a forked child runs `save` and dies before change n
     with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
     with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
+    start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
+    start(hook=partial(copying, to, below=run, ...))    # a job keeps a copy of what a kill before each would have left
     python -m tests.faults --at 17 --below RUN -- scripts.base_train --depth=4 ...     # the same for a whole command
 
 A change is a call that creates, fills, syncs, renames or removes something below a folder: open for writing, write,
 fsync, rename, replace, mkdir, unlink, rmdir. They are counted in all threads, in the order in which they come. The
 killed process gets SIGKILL: no `finally`, no buffer flushed. What a power cut adds, losing what was not synced, is not
-simulated. The functions of `os` and `open` are replaced while a `with` block lasts, and nothing before or after it, so
-neither the code under test nor its environment knows of this. Whatever opens files in C++ is not seen: the code under
-test hands Python files to torch.save.
+simulated. Which changes count can be narrowed: to those that match a pattern, to those from the first that does, to the
+first of several writes to a file in a row. The functions of `os` and `open` are replaced while a `with` block lasts,
+and nothing before or after it, so neither the code under test nor its environment knows of this. Whatever opens files
+in C++ is not seen: the code under test hands Python files to torch.save.
 """
 
 import argparse
 import builtins
 import contextlib
+import errno
 import io
 import os
+import re
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -43,9 +49,9 @@ class Changes:
     `onwards` before all that follow, too."""
 
     def __init__(self, below: Path, at: int | None, act: Callable[[], Any], kinds: Sequence[str],
-                 onwards: bool = False) -> None:
+                 onwards: bool = False, match: str = "", since: str = "", repeats: bool = True) -> None:
         self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
-        self.onwards = onwards
+        self.onwards, self.match, self.since, self.repeats = onwards, match, since, repeats
         self.made: list[str] = []  # "kind path" of each
         self._lock = threading.Lock()
 
@@ -53,8 +59,13 @@ class Changes:
         """A change of some kind is about to be made at a path."""
         if kind not in self.kinds or where is None or not (where + os.sep).startswith(self.below + os.sep):
             return
+        change = f"{kind} {os.path.relpath(where, self.below)}"
         with self._lock:
-            self.made.append(f"{kind} {os.path.relpath(where, self.below)}")
+            if not (re.search(self.match, change) and (self.made or re.search(self.since, change))):
+                return
+            if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
+                return
+            self.made.append(change)
             past = None if self.at is None else len(self.made) - 1 - self.at
         if past == 0 or (self.onwards and past is not None and past > 0):
             self.act()
@@ -124,9 +135,12 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
 
 @contextlib.contextmanager
 def watching(below: Path, *, at: int | None = None, act: Callable[[], Any] = lambda: None,
-             kinds: Sequence[str] = KINDS, onwards: bool = False) -> Iterator[Changes]:
-    """While the block lasts, note all changes below a folder, and call `act` before change `at`."""
-    changes = Changes(below, at, act, kinds, onwards)
+             kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "", since: str = "",
+             repeats: bool = True) -> Iterator[Changes]:
+    """While the block lasts, note all changes below a folder, and call `act` before change `at`. A change reads
+    "kind path/below/the/folder". `match`, `since`: patterns of those that count, and of the first that does; `repeats`
+    False: of several writes to a file in a row the first counts."""
+    changes = Changes(below, at, act, kinds, onwards, match, since, repeats)
     with contextlib.ExitStack() as stack:
         for name in (kind for kind in KINDS if kind != "write"):
             stack.enter_context(mock.patch.object(os, name, _wrap_os(name, changes)))
@@ -180,6 +194,44 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
 
     with contextlib.suppress(Crash), watching(below, at=at, act=die, kinds=kinds, onwards=True) as changes:
         yield changes
+
+
+@contextlib.contextmanager
+def full_disk(match: str, *, below: Path) -> Iterator[Changes]:
+    """While the block lasts, no change that matches a pattern finds room."""
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with watching(below, at=0, onwards=True, act=fail, match=match) as changes:
+        yield changes
+
+
+# ---- hooks: for a process of its own, to the end of its days ---------------------------------------------------------
+
+_FOREVER = contextlib.ExitStack()
+
+
+def dying_at(at: int, *, below: Path, since: str = "", kinds: Sequence[str] = KINDS) -> None:
+    """From now on this process dies before change `at`, counted as by `watching` without repeats."""
+    _FOREVER.enter_context(watching(below, at=at, act=_die, kinds=kinds, since=since, repeats=False))
+
+
+def copying(into: Path, *, below: Path, since: str, until: str) -> None:
+    """From the first change that matches `since` to the one before the first that then matches `until`: copy what is
+    below the folder to INTO/<number> before each change is made. What lies there is what a kill would leave; that the
+    other threads go on while it is copied is what they do before a kill, too."""
+    lock = threading.Lock()
+
+    def copy() -> None:
+        with lock:
+            if re.search(until, changes.made[-1]):
+                changes.at = None
+            elif changes.at is not None:
+                shutil.copytree(below, into / f"{len(os.listdir(into)):04d}",
+                                ignore=shutil.ignore_patterns(".run_state.json.*"))  # they come and go
+
+    into.mkdir()
+    changes = _FOREVER.enter_context(watching(below, at=0, onwards=True, act=copy, since=since, repeats=False))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

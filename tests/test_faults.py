@@ -1,0 +1,341 @@
+"""Whatever happens to a run, it ends with the bits of one that nothing happened to: killed at every write of a save,
+with damaged checkpoints, full disks, clocks that jump, signals to one rank, launched twice. See also dev/torture.sh."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import checkpoint as ckpt
+from nanochat import run_state
+from nanochat.run_dir import TrainLog, cursor_files, iter_log, read_cursors
+from tests import faults, training
+from tests.training import checkpoints, die_in, digests, losses, refuse, state_of, steps, succeed
+
+STEPS = 12
+SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
+    "max_seq_len": 64, "total_batch_size": 64 * 8, "device_batch_size": 4, "buffer_size": 8, "overlap": 16,
+    "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
+MODES = pytest.mark.parametrize("mode", [{}, {"sync_save": True}], ids=["asynchronous", "sync"])
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name, value in SMALL.items():
+        monkeypatch.setitem(training.SETTINGS, name, value)
+    with training.workplace(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of all tests here on one process, with nothing in its way."""
+    with training.workplace(tmp_path_factory.mktemp("reference")):
+        succeed(**SMALL)
+        folders = {int(ckpt.read_state(path)["step"]): path for path in
+                   ckpt.list_checkpoints(training.run_dir())}
+        return {"final": state_of(folders[STEPS]), "digests": digests(), "losses": losses(), "path": training.run_dir(),
+                "sums": {step: sums(path) for step, path in folders.items()}}
+
+
+def sums(checkpoint: Path) -> dict[str, Any]:
+    """Sizes and checksums of the states in a checkpoint, which is verified."""
+    ckpt.verify_checkpoint(checkpoint)
+    files = ckpt.read_state(checkpoint)["files"]
+    return {name: files[name] for name in ckpt.REQUIRED}
+
+
+def log_file() -> Path:
+    return training.run_dir() / "logs" / "train.jsonl"
+
+
+def resumed_at() -> int:
+    """Where the last launch began."""
+    return [record["step"] for record in iter_log(log_file()) if record.get("event") == "started"][-1]
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + training.PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def assert_equal(reference: dict[str, Any]) -> None:
+    """The run here has ended as the reference did, and nothing is left over."""
+    assert state_of(training.run_dir() / "checkpoints" / "final") == reference["final"]
+    assert digests() == reference["digests"] and losses() == reference["losses"]
+    assert not [name for name in checkpoints() if name.startswith(".")]
+    state = run_state.read_state(training.run_dir())
+    assert state is not None and run_state.exit_code(state) == 0 and state["checkpoint"] == "final"
+
+
+def take_over(reference: dict[str, Any], last: int) -> Path:
+    """Make the run here the reference as it was after the save of a step; returns its newest checkpoint."""
+    shutil.copytree(reference["path"], training.run_dir())
+    for path in ckpt.list_checkpoints(training.run_dir()):
+        if path.name == "final" or int(path.name[len("checkpoint-"):]) > last:
+            shutil.rmtree(path)
+    return training.run_dir() / "checkpoints" / f"checkpoint-{last}"
+
+
+# ---- killed while saving --------------------------------------------------------------------------------------------
+
+@MODES
+def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[str, Any], mode: dict[str, Any],
+                                                              tmp_path: Path) -> None:
+    """A run that keeps one checkpoint leaves, before every change of its second save, a copy of what is on disk: all
+    that SIGKILL leaves. Each has the old checkpoint or the new one, whole; one of each kind goes on to the end."""
+    copies, kinds = tmp_path / "copies", {}
+    hook = partial(faults.copying, copies, below=training.run_dir(), since=r"^mkdir checkpoints/\.tmp-checkpoint-4",
+                   until=r" checkpoints/\.tmp-checkpoint-6")
+    assert training.start(hook=hook, keep_last_k=1, **mode).wait() == [0]
+    newest = []
+    for copy in sorted(copies.iterdir()):
+        good = ckpt.newest_good(copy)
+        assert good is not None and sums(good) == reference["sums"][ckpt.read_state(good)["step"]]
+        kept = [read_cursors(path)[0] for path in cursor_files(copy).values()]
+        logged = {r["step"]: r["digest"] for r in iter_log(copy / "logs" / "train.jsonl") if "event" not in r}
+        assert list(logged.values()) == reference["digests"][:len(logged)] and len(logged) >= 4 and kept[0] == 2
+        newest.append(good.name)
+        hidden = [p.name.split("-")[0] for p in (copy / "checkpoints").glob(".*")]
+        kinds.setdefault((good.name, len(ckpt.list_checkpoints(copy)), *hidden), copy)
+    assert newest == sorted(newest) and set(newest) == {"checkpoint-2", "checkpoint-4"}
+    assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 15
+    assert kinds.keys() >= {("checkpoint-2", 1), ("checkpoint-2", 1, ".tmp"), ("checkpoint-4", 2),
+                            ("checkpoint-4", 1, ".del"), ("checkpoint-4", 1)}
+    for (name, *_), copy in kinds.items():
+        shutil.rmtree(training.run_dir())
+        shutil.copytree(copy, training.run_dir())
+        succeed(keep_last_k=1, **mode)
+        assert resumed_at() == int(name[-1]) and checkpoints() == ["checkpoint-10", "final"]
+        assert_equal(reference)
+
+
+@MODES
+def test_killed_within_one_save_after_another(reference: dict[str, Any], mode: dict[str, Any]) -> None:
+    """SIGKILL at a sample of the changes of a save, other ones each time, in one run, without a pause."""
+    ends = []
+    for at in range(random.Random(time.time_ns()).randrange(9), 80, 11):
+        hook = partial(faults.dying_at, at, below=training.run_dir(), since=r"^mkdir checkpoints/\.tmp-")
+        training.start(hook=hook, keep_last_k=1, **mode).wait_for_death()
+        good = ckpt.newest_good(training.run_dir())
+        ends.append(0 if good is None else ckpt.read_state(good)["step"])
+        assert good is None or sums(good) == reference["sums"][ends[-1]]
+    assert ends == sorted(ends) and ends[0] == 0 and 4 <= ends[-1] < STEPS
+    succeed(keep_last_k=1, **mode)
+    assert_equal(reference)
+
+
+@pytest.mark.parametrize("function", ["nanochat.dataloader.DataLoader.__next__", "nanochat.optim.MuonAdamW.step",
+                                      "nanochat.run_dir.TrainLog.write"])
+def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], function: str) -> None:
+    take_over(reference, 6)
+    lines = len(list(iter_log(log_file())))
+    for _ in range(2):
+        training.start(hook=partial(die_in, function, 2 if "Log" in function else 1)).wait_for_death()
+    added = list(iter_log(log_file()))[lines:]
+    assert [(record.get("event"), record["step"]) for record in added] == [("started", 6)] * 2
+    succeed()
+    assert resumed_at() == 6
+    assert_equal(reference)
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+def signal_rank(rank: int, step: int, number: int) -> None:
+    """A hook: one rank signals itself in the middle of a step."""
+    calls, wanted = iter(range(1000)), training.base_train.DataLoader.__next__
+
+    def watched(self: Any) -> Any:
+        if next(calls) == step and os.environ["RANK"] == str(rank):
+            os.kill(os.getpid(), number)
+        return wanted(self)
+
+    training.base_train.DataLoader.__next__ = watched  # type: ignore[method-assign]
+
+
+def test_sigterm_to_one_rank_of_two_stops_both_after_the_same_step(reference: dict[str, Any]) -> None:
+    training.finish(2, model_tag="whole", device_batch_size=4)
+    told = training.finish(2, hook=partial(signal_rank, 1, 5, signal.SIGTERM), device_batch_size=4)
+    assert "stopped: SIGTERM (rank 1); step 6 of 12 is saved" in told
+    assert [name for name in checkpoints() if "shutdown" in name] == ["checkpoint-6-shutdown"]
+    assert max(steps()) == 5 and not [name for name in checkpoints() if name.startswith(".")]
+    state = run_state.read_state(training.run_dir())
+    assert state is not None and state["status"] == "stopped" and run_state.exit_code(state) == 10
+    training.finish(2)
+    assert resumed_at() == 6
+    assert state_of(training.run_dir() / "checkpoints" / "final") == state_of(
+        training.run_dir("whole") / "checkpoints" / "final")
+    assert losses() == losses("whole") and digests() == digests("whole") == reference["digests"]
+
+
+# ---- damaged checkpoints --------------------------------------------------------------------------------------------
+
+def tear(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage, name, told", [
+    (tear, "optimizer.bin", "torn"), (flip, "model/pytorch_model.bin", "rotten"),
+    (Path.unlink, "scheduler.bin", "missing"),
+    (Path.unlink, "trainer_state.json", "never finished")])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+        reference: dict[str, Any], damage: Callable[[Path], None], name: str, told: str) -> None:
+    newest = take_over(reference, 8)
+    damage(newest / name)
+    outcome = succeed()
+    assert "checkpoint checkpoint-8 is passed over" in outcome.err and told in outcome.err
+    assert str(newest / name) in outcome.err and resumed_at() == 6
+    assert sums(newest) == reference["sums"][8]  # written again
+    assert_equal(reference)
+
+
+# ---- a disk that fills ----------------------------------------------------------------------------------------------
+
+def failed_saves() -> list[int]:
+    return [record["step"] for record in iter_log(log_file()) if record.get("event") == "save_failed"]
+
+
+@MODES
+def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference: dict[str, Any],
+                                                                       mode: dict[str, Any]) -> None:
+    with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()) as changes:
+        outcome = succeed(**mode)
+    assert len(changes.made) >= 3 and len(failed_saves()) == 3
+    assert outcome.err.count("could not be written") == 3
+    for step, kept, number in ((4, 2, 1), (6, 2, 2), (10, 8, 1)):
+        assert re.search(rf"checkpoint-{step} could not .*No space left.*the run goes on, checkpoint-{kept} is kept "
+                         rf"\(error {number} of 3 in a row\)", outcome.err)
+    assert checkpoints() == ["checkpoint-2", "checkpoint-8", "final"]
+    assert_equal(reference)
+
+
+@MODES
+def test_three_saves_in_a_row_without_room_end_the_run(reference: dict[str, Any], mode: dict[str, Any]) -> None:
+    with faults.full_disk(r"write .*\.tmp-(checkpoint-([468]|10)|final)-", below=training.run_dir()):
+        message = refuse(**mode)
+    assert "No space left" in message and "checkpoint-2 is kept" in message and "same command again" in message
+    assert checkpoints() == ["checkpoint-2"] and len(failed_saves()) == 3
+    state = run_state.read_state(training.run_dir())
+    assert state is not None and state["status"] == "failed" and "No space left" in state["reason"]
+    succeed(**mode)
+    assert resumed_at() == 2
+    assert_equal(reference)
+
+
+def test_no_room_for_the_last_checkpoint_is_a_failure_that_keeps_the_one_before(reference: dict[str, Any]) -> None:
+    with faults.full_disk(r"write .*\.tmp-final-", below=training.run_dir()):
+        assert "checkpoint-10 is kept" in refuse()
+    succeed()
+    assert resumed_at() == 10
+    assert_equal(reference)
+
+
+def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(reference: dict[str, Any]) -> None:
+    with faults.failing_at(9, faults.errno.ENOSPC, below=log_file(), kinds=["write"]) as changes:
+        message = refuse()
+    assert len(changes.made) >= 10 and "the log cannot be written" in message and "make room" in message
+    before = max(steps())
+    assert 0 < before < STEPS - 1
+    succeed()
+    assert before - 2 <= resumed_at() <= before + 1
+    assert_equal(reference)
+
+
+# ---- a clock that jumps ---------------------------------------------------------------------------------------------
+
+def jump(step: int, flag: Path, now: Callable[[], float] = time.time) -> None:
+    """A hook: after some step the wall clock goes hours forward and hours back, and the run waits for a flag."""
+    write, hours = TrainLog.write, iter([5.0, -9.0] * 10_000)
+
+    def watched(self: TrainLog, **record: Any) -> None:
+        write(self, **record)
+        if record.get("step") == step and "event" not in record:
+            time.time = lambda: now() + 3600 * next(hours)
+            run_state.HEARTBEAT_S = 0.1
+            flag.touch()
+            wait_until(lambda: not flag.exists())
+
+    run_state.WRITE_EVERY_S = 0.05
+    TrainLog.write = watched  # type: ignore[method-assign]
+
+
+def test_a_clock_that_jumps_moves_neither_walltime_nor_heartbeat_nor_lock(
+        reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = tmp_path / "flag"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 1800))
+    group = training.start(hook=partial(jump, 3, flag))
+    wait_until(flag.exists)
+    seen: list[dict[str, Any]] = []
+    while len({state["writes"] for state in seen}) < 6:  # it beats
+        state = run_state.read_state(training.run_dir())
+        assert state is not None and run_state.liveness(state) == "alive"
+        seen.append(state)
+    ages = [run_state.heartbeat_age_s(state) for state in seen]
+    assert min(ages) < -4 * 3600 and max(ages) > 8 * 3600
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    assert f"pid {group.processes[0].pid}" in refuse()
+    flag.unlink()
+    assert group.wait() == [0], group.text()
+    assert "stopped" not in group.text()
+    assert_equal(reference)
+
+
+# ---- two launches ---------------------------------------------------------------------------------------------------
+
+def pause(step: int, flag: Path) -> None:
+    """A hook: after some step the run waits for its end."""
+    write = TrainLog.write
+
+    def watched(self: TrainLog, **record: Any) -> None:
+        write(self, **record)
+        if record.get("step") == step and "event" not in record:
+            flag.touch()
+            time.sleep(training.PATIENCE_S)
+
+    TrainLog.write = watched  # type: ignore[method-assign]
+
+
+def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str, Any], tmp_path: Path) -> None:
+    first = training.start(hook=partial(pause, 5, tmp_path / "flag"))
+    wait_until((tmp_path / "flag").exists)
+    time.sleep(0.2)  # the save of step 4 is done
+    before = {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
+    second = training.start()
+    assert second.wait() == [1]
+    here = run_state.identify()
+    told = second.text()
+    assert f"host {here['host']}, pid {first.processes[0].pid}, since" in told and told.count("error: ") == 1
+    assert "scripts.stop" in told and "--model-tag" in told and "Traceback" not in told
+    assert before == {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
+    first.kill()
+    third = training.finish()
+    assert f"taking over from a launch that is gone: host {here['host']}, pid {first.processes[0].pid}" in third
+    assert resumed_at() == 4
+    assert_equal(reference)
+
+
+def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -> None:
+    """From nothing, and from a checkpoint: what the two do never mixes."""
+    groups = [training.start() for _ in range(2)]
+    codes = sorted(group.wait()[0] for group in groups)
+    assert codes == [0, 1] or (codes == [0, 0] and any("nothing to do" in group.text() for group in groups))
+    assert_equal(reference)
+    started = [json.dumps(record) for record in iter_log(log_file()) if record.get("event") == "started"]
+    assert len(started) == 1 and len(steps()) == len([r for r in iter_log(log_file()) if "event" not in r])

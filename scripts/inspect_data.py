@@ -12,7 +12,8 @@ that the run kept, so any step of a long run is near:
     kept cursors:   0 . . . . . . 1000 . . . . . . 2000        step 1234: restore 1000, pack 234 steps, look
 
 All commands begin with `cursors_at(step)`: what a checkpoint of that step would hold. Digests come from real loaders,
-one for each rank. A run's batch size may change when it is resumed; its log tells how large each step was.
+one for each rank. What a run's log tells is followed: how large each step was, which curriculum it took up when, which
+rows it passed over. A run that went on with another one's data kept that one's cursors as those of its step 0.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,42 @@ STREAM_FLAGS = (*CONFIG_FLAGS, "data_path", "val_path", "data_format", "curricul
                 "total_batch_size", "rows_per_step", "lanes")
 
 
+class History:
+    """How a run came to its rows, from its log. Each launch begins again at some step, and what an earlier one did from
+    there on counts no more where the curriculum or the rows passed over are others now.
+
+    steps: {step: (digest, tokens of all steps so far)}, ascending; mixes: {step: the curriculum taken up there};
+    skips: {step: how many steps' rows are passed over before it}.
+    """
+
+    def __init__(self, records: Iterable[dict[str, Any]]):
+        self.steps: dict[int, tuple[str, int]] = {}
+        self.mixes: dict[int, Curriculum] = {}
+        self.skips: dict[int, int] = {}
+        taken_up: dict[int, Curriculum] = {}
+        ahead: dict[int, int] = {}
+        for r in records:
+            event, step = r.get("event"), r.get("step", -1)
+            if event == "curriculum":
+                taken_up = {step: Curriculum.from_json(r["curriculum"])}
+                self._forget(step)
+            elif event == "started":  # a launch says what it takes up just before
+                self.mixes = {s: mix for s, mix in self.mixes.items() if s <= step} | taken_up
+                taken_up, ahead = {}, dict(r.get("skips", ()))
+            elif event == "skipped" and self.skips.get(step) != r["steps"]:
+                self._forget(step)
+                self.skips[step] = r["steps"]
+            elif "digest" in r:
+                self.steps[step] = (r["digest"], r.get("tokens", 0))
+        self.steps, self.skips = dict(sorted(self.steps.items())), self.skips | ahead
+
+    def _forget(self, step: int) -> None:
+        """What was done from a step on was with other rows."""
+        for found in (self.steps, self.skips):
+            for later in [s for s in found if s >= step]:
+                del found[later]
+
+
 @dataclass(frozen=True)
 class Opened:
     """A stream that can be entered at any step."""
@@ -67,10 +104,14 @@ class Opened:
         return {} if self.run_dir is None else cursor_files(self.run_dir)
 
     @functools.cached_property
+    def history(self) -> "History":
+        """What the run's log tells."""
+        return History(() if self.run_dir is None else iter_log(self.run_dir / "logs" / "train.jsonl"))
+
+    @property
     def logged(self) -> dict[int, tuple[str, int]]:
-        """{step: (digest, tokens of all steps so far)} of the run's log, ascending."""
-        records = () if self.run_dir is None else iter_log(self.run_dir / "logs" / "train.jsonl")
-        return dict(sorted({r["step"]: (r["digest"], r.get("tokens", 0)) for r in records if "digest" in r}.items()))
+        """{step: (digest, tokens of all steps so far)} of the run's log."""
+        return self.history.steps
 
     def rows_per_step(self, step: int) -> int:
         """Rows of that step: what the log says of it or of the last step before it, else as the run was started."""
@@ -81,22 +122,21 @@ class Opened:
                 return rows
         return self.base_rows
 
-    @functools.cached_property
-    def mixes(self) -> dict[int, Curriculum]:
-        """{step: the curriculum that a run took up there}, ascending."""
-        records = () if self.run_dir is None else iter_log(self.run_dir / "logs" / "train.jsonl")
-        found = {r["step"]: Curriculum.from_json(r["curriculum"]) for r in records if r.get("event") == "curriculum"}
-        return dict(sorted(found.items()))
-
     def config_at(self, step: int) -> StreamConfig:
         """The stream's settings in a step: its curriculum may have been changed on the way."""
-        mixes = [mix for since, mix in self.mixes.items() if since <= step]
+        mixes = [mix for since, mix in sorted(self.history.mixes.items()) if since <= step]
         return replace(self.config, curriculum=mixes[-1]) if mixes else self.config
 
     def stream(self, cursors: Sequence[Cursor] | None, step: int) -> Stream:
         """All lanes at a step, from their cursors or from the start."""
         return Stream(self.config_at(step), self.sources, range(self.config.V), tokenizer=self.tokenizer.fingerprint,
-                      cursors=cursors, drop_dry=True, new_curriculum=bool(self.mixes))
+                      cursors=cursors, drop_dry=True, new_curriculum=True)
+
+    def advance(self, stream: Stream, steps: range) -> None:
+        """Pack what these steps take, the rows that they pass over too."""
+        for step in tqdm(steps, desc=f"packing from step {steps.start}", unit=" steps", disable=None):
+            for _ in range(1 + self.history.skips.get(step, 0)):
+                stream.next_rows(self.rows_per_step(step) // self.config.V)
 
     def cursors_at(self, step: int) -> list[Cursor]:
         """The cursors of all lanes when `step` steps are done. ValueError if those kept are of another stream."""
@@ -108,11 +148,10 @@ class Opened:
                 log.warning("passed over: %s", e)
         else:
             done, cursors = 0, None
-        edges = [done, *(s for s in self.mixes if done < s < step), step]
+        edges = [done, *(s for s in sorted(self.history.mixes) if done < s < step), step]
         for first, last in itertools.pairwise(edges):
             with closing(self.stream(cursors, first)) as stream:
-                for s in tqdm(range(first, last), desc=f"packing from step {first}", unit=" steps", disable=None):
-                    stream.next_rows(self.rows_per_step(s) // self.config.V)
+                self.advance(stream, range(first, last))
                 cursors = stream.cursors()
         assert cursors is not None
         return cursors
@@ -162,7 +201,7 @@ def step_digests(opened: Opened, steps: range, *, W: int, B: int) -> Iterator[tu
             loaders = [stack.enter_context(DataLoader(
                 config, opened.sources, tokenizer=opened.tokenizer, rows_per_step=rows, device_batch_size=B,
                 rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W), prefetch=2,
-                drop_dry=True, new_curriculum=bool(opened.mixes)))
+                drop_dry=True, new_curriculum=True, skips=opened.history.skips))
                 for rank in range(W)]
             for step in same:
                 for loader in loaders:
@@ -218,6 +257,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
         raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {num_rows - 1}")
     lines: list[dict[str, Any]] = []
     with closing(opened.stream(opened.cursors_at(args.step), args.step)) as stream:
+        for _ in range(opened.history.skips.get(args.step, 0)):
+            stream.next_rows(num_rows // opened.config.V)
         for number, row in enumerate(stream.next_rows(num_rows // opened.config.V)):
             if args.row in (None, number):
                 head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}

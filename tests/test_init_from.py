@@ -1,0 +1,276 @@
+"""A run that begins with another one's weights: what it takes over, what it refuses, and how it is restarted."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import plain_state
+from nanochat.checkpoint import load_checkpoint, load_run_weights
+from nanochat.run_dir import cursor_files, read_config, read_cursors
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_train, inspect_data
+from tests import training
+from tests.training import as_bytes, die_after_step, digests, losses, refuse, succeed
+
+ORIGIN_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the others begin with: 12 steps, saved every 4."""
+    with training.workplace(tmp_path_factory.mktemp("origin")):
+        succeed(model_tag="origin", num_iterations=ORIGIN_STEPS, embedding_lr=0.4)
+        return training.run_dir("origin")
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, origin: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        shutil.copytree(origin, training.run_dir("origin"))
+        yield path
+
+
+def checkpoint(name: str, tag: str = "run") -> Path:
+    return training.run_dir(tag) / "checkpoints" / name
+
+
+def at_its_beginning(**settings: Any) -> Any:
+    """The checkpoint of a new run at step 0: one whose first look asks it to stop would be at step 1, so weights and
+    optimizer are taken where they go into the model."""
+    taken: dict[str, Any] = {}
+
+    def take(model: Any, optimizer: Any) -> None:
+        taken.update(model=as_bytes(dict(model.state_dict())), optimizer=as_bytes(optimizer.gather_state()),
+                     lrs=[group["lr"] for group in optimizer.param_groups])
+
+    with pytest.MonkeyPatch.context() as patch:
+        loop = base_train.loop
+        patch.setattr(base_train, "loop", lambda run: take(run.model, run.optimizer) or loop(run))
+        succeed(num_iterations=1, save_every=-1, **settings)
+    return taken
+
+
+# ---- what is taken over ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("spec, step", [("origin@8", 8), ("origin", ORIGIN_STEPS), ("path", 4)])
+def test_weights_at_step_0_are_those_of_the_origin(spec: str, step: int) -> None:
+    given = str(checkpoint("checkpoint-4", "origin")) if spec == "path" else spec
+    name = "final" if spec == "origin" else f"checkpoint-{step}"
+    theirs = load_checkpoint(checkpoint(name, "origin"))
+    taken = at_its_beginning(init_from=given)
+    assert taken["model"] == as_bytes(theirs.model_state())
+    assert as_bytes(taken["optimizer"])["step"] == 0 and taken["optimizer"] != as_bytes(theirs.optimizer_state())
+    told = read_config(training.run_dir())["origin"]
+    assert (told["run"], told["checkpoint"], told["step"], told["checksum"]) == ("origin", name, step, theirs.checksum)
+    assert told["config_hash"] and digests() == digests("origin")[:1], "fresh data begins at the beginning"
+    assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
+
+
+def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands() -> None:
+    theirs = load_checkpoint(checkpoint("checkpoint-8", "origin")).optimizer_state()
+    fresh = at_its_beginning(init_from="origin@8", model_tag="fresh", embedding_lr=0.1)
+    taken = at_its_beginning(init_from="origin@8", init_optimizer=True, embedding_lr=0.1)
+    assert taken["optimizer"]["state"] == as_bytes(theirs["state"]) != fresh["optimizer"]["state"]
+    assert taken["optimizer"]["step"] == theirs["step"] == 8
+    assert taken["lrs"] == fresh["lrs"]
+
+
+def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run() -> None:
+    """With data, optimizer and weights, and rates that do not move, the new run's steps are the origin's next ones."""
+    flat = {"warmup_steps": 0, "warmdown_ratio": 0, "weight_decay": 0}
+    succeed(model_tag="long", num_iterations=8, save_every=4, **flat)
+    outcome = succeed(init_from="long@4", init_optimizer=True, init_data="continue", num_iterations=4, **flat)
+    assert digests() == digests("long")[4:] and len(set(digests())) == 4
+    assert losses()[0] == losses("long")[4]
+    assert "the data goes on where" in outcome.out and "checkpoint-4" in outcome.out
+    ours, theirs = (load_checkpoint(checkpoint("final", tag)).cursors for tag in ("run", "long"))
+    assert ours == theirs
+    kept = cursor_files(training.run_dir())
+    assert read_cursors(kept[0])[1] == load_checkpoint(checkpoint("checkpoint-4", "long")).cursors
+
+
+def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace: Path) -> None:
+    more = {"init_from": "origin@8", "init_optimizer": True, "init_data": "continue", "num_iterations": 3}
+    succeed(**more)
+    group = training.start(2, hook=only_rank_0_reads, model_tag="two", **more)
+    assert group.wait() == [0, 0], group.text()
+    assert digests("two") == digests() == digests("origin")[8:11]
+    assert losses("two") == pytest.approx(losses(), abs=2e-5)
+    assert read_config(training.run_dir("two"))["origin"] == read_config(training.run_dir())["origin"]
+
+
+def only_rank_0_reads() -> None:
+    """A hook: reading weights is fatal on other ranks."""
+    import os
+    load = plain_state.load_plain
+
+    def watched(path: Path) -> Any:
+        assert os.environ["RANK"] == "0", "another rank reads weights"
+        return load(path)
+
+    for module in ("nanochat.plain_state", "nanochat.checkpoint"):
+        __import__(module, fromlist=["load_plain"]).load_plain = watched
+
+
+def test_another_curriculum_goes_on_where_each_bucket_was(workplace: Path) -> None:
+    """The new mix has a bucket that the origin never had and lacks one that it had; the one of both goes on."""
+    for k, bucket in enumerate(("code", "web", "math")):
+        for i in range(3):
+            training.write_shard(workplace / "mixed" / bucket / f"{i}.parquet", training.texts(60, seed=10 * k + i))
+    for name, mix in (("old", "{web: 1, code: 1}"), ("new", "{web: 3, math: 1}")):
+        (workplace / f"{name}.yaml").write_text(f"allow_budget_mismatch: true\ncurriculum:\n- duration_tokens: 100000\n"
+                                                f"  mix: {mix}\n")
+    common = {"data_path": workplace / "mixed", "num_iterations": 4, "save_every": -1}
+    succeed(curriculum=workplace / "old.yaml", model_tag="mixed", **common)
+    succeed(curriculum=workplace / "new.yaml", init_from="mixed", init_data="continue", **common)
+    succeed(curriculum=workplace / "new.yaml", model_tag="fresh", **common)
+    theirs, ours, fresh = ([c["buckets"] for c in load_checkpoint(checkpoint("final", tag)).cursors]
+                           for tag in ("mixed", "run", "fresh"))
+    for before, after, alone in zip(theirs, ours, fresh, strict=True):
+        assert after["code"] == before["code"] and before["code"]["row"] > 0, "kept, for a mix that has it again"
+        assert after["web"]["row"] > before["web"]["row"] > 0 and after["web"]["read"] > before["web"]["read"]
+        assert after["math"]["row"] > 0 and alone["math"]["row"] > 0
+    assert not set(digests()) & set(digests("fresh"))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert inspect_data.main(["digest", "--run", str(training.run_dir()), "--steps", "0:4"]) == 0
+    assert [json.loads(line)["digest"] for line in out.getvalue().splitlines()] == digests()
+
+
+# ---- restarts -------------------------------------------------------------------------------------------------------
+
+def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again() -> None:
+    more = {"init_from": "origin", "init_data": "continue", "num_iterations": 6}
+    shutil.rmtree(checkpoint("final", "origin"))
+    training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
+    before = read_config(training.run_dir())["origin"]
+    assert before["step"] == 8 and not training.checkpoints()
+    succeed(model_tag="origin", num_iterations=ORIGIN_STEPS, embedding_lr=0.4)
+    assert load_run_weights("origin")[0].step == ORIGIN_STEPS, "the origin has gone on"
+    succeed(**more)
+    succeed(model_tag="fresh", **{**more, "init_from": "origin@8"})
+    assert load_checkpoint(checkpoint("checkpoint-4")).trainer_state["step"] == 4
+    assert digests() == digests("fresh") and losses() == losses("fresh")
+    assert read_config(training.run_dir())["origin"] == before
+
+
+def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint() -> None:
+    more = {"init_from": "origin@8", "num_iterations": 6}
+    training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
+    theirs, aside = checkpoint("checkpoint-8", "origin"), checkpoint("aside", "origin")
+    theirs.rename(aside)
+    message = refuse(**more)
+    assert "no checkpoint '8'" in message
+    other = checkpoint("checkpoint-8", "other")
+    succeed(model_tag="other", num_iterations=9, matrix_lr=0.03)
+    shutil.copytree(other, theirs)
+    before = training.fingerprint(training.run_dir())
+    message = refuse(**more)
+    assert "--init-from origin@8" in message and "began with step 8 of origin" in message and "--model-tag" in message
+    assert training.fingerprint(training.run_dir()) == before
+    shutil.rmtree(theirs)
+    aside.rename(theirs)
+    training.start(hook=partial(die_after_step, 5), sync_save=True, **more).wait_for_death()
+    shutil.rmtree(training.run_dir("origin"))  # from the first checkpoint on nobody needs it
+    assert "at step 4" in succeed(**more).out
+    assert len(digests()) == 6
+
+
+def test_where_it_began_is_no_setting_to_change() -> None:
+    succeed(init_from="origin@8", num_iterations=4)
+    for changed in ({"init_from": "origin@4"}, {"init_from": "origin@8", "init_optimizer": True},
+                    {"init_from": "origin@8", "init_data": "continue"}, {}):
+        message = refuse(**{"num_iterations": 6, **changed})
+        assert "--init-" in message and "what the run began with" in message and "--model-tag" in message
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+def assert_no_trace(tag: str = "run") -> None:
+    """A refused command leaves no run: the same tag can be used with other flags."""
+    folder = training.run_dir(tag)
+    assert not [p.name for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a weight is an error."""
+    def load(path: Path) -> Any:
+        raise AssertionError(f"{path} was loaded")
+
+    monkeypatch.setattr("nanochat.checkpoint.load_plain", load)
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"depth": 3}, ("another architecture", "no weight was loaded", "n_layer", "2", "3")),
+    ({"head_dim": 6}, ("another architecture", "n_head")),
+    ({"window_pattern": "L"}, ("another architecture", "window"))])
+def test_another_architecture_is_refused_with_a_diff(no_weights: None, changed: dict[str, Any], words: tuple[str, ...]
+                                                     ) -> None:
+    message = refuse(init_from="origin@8", num_iterations=2, **changed)
+    for word in words:
+        assert word in message, message
+    assert_no_trace()
+
+
+def test_another_tokenizer_is_refused(workplace: Path, no_weights: None) -> None:
+    other = RustBPETokenizer.train_from_iterator(training.texts(150, seed=5), training.VOCAB_SIZE)
+    other.save(workplace / "other")
+    message = refuse(init_from="origin@8", tokenizer_dir=workplace / "other", num_iterations=2)
+    assert "trained with the tokenizer" in message and other.fingerprint in message
+    assert_no_trace()
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"lanes": 8}, ("--init-data continue", "of another stream", "--init-data fresh", "there")),
+    ({"seed": 7}, ("--init-data continue", "seed")),
+    ({"long_docs": "split"}, ("--init-data continue", "long_docs"))])
+def test_data_that_cannot_go_on_there_is_refused_and_fresh_data_is_not(changed: dict[str, Any], words: tuple[str, ...]
+                                                                       ) -> None:
+    settings = {"init_from": "origin@8", "num_iterations": 1, **changed}
+    message = refuse(init_data="continue", **settings)
+    for word in words:
+        assert word in message, message
+    assert_no_trace()
+    succeed(**settings)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"init_optimizer": True}, ("--init-from RUN",)),
+    ({"init_data": "continue"}, ("--init-from RUN",)),
+    ({"init_from": "nobody"}, ("nobody", "origin")),
+    ({"init_from": "origin@5"}, ("'5'", "checkpoint-8, checkpoint-4"))])
+def test_what_names_no_origin_is_refused(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+    message = refuse(num_iterations=2, **settings)
+    for word in words:
+        assert word in message, message
+    assert_no_trace()
+
+
+def test_a_damaged_origin_is_refused_by_name() -> None:
+    path = checkpoint("checkpoint-8", "origin") / "model" / "pytorch_model.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    assert "pytorch_model.bin" in refuse(init_from="origin@8", num_iterations=2)
+    assert_no_trace()
+
+
+def test_errors_on_two_processes_are_told_once() -> None:
+    for changed in ({"depth": 3}, {"lanes": 8, "init_data": "continue"}):
+        group = training.start(2, init_from="origin@8", num_iterations=2, **changed)
+        assert group.wait() == [1, 1]
+        assert group.text().count("error: ") == 1 and "Traceback" not in group.text(), group.text()
+        assert_no_trace()
+
+
+def test_what_is_told_is_json() -> None:
+    succeed(init_from="origin@4", num_iterations=1, save_every=-1)
+    config = json.loads((training.run_dir() / "config.json").read_text())
+    assert config["init_from"] == "origin@4" and config["init_data"] == "fresh"
+    assert sorted(config["origin"]) == ["checkpoint", "checksum", "config_hash", "run", "step"]

@@ -22,8 +22,13 @@ Here each rank's main thread says where it is, and a daemon thread of each rank 
   with it, and all leave by os._exit(1), since the main thread may be anywhere. A rank that hangs prints its threads'
   stacks first.
 - A process of this machine that is gone without a word is noticed at the next look, without waiting for any limit.
-- A rank that fails with an exception leaves its sentence as the verdict, so that the others, whose collectives
-  break, can say whose fault it was in place of "connection closed".
+- A rank that fails with an exception leaves its sentence as the verdict before it goes. It says it itself; the
+  others, whose collectives break ("connection closed", with a traceback each), leave without a word, but rank 0 where
+  the failing rank is on another host: people look at rank 0. Bad input (ValueError, OSError) of another rank than 0 is
+  told with rank and host, any other exception keeps its traceback.
+
+      rank 1  next(loader): x.bin is torn --> verdict --> error: rank 1 on host b (pid 12) failed at step 5: x.bin is torn
+      rank 0  all_reduce: RuntimeError    <-- verdict     state: failed, with that reason; exit 1
 
 The store is a client of its own to the one where the ranks met (torchrun's, which outlives every rank), because the
 main thread may hold the lock of theirs. Every use of it happens in a thread of its own with a time limit: a store
@@ -50,6 +55,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 VERDICT = "verdict"
+FAILED = " failed at "  # in the verdict of a rank that had an exception, behind who it is
 ASK_S = 10.0  # how long the store may take to answer
 PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
 
@@ -120,27 +126,47 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        failed = error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt))
-        if failed and self.world_size > 1:
-            self._tell_failure(error)
         self._over.set()
+        failed = isinstance(error, Exception) and self.world_size > 1
+        verdict, ours = self._tell_failure(error) if isinstance(error, Exception) and failed else ("", "")
         self._thread.join(timeout=5 + self.interval_s)
         if self._store is not None:
             self._ask(lambda store: self._publish(store, left=True))
+        if failed:
+            self._leave(error, verdict, ours)
 
-    def _tell_failure(self, error: BaseException | None) -> None:
-        """Say whose failure it is: ours, unless another rank has failed or gone before. Where the error is one of a
-        collective, the others get a moment to say so."""
-        ours = f"{self._who(self.rank, self._me)} failed at {_point(self._record())}: {type(error).__name__}: {error}"
+    def _leave(self, error: BaseException | None, verdict: str, ours: str) -> None:
+        """What comes out of the context after a failure: silence where another rank is to blame, else its own error."""
+        if verdict != ours:
+            if self._speaks(verdict):
+                print(f"error: {verdict}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
+        if not isinstance(error, (ValueError, OSError)):
+            log.error("%s", ours)
+        elif self.rank != 0:
+            raise ValueError(ours) from error
+
+    def _speaks(self, verdict: str) -> bool:
+        """Whether this rank tells people of another's end: rank 0, or rank 1 where rank 0 is gone, and nobody where a
+        rank of this host had an exception and says so itself."""
+        who, failed, _ = verdict.partition(FAILED)
+        if verdict.startswith("rank 0 on"):
+            return self.rank == 1 and not failed
+        return self.rank == 0 and not (failed and f" on host {self._me['host']} (pid " in who)
+
+    def _tell_failure(self, error: Exception) -> tuple[str, str]:
+        """Settle whose failure it is: ours, unless another rank has failed or gone before. Where the error is one of a
+        collective, the others get a moment to say so. Returns the verdict, and what ours would have been."""
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        ours = f"{self._who(self.rank, self._me)}{FAILED}{_point(self._record())}: {kind}{error}"
         end = time.monotonic() + (3 * self.interval_s + 1 if isinstance(error, RuntimeError) else 0)
         verdict = self._ask(self._exchange) or self._gone()
         while not verdict and time.monotonic() < end:
             time.sleep(self.interval_s / 4)
             verdict = self._ask(self._exchange) or self._gone()
         verdict = self._ask(lambda store: self._settle(store, verdict or ours)) or verdict or ours
-        if verdict != ours:
-            log.error("%s", verdict)
         self._report(verdict)
+        return verdict, ours
 
     # ---- what the watching thread does
 
@@ -289,7 +315,7 @@ class Watchdog:
         """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0 goes last: the store
         may be its own."""
         accused = f"rank {self.rank} on" in verdict or verdict.startswith(("all ", "the main thread"))
-        if accused or self.rank == 0:
+        if accused or self._speaks(verdict):
             os.write(2, f"error: {verdict}; all ranks end now\n".encode())
         if accused:
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)

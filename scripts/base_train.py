@@ -48,7 +48,7 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
-from nanochat.ranks import agree, gather, gather_all, on_rank0
+from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.retention import check_retention, prune
 from nanochat.run_data import RunData, open_data, stream_config
 from nanochat.run_dir import run_path
@@ -381,6 +381,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = agree(lambda: run_path(args.model_tag))
     settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
+    same(settings)  # every node has its own command line and tokenizer
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")

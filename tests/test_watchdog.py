@@ -150,8 +150,8 @@ def test_a_rank_that_is_killed_is_named_though_gloo_names_nobody(tmp_path):
 def test_a_rank_that_fails_alone_lends_the_others_its_words(tmp_path):
     launch = start(tmp_path, "raise")
     assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    assert launch.reason() == f"{launch.who(2)} failed at step {BAD_STEP}: ValueError: shard 7 is torn"
-    assert "ValueError: shard 7 is torn" in launch.output(2)
+    assert launch.reason() == f"{launch.who(2)} failed at step {BAD_STEP}: shard 7 is torn"
+    assert launch.output(2).count(launch.reason()) == 1 and not launch.output(0) and not launch.output(1)
 
 
 def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):

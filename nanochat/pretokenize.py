@@ -24,10 +24,7 @@ Rejected: jsonl through the cached parquet that streaming reads. The text would 
 import contextlib
 import ctypes
 import errno
-import gzip
-import json
 import os
-import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.dataset import open_parquet
+from nanochat.jsonl import read_jsonl
 from nanochat.shards import ShardWriter, record_groups
 
 BATCH_CHARS = 2_000_000  # text tokenized at once: enough to drown what a batch costs, little enough to hold
@@ -173,42 +171,11 @@ def _give_back_freed() -> None:
 
 
 def _read_jsonl(path: Path, skipped: Skipped, *, strict: bool) -> Iterator[tuple[str, int]]:
-    number = 0
-    with open(path, "rb") as file, (gzip.open(file) if path.name.endswith(".gz") else file) as lines:
-        try:
-            for number, line in enumerate(lines, 1):
-                text, problem = _parse(line, number)
-                if text is not None:
-                    yield text, file.tell()
-                elif problem and strict:
-                    raise ValueError(f"line {number}: {problem}; mend it, or leave out --strict to skip such lines")
-                elif problem:
-                    skipped.add(number, problem)
-        except UnicodeDecodeError as e:
-            raise ValueError(f"line {number} is not UTF-8 ({e.reason} at its byte {e.start:,}); mend the file") from e
-        except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-            raise ValueError(f"not a whole gzip file, broken after line {number:,} ({e}); fetch it again") from e
-
-
-def _parse(line: bytes, number: int) -> tuple[str | None, str]:
-    """(text, ""), or (None, what is wrong with the line; "" if it is blank). Raises UnicodeDecodeError."""
-    decoded = line.decode("utf-8-sig" if number == 1 else "utf-8")
-    if not decoded.strip():
-        return None, ""
-    try:
-        text = json.loads(decoded)["text"]
-        if not isinstance(text, str):
-            return None, f"`text` is {type(text).__name__}, expected a string"
-        text.encode()
-    except KeyError:
-        return None, "no field `text`"
-    except TypeError:
-        return None, "not a JSON object"
-    except UnicodeEncodeError:
-        return None, "`text` has half a surrogate pair, which is no character"
-    except (ValueError, RecursionError) as e:
-        return None, f"not JSON: {e}"[:200]
-    return text, ""
+    for line in read_jsonl(path, strict=strict):
+        if line.text is None:
+            skipped.add(line.number, line.problem)
+        else:
+            yield line.text, line.position
 
 
 # ---- one input ------------------------------------------------------------------------------------------------------

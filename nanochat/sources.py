@@ -22,11 +22,8 @@ jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a
 
 import contextlib
 import ctypes
-import gzip
-import json
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +36,7 @@ from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
 from nanochat.dataset import list_parquet_files, pinned_dataset
+from nanochat.jsonl import read_jsonl
 from nanochat.shards import read_index
 from nanochat.shards import scan_file as scan_shard
 
@@ -277,24 +275,14 @@ def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]
 
 
 def _jsonl_texts(path: Path, bad: list[tuple[int, str]], *, strict: bool) -> Iterator[str]:
-    opened = gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # noqa: SIM115
     try:
-        with opened as f:
-            for number, line in enumerate(tqdm(f, desc=f"converting {path.name}", unit=" lines", disable=None), 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)["text"]
-                    text.encode()  # a lone surrogate has no UTF-8
-                except (ValueError, KeyError, TypeError, AttributeError) as e:
-                    bad.append((number, f"expected {{\"text\": ...}} in UTF-8, got {type(e).__name__}: {e}"[:200]))
-                    if strict:
-                        raise ValueError(f"{path}: line {number}: {bad[-1][1]}; mend it, or leave out --strict to skip "
-                                         f"such lines") from e
-                else:
-                    yield text
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        raise ValueError(f"{path}: not a whole gzip file ({e}); fetch it again") from e
+        for line in tqdm(read_jsonl(path, strict=strict), desc=f"converting {path.name}", unit=" lines", disable=None):
+            if line.text is None:
+                bad.append((line.number, line.problem))
+            else:
+                yield line.text
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
 
 
 # ---- parquet --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from nanochat import pretokenize as module
 from nanochat.pretokenize import Skipped, Windows, pretokenize, read_documents
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens, scan_file
-from nanochat.sources import ParquetSource, scan
+from nanochat.sources import ParquetSource, as_parquet, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_jsonl, write_parquet
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -262,8 +262,6 @@ def bad_inputs(folder):
     cut.write_bytes(cut.read_bytes()[:-200])
     no_gzip = folder / "none.jsonl.gz"
     no_gzip.write_bytes(b'{"text": "a"}\n')
-    bytes_ = folder / "bytes.jsonl"
-    bytes_.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     wide = folder / "wide.jsonl"
     wide.write_bytes('{"text": "a"}\n'.encode("utf-16"))
     nulls = write_parquet(folder / "nulls.parquet", [*"abcdefghij", None], 4)
@@ -281,8 +279,9 @@ def bad_inputs(folder):
     empty.write_bytes(b"\nbroken\n")
     nothing = folder / "nothing.parquet"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), nothing)
-    return {cut: "not a whole gzip file.*after line", no_gzip: "not a whole gzip file", bytes_: "line 2 is not UTF-8",
-            wide: "line 1 is not UTF-8", nulls: "row group 2.*null", short: "not a readable parquet",
+    return {cut: "not a whole gzip file.*after line", no_gzip: "not a whole gzip file",
+            wide: "no document in it.*not UTF-8",
+            nulls: "row group 2.*null", short: "not a readable parquet",
             page: "row group 1 ", wrong: "row group 0.*(?i:utf-?8)", column: "no column `text`",
             empty: "no document in it.*line 2: not JSON", nothing: "no rows"}
 
@@ -295,6 +294,21 @@ def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):
             pytest.fail(f"{path.name} was read")
         assert str(path) in str(error.value)
         assert not list((tmp_path / "out").iterdir()), path
+
+
+def test_broken_lines_are_passed_over_alike_in_shards_and_when_streaming(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "\xff"}\n\n{"text": 3}\n[1]\n{"no": 1}\n'
+                     b'{"text": "\\ud800"}\n{"text": ""}\n{"text": "two"}\r\n' + b"[" * 100_000 + b'\n{"text": "three"}')
+    skipped = Skipped()
+    texts = [text for batch, _ in read_documents(path, skipped) for text in batch]
+    streamed = pq.read_table(as_parquet(path))["text"].to_pylist()
+    assert texts == streamed == ["one", "", "two", "three"]
+    assert [number for number, _ in skipped.lines] == [2, 4, 5, 6, 7, 10]
+    for read in (lambda: list(read_documents(path, Skipped(), strict=True)), lambda: as_parquet(path, strict=True)):
+        with pytest.raises(ValueError, match=r"odd\.jsonl: .*line 2: not UTF-8.*--strict"):
+            read()
 
 
 def test_input_that_changes_meanwhile_has_no_shard(tmp_path, monkeypatch):

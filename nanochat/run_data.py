@@ -74,6 +74,20 @@ def pin_data(run_dir: Path, manifests: Mapping[str, Mapping[str, Manifest]]) -> 
         write_json(run_dir / MANIFEST_NAME, manifests)
 
 
+def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
+    """Whether this machine has the files of a run's manifests, by their sizes; rank 0 has compared more (`find_data`).
+    FileNotFoundError or ValueError names the first that is missing or of another size."""
+    for manifest in (m for buckets in manifests.values() for m in buckets.values()):
+        for entry in manifest["files"]:
+            path = Path(manifest["root"]) / entry["name"]
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the data itself: copy or "
+                                        f"mount the same files there under the same path")
+            if (size := path.stat().st_size) != entry["size"]:
+                raise ValueError(f"{path}: {size:,} bytes, the run's manifest says {entry['size']:,}; each machine of "
+                                 f"a launch needs the same files under the same path: copy it there again")
+
+
 def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
     """The source of a manifest's files; `as_stored`: entries of shards keep their end-of-document id."""
     if manifest["files"][0]["name"].endswith(".bin"):

@@ -138,6 +138,13 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=check_free(run_dir))
 
 
+def check_home(run_dir: Path, *, at_rank0: bool) -> None:
+    """ValueError where this machine has the run and rank 0's has not, which would start it anew."""
+    if is_run_dir(run_dir) and not at_rank0:
+        raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the directory between the "
+                         f"machines, or give this one --node-rank=0 (--resume scratch starts anew)")
+
+
 def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:
     """What --init-from names, None without it. `known`: what it was when the run began; ValueError if it changed."""
     if settings["init_from"] is None:

@@ -27,7 +27,7 @@ Here each rank's main thread says where it is, and a daemon thread of each rank 
   the failing rank is on another host: people look at rank 0. Bad input (ValueError, OSError) of another rank than 0 is
   told with rank and host, any other exception keeps its traceback.
 
-      rank 1  next(loader): x.bin is torn --> verdict --> error: rank 1 on host b (pid 12) failed at step 5: x.bin is torn
+      rank 1  next(loader): x.bin is torn --> verdict     error: rank 1 on host b (pid 12) failed at step 5: x.bin is ..
       rank 0  all_reduce: RuntimeError    <-- verdict     state: failed, with that reason; exit 1
 
 The store is a client of its own to the one where the ranks met (torchrun's, which outlives every rank), because the
@@ -157,8 +157,10 @@ class Watchdog:
     def _tell_failure(self, error: Exception) -> tuple[str, str]:
         """Settle whose failure it is: ours, unless another rank has failed or gone before. Where the error is one of a
         collective, the others get a moment to say so. Returns the verdict, and what ours would have been."""
-        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-        ours = f"{self._who(self.rank, self._me)}{FAILED}{_point(self._record())}: {kind}{error}"
+        expected = isinstance(error, (ValueError, OSError))
+        told = str(error) if expected else f"{type(error).__name__}: {error}"
+        ours = f"{self._who(self.rank, self._me)}{FAILED}{_point(self._record())}: {told}"
+        ours = told if expected and self.rank == 0 else ours  # it speaks for all: see ranks.agree
         end = time.monotonic() + (3 * self.interval_s + 1 if isinstance(error, RuntimeError) else 0)
         verdict = self._ask(self._exchange) or self._gone()
         while not verdict and time.monotonic() < end:
@@ -314,7 +316,7 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0 goes last: the store
         may be its own."""
-        accused = f"rank {self.rank} on" in verdict or verdict.startswith(("all ", "the main thread"))
+        accused = self._who(self.rank, self._me) in verdict or verdict.startswith(("all ", "the main thread"))
         if accused or self._speaks(verdict):
             os.write(2, f"error: {verdict}; all ranks end now\n".encode())
         if accused:

@@ -60,7 +60,7 @@ from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.sources import FORMATS
 from nanochat.start_run import Start, begin, check_model, load_states, prepare, settled
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Halt, Progress, StepTotals, Stop, add_up, save
+from nanochat.trainer import Halt, Progress, Stop, add_up, save
 from nanochat.watch import Watch
 from nanochat.watchdog import Watchdog, open_store
 
@@ -192,7 +192,7 @@ class Run:
             step > self.start.step or not self.start.looked)
 
 
-def one_step(run: Run) -> StepTotals:
+def one_step(run: Run) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked to."""
     p, loader, total = run.progress, run.loader, run.horizon.total_batch_size
     began, waited, dry, none_left = time.perf_counter(), loader.wait_s, "", False
@@ -237,7 +237,6 @@ def one_step(run: Run) -> StepTotals:
                    bucket_loss=by_bucket, phase=loader.phase)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
-    return totals
 
 
 def evaluate(run: Run) -> None:
@@ -348,6 +347,7 @@ def loop(run: Run) -> int:
         run.watch.end("failed", str(e))
         if run.rank != 0:
             raise SystemExit(1) from e  # all ranks know; one says so
+        run.saver.wait()
         kept = next((f"{path} is kept" for path in list_checkpoints(run.run_dir)), "nothing was saved before it")
         raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
                          f"run (--model-tag NAME), or pass over the rows with --skip-steps") from e

@@ -50,15 +50,15 @@ from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
 from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.retention import check_retention, prune
-from nanochat.run_data import RunData, open_data, stream_config
-from nanochat.run_dir import run_path
+from nanochat.run_data import RunData, check_files, open_data, stream_config
+from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
 from nanochat.run_state import RunState, identify
 from nanochat.saving import Code, Outcome, Saver
 from nanochat.schedule import Horizon, Schedule
 from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.sources import FORMATS
-from nanochat.start_run import Start, begin, check_model, load_states, prepare, settled
+from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settled
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, save
 from nanochat.watch import Watch
@@ -382,6 +382,9 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
     run_dir = agree(lambda: run_path(args.model_tag))
     settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
     same(settings)  # every node has its own command line and tokenizer
+    if args.resume != "scratch":
+        at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
+        agree(lambda: check_home(run_dir, at_rank0=at_rank0))
     start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
     for notice in start.notices:
         print0(f"changed: {notice}")
@@ -412,6 +415,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
         if rank == 0:
             stop.clear(run_dir)
+        agree(lambda: check_files(manifests))
         data = agree(lambda: open_data(manifests, tokenizer, as_stored=config.layout == "binned"))
 
         # model, optimizer, progress: fresh, another run's, or as they were saved

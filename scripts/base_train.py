@@ -433,6 +433,8 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         if "optimizer" in saved:
             optimizer.load_state(saved["optimizer"])
         progress = Progress(**saved.get("progress", {}))
+        if progress.step > 0:
+            schedule.apply(optimizer, progress.step - 1)  # rates are saved with the state: those of the step before
         cursors = saved.get("cursors")
         wandb_id = saved.get("wandb_id")
         del saved

@@ -1,0 +1,574 @@
+"""Long runs through the real command: jobs cut by walltime or by signals equal one job, rows can be passed over, and
+what may change at a restart is what the table says."""
+
+import contextlib
+import io
+import json
+import os
+import pkgutil
+import shutil
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
+from nanochat.run_dir import TrainLog, iter_log, read_log
+from nanochat.run_state import liveness, read_state
+from nanochat.shutdown import StopWatch
+from nanochat.sources import BUCKET
+from nanochat.stream import ledger
+from scripts import inspect_data, status, stop, tok_shards
+from tests import training
+from tests.training import checkpoints, die_after_step, digests, losses, refuse, state_of, steps, succeed
+
+STEPS = training.SETTINGS["num_iterations"]
+LOOKING = {"eval_every": 5, "eval_tokens": 160 * 4}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The one long job of most tests here."""
+    with training.workplace(tmp_path_factory.mktemp("reference")):
+        succeed(**LOOKING)
+        return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir(),
+                "vals": vals()}
+
+
+def take_over(reference: dict[str, Any], *names: str) -> None:
+    """Make `runs/run` the long job as it was when it had only the checkpoints `names`."""
+    shutil.copytree(reference["path"], training.run_dir())
+    for name in set(checkpoints()) - set(names):
+        shutil.rmtree(training.run_dir() / "checkpoints" / name)
+
+
+def final(tag: str = "run") -> Path:
+    return training.run_dir(tag) / "checkpoints" / "final"
+
+
+def log_of(tag: str = "run") -> Path:
+    return training.run_dir(tag) / "logs" / "train.jsonl"
+
+
+def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
+    return [record for record in iter_log(log_of(tag)) if record.get("event") == name]
+
+
+def vals(tag: str = "run") -> dict[int, float]:
+    return {event["step"]: event["bpb"] for event in events("val", tag)}
+
+
+def state() -> dict[str, Any]:
+    found = read_state(training.run_dir())
+    assert found is not None
+    return found
+
+
+def assert_nothing_torn() -> None:
+    """Every checkpoint is whole, and nothing half-written lies about."""
+    found = list_checkpoints(training.run_dir())
+    for path in found:
+        verify_checkpoint(path)
+    assert sorted(path.name for path in found) == checkpoints()
+
+
+# ---- hooks ----------------------------------------------------------------------------------------------------------
+
+def a_step_is_a_second() -> None:
+    """The walltime passes by one second each time that the run looks at it, however long steps take."""
+    wanted = StopWatch.wanted
+
+    def watched(self: Any, now: float | None = None, *, ahead: Any = ()) -> str:
+        self.looks = getattr(self, "looks", 0) + 1
+        began = 0.0 if self._deadline is None else self._deadline.at - self._deadline.total_s
+        return wanted(self, began + self.looks, ahead=ahead)
+
+    StopWatch.wanted = watched  # type: ignore[method-assign]
+
+
+def after_step(step: int, act: Callable[[], None]) -> None:
+    """Act once this step is in the log."""
+    write = TrainLog.write
+
+    def watched(self: TrainLog, **record: Any) -> None:
+        write(self, **record)
+        if record.get("step") == step and "event" not in record:
+            act()
+
+    TrainLog.write = watched  # type: ignore[method-assign]
+
+
+def before(function: str, call: int, act: Callable[[], None]) -> None:
+    """Act when a function, named like "os.rename", is about to be called for the so-manieth time."""
+    place, name = function.rsplit(".", 1)
+    owner = pkgutil.resolve_name(place)
+    original, calls = getattr(owner, name), iter(range(1, call + 1))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) == call:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def send_twice(number: int) -> None:
+    send(number)
+    end = time.monotonic() + 1.1
+    while time.monotonic() < end:
+        time.sleep(0.1)
+    send(number)
+
+
+def on_rank(rank: int, hook: Callable[[], None]) -> None:
+    if int(os.environ.get("RANK", 0)) == rank:
+        hook()
+
+
+def slowly() -> None:
+    """A tenth of a second a step."""
+    from scripts import base_train
+    one_step = base_train.one_step
+
+    def watched(run: Any) -> Any:
+        time.sleep(0.1)
+        return one_step(run)
+
+    base_train.one_step = watched
+
+
+# ---- walltime -------------------------------------------------------------------------------------------------------
+
+JOB = {"max_runtime_seconds": 4.5, "walltime_reserve_seconds": 0}  # three steps of a_step_is_a_second
+
+
+def short_jobs(launch: Callable[[], str]) -> list[int]:
+    """Launch jobs until the run is completed; the steps at which the others stopped. Each stops with a checkpoint of
+    its last step."""
+    stops: list[int] = []
+    for _ in range(STEPS):
+        told = launch()
+        if state()["status"] == "completed":
+            return stops
+        step = state()["step"]
+        assert state()["status"] == "stopped" and "walltime" in state()["reason"], told
+        assert f"stopped: walltime: {4.5 - (step - (stops[-1] if stops else 0)):,.0f} s left of 4" in told
+        assert state()["checkpoint"] == f"checkpoint-{step}-shutdown" in checkpoints()
+        assert status.main(["run", "--exit-code"]) == 10
+        stops.append(step)
+    raise AssertionError("no end")
+
+
+def test_ten_short_jobs_are_one_long_job(reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
+    a_step_is_a_second()
+    stops = short_jobs(lambda: succeed(**JOB, **LOOKING).out)
+    assert len(stops) >= 10 and max(b - a for a, b in zip([0, *stops], stops)) <= 3
+    assert any(step % 5 == 0 for step in stops), "no stop came before an evaluation that was due"
+    assert digests() == reference["digests"] and losses() == reference["losses"]
+    assert vals() == reference["vals"] and len(events("val")) == len(reference["vals"])
+    assert state_of(final()) == reference["final"]
+    assert status.main(["run", "--exit-code"]) == 0
+
+
+def test_short_jobs_on_two_one_four_and_two_processes(reference: dict[str, Any]) -> None:
+    sizes = iter((2, 1, 4, 2, 1, 1))
+    more = {**JOB, **LOOKING, "num_iterations": 11}
+    stops = short_jobs(lambda: training.finish(next(sizes), hook=a_step_is_a_second, **more))
+    assert [event["world_size"] for event in events("started")][:4] == [2, 1, 4, 2] and len(stops) >= 3
+    assert digests() == reference["digests"][:11]
+    succeed(**LOOKING, num_iterations=11, model_tag="one")
+    assert losses() == pytest.approx(losses("one"), abs=2e-4)
+    assert vals() == pytest.approx(vals("one"), abs=1e-3) and sorted(vals()) == [0, 5, 10, 11]
+    assert state_of(final())["cursors"] == state_of(final("one"))["cursors"]
+    assert {load_checkpoint(path).trainer_state["K"] for path in list_checkpoints(training.run_dir())} == {2}
+
+
+def test_a_real_walltime(reference: dict[str, Any]) -> None:
+    """The clock on the wall; far more steps than there is time for."""
+    for total in (2.0, 2.5):
+        before_ = max(steps(), default=-1)
+        outcome = succeed(max_runtime_seconds=total, walltime_reserve_seconds=0.3, num_iterations=10**6, save_every=-1,
+                          warmup_steps=2, keep_last_k=1)
+        assert f"s left of {total:,.0f}" in outcome.out and state()["status"] == "stopped"
+        done = max(steps())
+        assert done > before_ and checkpoints() == [f"checkpoint-{done + 1}-shutdown"]
+    shared = min(done, 29) + 1
+    assert digests()[:shared] == reference["digests"][:shared] and len(events("started")) == 2
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_saves_and_exits_0(reference: dict[str, Any], number: signal.Signals) -> None:
+    training.finish(hook=partial(after_step, 6, partial(send, number)), save_every=-1)
+    assert (state()["status"], state()["reason"]) == ("stopped", number.name)
+    assert checkpoints() == ["checkpoint-8-shutdown"], "it stops after the step that comes next"
+    assert_nothing_torn()
+    succeed(save_every=-1, num_iterations=10)
+    assert digests() == reference["digests"][:10]
+
+
+PLACES = {  # where a signal arrives, and the step after which the run stops at the latest
+    "set-up": ("nanochat.gpt.GPT.init_weights", 1, 1),
+    "the first batch": ("nanochat.dataloader.DataLoader.__next__", 1, 1),
+    "an evaluation": ("scripts.base_train.evaluate_buckets", 2, 6),
+    "sampling": ("nanochat.engine.Engine.generate_batch", 1, 6),
+    "the copy of a save": ("nanochat.trainer.to_host", 1, 5),
+    "the writing of a save": ("nanochat.checkpoint._Folder.put_state", 2, 30),  # in a thread, beside the steps
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_is_honoured_soon_wherever_it_arrives(reference: dict[str, Any], place: str) -> None:
+    function, call, latest = PLACES[place]
+    training.finish(hook=partial(before, function, call, partial(send, signal.SIGTERM)), **LOOKING, sample_every=5)
+    assert state()["status"] == "stopped" and state()["reason"] == "SIGTERM"
+    assert 1 <= state()["step"] <= latest
+    assert_nothing_torn()
+    succeed(**LOOKING, sample_every=-1)
+    assert digests() == reference["digests"] and state_of(final()) == reference["final"]
+
+
+def test_a_second_sigint_ends_it_at_once_with_130(reference: dict[str, Any]) -> None:
+    group = training.start(hook=partial(after_step, 6, partial(send_twice, signal.SIGINT)))
+    assert group.wait() == [130]
+    assert "second SIGINT" in group.text() and max(steps()) == 6
+    assert liveness(state()) == "dead" and status.main(["run", "--exit-code"]) == 1
+    succeed()
+    assert digests() == reference["digests"]
+    assert losses() == reference["losses"]
+
+
+def test_one_ranks_signal_stops_all_after_the_same_step() -> None:
+    text = training.finish(2, hook=partial(on_rank, 1, partial(before, "scripts.base_train.one_step", 3,
+                                                               partial(send, signal.SIGTERM))), save_every=-1)
+    assert state()["reason"] == "SIGTERM (rank 1)" and text.count("stopped: ") == 1
+    assert checkpoints() == ["checkpoint-3-shutdown"]
+
+
+# ---- scripts.stop, scripts.status -----------------------------------------------------------------------------------
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + training.PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def under_way() -> bool:
+    found = read_state(training.run_dir()) if training.run_dir().exists() else None
+    return bool(found and found["step"])
+
+
+def test_a_live_run_is_told_and_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    group = training.start(hook=slowly, num_iterations=1000, save_every=-1)
+    until(under_way)
+    assert status.main(["run", "--exit-code"]) == 20
+    assert "run   running" in capsys.readouterr().out
+    assert "another launch is at work" in refuse(num_iterations=1000, save_every=-1)
+    assert stop.main(["--wait"]) == 0
+    assert group.wait() == [0] and state()["reason"] == "asked by scripts.stop"
+    assert status.main(["run", "--exit-code"]) == 10
+    assert "run   stopped: asked by scripts.stop" in capsys.readouterr().out
+    done = state()["step"]
+    assert checkpoints() == [f"checkpoint-{done}-shutdown"]
+    succeed(num_iterations=done + 2, save_every=-1)  # the request that was left does not stop it
+    assert status.main(["run", "--exit-code"]) == 0 and "completed" in capsys.readouterr().out
+
+
+def test_a_dead_a_failed_and_a_halted_run_are_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training.start(hook=partial(die_after_step, 2)).wait_for_death()
+    assert status.main(["run", "--exit-code"]) == 1 and "run   dead" in capsys.readouterr().out
+    refuse(model_tag="nan", embedding_lr=1e30, num_iterations=8)
+    assert status.main(["nan", "--exit-code"]) == 1 and "nan   failed: step 2: the loss is nan" in capsys.readouterr().out
+    settings = on_shards(workplace, "{tiny: 1}", tokens=10**6)
+    assert training.run(**settings, model_tag="dry").code == 3
+    assert status.main(["dry", "--exit-code"]) == 3 and "dry   halted: " in capsys.readouterr().out
+
+
+# ---- shards and a curriculum ----------------------------------------------------------------------------------------
+
+SMALL = {"max_seq_len": 16, "total_batch_size": 1024, "lanes": 2, "device_batch_size": 32, "depth": 1, "overlap": 8,
+         "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
+         "warmup_steps": 0, "data_format": "shards", "plan": "warn"}
+
+
+def on_shards(base: Path, *mixes: str, tokens: int = 6 * 1024) -> dict[str, Any]:
+    """The settings of a run on two buckets of shards, a phase for each mix."""
+    if not (base / "shards").exists():
+        for k, (bucket, num) in enumerate((("tiny", 6), ("web", 40))):
+            for i in range(3):
+                training.write_shard(base / "text" / bucket / f"{i}.parquet", training.texts(num, seed=10 * k + i))
+        assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
+                                f"--tokenizer={base / 'tokenizer'}", "--max-length=0"]) == 0
+    phases = "".join(f"- duration_tokens: {tokens}\n  mix: {mix}\n" for mix in mixes)
+    (base / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{web: 2}}\n")
+    return {**SMALL, "data_path": base / "shards", "curriculum": base / "mix.yaml"}
+
+
+def test_short_jobs_with_a_curriculum_on_shards(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = on_shards(workplace, "{web: 3, tiny: 1}", "{web: 1}", tokens=5 * 1024)
+    succeed(**settings, model_tag="long")
+    monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
+    a_step_is_a_second()
+    stops = short_jobs(lambda: succeed(**settings, **JOB).out)
+    assert len(stops) >= 3 and stops[0] < 5 < stops[-1]
+    assert digests() == digests("long") and len(set(digests())) == 10
+    assert state_of(final()) == state_of(final("long"))
+
+
+# ---- rows that are passed over --------------------------------------------------------------------------------------
+
+def told(*argv: str) -> list[Any]:
+    """The JSON lines of scripts.inspect_data on the run, which must agree with what the log says."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert inspect_data.main([*argv, "--run", str(training.run_dir())]) == 0, out.getvalue()
+    return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
+
+
+def test_skipped_steps_rows_are_never_seen(reference: dict[str, Any]) -> None:
+    succeed(skip_steps="4:7", num_iterations=12)
+    assert digests() == reference["digests"][:4] + reference["digests"][7:15]
+    assert [(e["step"], e["steps"]) for e in events("skipped")] == [(4, 3)]
+    for name in checkpoints():
+        assert load_checkpoint(training.run_dir() / "checkpoints" / name).trainer_state["skips"] == [[4, 3]]
+    cursors = load_checkpoint(final()).cursors
+    assert cursors[0]["row"] == 15 * 2 and steps()[11]["tokens"] == 12 * 1280
+
+
+def test_two_spans_on_two_processes(reference: dict[str, Any]) -> None:
+    settings = {"skip_steps": "2:3", "skip-steps": "5:7", "num_iterations": 8, "save_every": 3}
+    training.finish(2, **settings)
+    expected = [reference["digests"][i] for i in (0, 1, 3, 4, 5, 8, 9, 10)]
+    assert digests() == expected
+    shutil.rmtree(final())
+    training.finish(2, hook=None, num_iterations=8, save_every=3)  # without the flags, from step 6
+    assert digests() == expected and len(events("skipped")) == 2
+
+
+@pytest.mark.parametrize("again", [{}, {"skip_steps": "4:7"}])
+@pytest.mark.parametrize("kill_after", [2, 5, 9])
+def test_a_run_keeps_its_skips_with_and_without_the_flag(reference: dict[str, Any], again: dict[str, str],
+                                                         kill_after: int) -> None:
+    """Killed before its first checkpoint and before, within and behind what is skipped."""
+    settings = {"num_iterations": 12, "save_every": 6, "sync_save": True}
+    training.start(hook=partial(die_after_step, kill_after), skip_steps="4:7", **settings).wait_for_death()
+    assert ("checkpoint-6" in checkpoints()) == (kill_after == 9)
+    succeed(**settings, **again)
+    assert digests() == reference["digests"][:4] + reference["digests"][7:15]
+    assert load_checkpoint(final()).trainer_state["skips"] == [[4, 3]]
+
+
+def test_steps_that_are_done_cannot_be_skipped_but_gone_back_to(reference: dict[str, Any]) -> None:
+    """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it. The
+    log holds other digests for those steps by then."""
+    take_over(reference, "checkpoint-8", "checkpoint-12")
+    before_ = training.fingerprint(training.run_dir())
+    message = refuse(skip_steps="10:12", num_iterations=16)
+    assert "--skip-steps 10:12: the run is at step 12" in message and "--resume" in message
+    assert training.fingerprint(training.run_dir()) == before_
+    back = {"resume": training.run_dir() / "checkpoints" / "checkpoint-8", "num_iterations": 16}
+    expected = reference["digests"][:10] + reference["digests"][12:18]
+    training.start(hook=partial(die_after_step, 12), skip_steps="10:12", **back).wait_for_death()
+    assert [line.get("match") for line in told("digest", "--steps=8:13")] == [True] * 5
+    succeed(**back)
+    assert digests()[:16] == expected
+    log = log_of().read_text()
+    shutil.rmtree(final())
+    for name in ("checkpoint-12", "checkpoint-16"):
+        shutil.rmtree(training.run_dir() / "checkpoints" / name, ignore_errors=True)
+    log_of().write_text(log + json.dumps({"step": 13, "tokens": 14 * 1280, "digest": "0" * 16}) + "\n")
+    assert "step 13" in refuse(**back), "repeated steps are checked again, from the new history on"
+    log_of().write_text(log)
+    succeed(skip_steps="10:13", **back)  # one more, on second thoughts
+    assert digests()[:15] == reference["digests"][:10] + reference["digests"][13:18]
+
+
+def test_another_curriculum_from_a_step_that_was_passed_before(workplace: Path) -> None:
+    """The run died behind its last checkpoint, so that the log has steps that come again, with other rows."""
+    settings = on_shards(workplace, "{web: 3, tiny: 1}", "{web: 1}", tokens=5 * 1024)
+    training.start(hook=partial(die_after_step, 5), **{**settings, "save_every": 3, "sync_save": True}).wait_for_death()
+    old = digests()
+    settings = {**on_shards(workplace, "{web: 1}", "{web: 1}", tokens=5 * 1024), "allow_curriculum_change": True}
+    outcome = succeed(**settings)
+    assert "at step 3" in outcome.out and digests()[:3] == old[:3] and not set(digests()[3:6]) & set(old[3:6])
+    assert [line["match"] for line in told("digest", "--steps=0:10")] == [True] * 10
+
+
+@pytest.mark.parametrize("span", ["7:4", "4:4", "4", "a:b", ":3", "-1:3"])
+def test_a_span_that_is_none_is_refused(span: str) -> None:
+    assert f"--skip-steps: got {span!r}" in refuse(skip_steps=span, num_iterations=2)
+    assert not training.run_dir().exists()
+
+
+def test_two_spans_with_one_beginning_are_refused() -> None:
+    assert "begin at step 4" in refuse(num_iterations=2, **{"skip_steps": "4:7", "skip-steps": "4:6"})
+
+
+def test_inspect_data_knows_what_was_passed_over(reference: dict[str, Any]) -> None:
+    succeed(skip_steps="4:7", **{"skip-steps": "9:10"}, num_iterations=12, save_every=5)
+    for step, theirs in ((3, 3), (4, 7), (8, 11), (9, 13)):
+        ours = told("rows", "--json", f"--step={step}")
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            inspect_data.main(["rows", "--json", f"--step={theirs}", "--run", str(reference["path"])])
+        expected = [{**json.loads(line), "step": step} for line in out.getvalue().splitlines()]
+        assert ours == expected and len(ours) == 8
+    for argv in ([], ["--world-size=2"]):
+        lines = told("digest", "--steps=0:12", *argv)
+        assert [line["digest"] for line in lines] == digests() and all(line["match"] for line in lines)
+    saved = {path.name: load_checkpoint(path) for path in list_checkpoints(training.run_dir())}
+    shutil.rmtree(training.run_dir() / "logs" / "cursors")  # it must pack from the start
+    opened = inspect_data.open_stream(inspect_data.parse_args(["ledger", "--run", str(training.run_dir())]))
+    assert opened.kept == {}
+    for checkpoint in saved.values():
+        assert opened.cursors_at(checkpoint.step) == checkpoint.cursors
+    told("ledger", "--step=12")
+    assert ledger(opened.cursors_at(12), 160)[BUCKET]["rows"] == (12 + 4) * 8
+
+
+def test_inspect_data_of_a_run_that_went_on_with_anothers_data(reference: dict[str, Any]) -> None:
+    shutil.copytree(reference["path"], training.run_dir("long"))
+    succeed(init_from="long@8", init_data="continue", skip_steps="2:4", num_iterations=6, save_every=-1)
+    assert digests() == [reference["digests"][8 + i] for i in (0, 1, 4, 5, 6, 7)]
+    lines = told("digest", "--steps=0:6")
+    assert [line["digest"] for line in lines] == digests() and all(line["match"] for line in lines)
+    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
+
+
+# ---- what may change ------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, Any] = {
+    "embedding_lr": 0.1, "unembedding_lr": 0.001, "matrix_lr": 0.1, "scalar_lr": 0.1, "weight_decay": 0.1,
+    "warmup_steps": 3, "warmdown_ratio": 0.3, "final_lr_frac": 0.5, "seed": 1, "lanes": 8, "leaves": 2, "overlap": 8,
+    "buffer_size": 32, "packing": "concat", "long_docs": "split", "depth": 3, "window_pattern": "L",
+    "dtype": "bfloat16", "attention_mode": "sdpa_mask", "max_seq_len": 80}
+
+
+@pytest.fixture
+def half_done(reference: dict[str, Any]) -> None:
+    take_over(reference, "checkpoint-28")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_step_computes_may_not_change(half_done: None, name: str) -> None:
+    before_ = training.fingerprint(training.run_dir())
+    message = refuse(**{**LOOKING, name: REFUSED[name]})
+    assert f"--{name.replace('_', '-')}: the run has " in message and f"says {REFUSED[name]!r}" in message
+    assert "--model-tag" in message and training.fingerprint(training.run_dir()) == before_
+
+
+def test_where_and_how_it_computes_may(reference: dict[str, Any], half_done: None, workplace: Path) -> None:
+    """All at once: nothing of it moves a row, and but for B no bit either."""
+    moved = shutil.move(workplace / "data", workplace / "moved")
+    outcome = succeed(
+        data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=160 * 8, sample_every=100,
+        sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
+        collective_timeout_seconds=300, plan="warn", tokenizer_dir=training.run_dir() / "tokenizer", strict=True)
+    assert "changed: --eval-tokens: the run has 640, the command says 1280" in outcome.out
+    assert outcome.out.count("changed: ") == 1
+    assert digests() == reference["digests"] and losses() == reference["losses"]
+    ours, theirs = state_of(final()), reference["final"]
+    assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
+
+
+def test_what_people_should_hear_of_is_told(reference: dict[str, Any], half_done: None) -> None:
+    out = training.finish(2, **LOOKING, device_batch_size=2, num_iterations=STEPS + 2)
+    for name, old, new in (("world-size", 1, 2), ("device-batch-size", 4, 2), ("num-iterations", STEPS, STEPS + 2)):
+        assert out.count(f"changed: --{name}: the run has {old}, the command says {new} (") == 1
+    assert digests()[:STEPS] == reference["digests"] and len(digests()) == STEPS + 2
+
+
+def test_a_batch_size_that_the_lanes_divide(reference: dict[str, Any], half_done: None) -> None:
+    """Steps from the checkpoint on have twice the rows: the log's digests of the smaller ones do not bind them."""
+    out = succeed(**LOOKING, total_batch_size=2560, num_iterations=30).out
+    assert "changed: --total-batch-size: the run has 1280, the command says 2560" in out
+    assert digests()[:28] == reference["digests"][:28] and not set(digests()[28:]) & set(reference["digests"])
+    assert [line["match"] for line in told("digest", "--steps=27:30")] == [True] * 3
+    for size in (1281, 960):
+        assert f"says {size} (4 lanes" in refuse(**LOOKING, total_batch_size=size, num_iterations=40)
+
+
+# ---- retention ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("sync", [{}, {"sync_save": True}])
+def test_old_checkpoints_go_and_milestones_stay(sync: dict[str, bool]) -> None:
+    succeed(num_iterations=20, save_every=2, keep_last_k=2, keep_milestone_every=6, **sync)
+    assert checkpoints() == ["checkpoint-12", "checkpoint-16", "checkpoint-18", "checkpoint-6", "final"]
+    assert len(list((training.run_dir() / "logs" / "cursors").iterdir())) == 10, "their cursors stay"
+    assert [e["checkpoint"] for e in events("saved")][:9] == [f"checkpoint-{s}" for s in range(2, 20, 2)]
+
+
+def test_retention_over_jobs_counts_shutdown_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
+    a_step_is_a_second()
+    keep = {"keep_last_k": 2, "keep_milestone_every": 6, "save_every": -1, "num_iterations": 12}
+    stops = short_jobs(lambda: succeed(**keep, **JOB).out)
+    kept = {f"checkpoint-{s}-shutdown" for s in stops if s % 6 == 0 or s in stops[-2:]}
+    assert set(checkpoints()) == kept | {"final"} and len(stops) > len(kept)
+
+
+@pytest.mark.parametrize("flag", ["keep_last_k", "keep_milestone_every"])
+def test_keeping_nothing_is_refused_before_there_is_a_run(flag: str) -> None:
+    assert f"--{flag.replace('_', '-')}: got 0" in refuse(**{flag: 0})
+    assert not training.run_dir().exists()
+
+
+# ---- wandb ----------------------------------------------------------------------------------------------------------
+
+class Wandb(types.ModuleType):
+    """Just enough of it: a run has the id that was given, or one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.given: list[str | None] = []
+
+    def init(self, *, id: str | None, **kwargs: Any) -> Any:
+        self.given.append(id)
+        return types.SimpleNamespace(id=id or f"new-{os.getpid()}", log=json.dumps, finish=lambda: None)
+
+
+def with_wandb(hook: Callable[[], None]) -> None:
+    sys.modules["wandb"] = Wandb()
+    hook()
+
+
+def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    training.start(hook=partial(with_wandb, partial(die_after_step, 1)), run="name", save_every=-1).wait_for_death()
+    [first] = [event["id"] for event in events("wandb")]
+    assert first.startswith("new-") and checkpoints() == []
+    fake = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    settings = {"run": "name", "save_every": -1}
+    succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without it in between
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
+    succeed(num_iterations=6, **{**settings, "run": "another name"})
+    assert fake.given == [first] and len(events("wandb")) == 1
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
+    succeed(num_iterations=2, resume="scratch", force=True, **settings)
+    assert fake.given == [first, None], "a run that was begun anew is another one"
+
+
+def test_wandb_offline_goes_on_in_the_same_run() -> None:
+    for num_iterations in (2, 3):
+        outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
+        assert "going on without it" not in outcome.err
+    assert len({load_checkpoint(final()).trainer_state["wandb_id"], *(e["id"] for e in events("wandb"))}) == 1
+    assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
+    assert len(read_log(log_of())) > 3

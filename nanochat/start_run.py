@@ -105,6 +105,7 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
         return Start(settings, wipe=exists, origin=find_origin(settings), skips=skips, generation=check_free(run_dir))
+    generation = check_free(run_dir)  # before any look: a launch that ends while it is watched may leave a newer save
     old: dict[str, Any] = {}
     if (run_dir / "config.json").exists():
         old = read_config(run_dir)
@@ -135,7 +136,7 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         completed_steps=step if state.get("status") == "completed" else 0,
         halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
         origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
-        skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=check_free(run_dir))
+        skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=generation)
 
 
 def check_home(run_dir: Path, *, at_rank0: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nanochat import checkpoint as ckpt
-from nanochat import run_state
+from nanochat import run_state, start_run
 from nanochat.run_dir import TrainLog, cursor_files, iter_log, read_cursors
 from tests import faults, training
 from tests.training import checkpoints, die_in, digests, losses, refuse, state_of, steps, succeed
@@ -328,6 +328,25 @@ def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str,
     third = training.finish()
     assert f"taking over from a launch that is gone: host {here['host']}, pid {first.processes[0].pid}" in third
     assert resumed_at() == 4
+    assert_equal(reference)
+
+
+@pytest.mark.parametrize("ends_at", [8, STEPS])
+def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(
+        reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ends_at: int) -> None:
+    """A launch on another machine may be watched for a minute; what is looked at before is old news."""
+    take_over(reference, 4)
+
+    def watch(run: Path, look: Callable[[Path], int] = run_state.check_free) -> int:
+        for step in (ends_at - 2, ends_at):
+            name = "final" if step == STEPS else f"checkpoint-{step}"
+            shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
+        shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # as --keep-last-k 2 does
+        return look(run)
+
+    monkeypatch.setattr(start_run, "check_free", watch)
+    outcome = succeed()
+    assert "nothing to do" in outcome.out if ends_at == STEPS else resumed_at() == ends_at
     assert_equal(reference)
 
 

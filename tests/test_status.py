@@ -16,6 +16,7 @@ from nanochat import run_state
 from nanochat.run_state import RunState, acquire, exit_code, identify, read_state
 from nanochat.shutdown import stop_requested
 from scripts import status, stop
+from tests import training
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 60
@@ -285,6 +286,38 @@ def test_the_loop_goes_on_through_walltimes_until_the_run_is_completed(base):
     assert code == 0, told
     assert "d1 is stopped (walltime" in told and "d1 is completed" in told
     assert read_state(run_dir(base))["step"] == 20
+
+
+REAL = """
+import sys
+sys.path = [path for path in sys.path if not path.endswith("light")]
+from nanochat.common import run_main
+from scripts import base_train
+from tests.test_long_runs import a_step_is_a_second
+a_step_is_a_second()
+run_main(base_train.main)
+"""
+
+
+def test_the_loop_takes_the_real_command_through_walltimes_to_the_end(tmp_path):
+    with training.workplace(tmp_path) as path:
+        job = path / "job.py"
+        job.write_text(REAL)
+        light = path / "light" / "torch"
+        light.mkdir(parents=True)
+        (light / "__init__.py").write_text("def __getattr__(name):\n    return type(name, (), {})\n")
+        (light / "distributed.py").touch()
+        command = ["bash", ROOT / "dev/run_until_done.sh", "run", sys.executable, job, *training.flags(
+            num_iterations=12, save_every=-1, walltime_reserve_seconds=0)]
+        code, told = ended(subprocess.Popen(
+            command, cwd=ROOT, env=environment(path, PAUSE_S=0, NANOCHAT_MAX_RUNTIME=7.5), stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True))
+        assert code == 0, told
+        stops = [name for name in training.checkpoints() if name.endswith("-shutdown")]
+        assert stops and told.count("run is stopped (walltime: ") == len(stops) and "run is completed" in told
+        training.succeed(num_iterations=12, save_every=-1, model_tag="one")
+        ends = [training.state_of(training.run_dir(tag) / "checkpoints" / "final") for tag in ("run", "one")]
+        assert ends[0] == ends[1] and training.digests() == training.digests("one")
 
 
 def test_the_loop_ends_when_the_run_is_halted(base):

@@ -95,6 +95,7 @@ class Watchdog:
         self._suspicion: tuple[float, dict[int, dict[str, Any]]] | None = None  # since when, what was known then
         self._store_lost = False
         self._over = threading.Event()
+        self._ending = False  # the watching thread is about to end the process
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # ---- what the main thread says
@@ -126,6 +127,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        if self._ending:
+            raise SystemExit(1) from error
         self._over.set()
         failed = isinstance(error, Exception) and self.world_size > 1
         verdict, ours = self._tell_failure(error) if isinstance(error, Exception) and failed else ("", "")
@@ -133,7 +136,17 @@ class Watchdog:
         if self._store is not None:
             self._ask(lambda store: self._publish(store, left=True))
         if failed:
+            self._let_others_hear()
             self._leave(error, verdict, ours)
+
+    def _let_others_hear(self) -> None:
+        """Rank 0 goes last, for the store may be its own."""
+        end = time.monotonic() + 3 * self.interval_s + 1
+        while self.rank == 0 and time.monotonic() < end:
+            seen = self._ask(self._read_all)
+            if seen is None or all(r["left"] or is_alive_here(r) is False for r in seen.values()):
+                break
+            time.sleep(self.interval_s / 4)
 
     def _leave(self, error: BaseException | None, verdict: str, ours: str) -> None:
         """What comes out of the context after a failure: silence where another rank is to blame, else its own error."""
@@ -269,13 +282,15 @@ class Watchdog:
         box: list[T] = []
 
         def run() -> None:
-            with contextlib.suppress(Exception):  # torch raises several kinds; no answer is no answer
+            try:
                 box.append(question(self._store))
+            except Exception as e:  # torch raises several kinds; no answer is no answer
+                self._store_lost |= type(e).__name__ == "DistNetworkError"  # each use of it would print a page
 
         thread = threading.Thread(target=run, name="watchdog-store", daemon=True)
         thread.start()
         thread.join(timeout=ASK_S)
-        self._store_lost = thread.is_alive()  # it may hold the client's lock for ever
+        self._store_lost |= thread.is_alive()  # it may hold the client's lock for ever
         return box[0] if box else None
 
     def _publish(self, store: Any, *, left: bool = False) -> None:
@@ -316,12 +331,14 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0 goes last: the store
         may be its own."""
+        self._ending = True
         accused = self._who(self.rank, self._me) in verdict or verdict.startswith(("all ", "the main thread"))
         if accused or self._speaks(verdict):
             os.write(2, f"error: {verdict}; all ranks end now\n".encode())
         if accused:
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         self._report(verdict)
+        self._ask(lambda store: self._publish(store, left=True))
         time.sleep(self.interval_s * (4 if self.rank == 0 else 2))
         os._exit(1)
 

@@ -1,0 +1,325 @@
+"""A launch over two machines: what each must have, whose directory counts, and how it ends when one of them fails.
+
+The two machines are two base directories. Where it matters two real torchruns meet over the loopback; else the
+processes are started as torchrun would on two machines with one process each.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.run_state import read_state
+from nanochat.sources import ParquetSource
+from nanochat.watchdog import Watchdog
+from scripts import base_train
+from tests import training
+from tests.training import Group, digests, state_of
+
+ROOT = Path(__file__).parent.parent
+HOST = socket.gethostname()
+LONG = {"num_iterations": 100, "save_every": -1}  # seconds, so that a signal from outside comes in the middle
+SHORT = {"num_iterations": 12, "save_every": 4}
+QUICK = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
+BAD_STEP = 6
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    """The first machine's base directory, with the data and the tokenizer that both can read."""
+    with training.workplace(tmp_path / "node0") as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Not interrupted: the short run on two processes, the long one on two and on one."""
+    with training.workplace(tmp_path_factory.mktemp("reference")):
+        training.finish(2, model_tag="short", **SHORT)
+        training.finish(2, model_tag="long", **LONG)
+        training.succeed(model_tag="alone", **LONG)
+        return {"short": state_of(final("short")), "long": state_of(final("long")), "digests": digests("alone")}
+
+
+def final(tag: str = "run") -> Path:
+    return training.run_dir(tag) / "checkpoints" / "final"
+
+
+def state() -> dict[str, Any]:
+    found = read_state(training.run_dir())
+    assert found is not None
+    return found
+
+
+# ---- two machines ---------------------------------------------------------------------------------------------------
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def other(workplace: Path) -> Path:
+    """The second machine's base directory: empty."""
+    return workplace.parent / "node1"
+
+
+def paths(workplace: Path) -> dict[str, Path]:
+    """The flags that make both machines read the same files."""
+    return {"data_path": workplace / "data", "tokenizer_dir": workplace / "tokenizer"}
+
+
+def start(*bases: Path, hook: Callable[[], None] | None = None, own: dict[str, Any] | None = None,
+          **changed: Any) -> Group:
+    """The job on as many machines, one process each. `hook`: called in each; `own`: flags of the second machine."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(bases)),
+           "LOCAL_RANK": "0"}
+    outputs = [bases[0] / f"output-{time.monotonic_ns()}-{rank}.txt" for rank in range(len(bases))]
+    processes = []
+    for rank, (base, output) in enumerate(zip(bases, outputs, strict=True)):
+        flags = training.flags(**{**changed, **(own or {} if rank else {})})
+        here = {**env, "RANK": str(rank), "NANOCHAT_BASE_DIR": str(base)}
+        processes.append(training._server().Process(target=training._child, daemon=True,
+                                                    args=(flags, here, hook, str(output))))
+        processes[-1].start()
+    return Group(processes, outputs)
+
+
+def error_of(group: Group) -> str:
+    """The one sentence of a launch that ends with exit code 1 on all ranks, without a traceback."""
+    assert group.wait() == [1] * len(group.processes), group.text()
+    text = group.text()
+    assert text.count("error: ") == 1 and "Traceback" not in text, text
+    return next(line for line in text.splitlines() if "error: " in line).partition("error: ")[2]
+
+
+# ---- torchrun -------------------------------------------------------------------------------------------------------
+
+def torchrun(argv: list[str], env: dict[str, str], output: str) -> None:
+    """What the command torchrun does; forked, so that it need not import torch."""
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    from torch.distributed.run import main
+
+    with contextlib.suppress(AttributeError):
+        os.setsid()
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    main(argv)
+
+
+def two_torchruns(workplace: Path, **changed: Any) -> Group:
+    """Two launchers, each with one process; only the first can write where the run is."""
+    port, processes = free_port(), []
+    outputs = [workplace / f"torchrun-{time.monotonic_ns()}-{node}.txt" for node in range(2)]
+    for node, base in enumerate((workplace, other(workplace))):
+        argv = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
+                "--nproc-per-node=1", "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]
+        env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
+        processes.append(training._server().Process(target=torchrun, args=(argv, env, str(outputs[node]))))
+        processes[-1].start()
+    return Group(processes, outputs)
+
+
+def wait_for(condition: Callable[[], bool], group: Group) -> None:
+    end = time.monotonic() + training.PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, group.text()
+        time.sleep(0.005)
+
+
+def test_two_torchruns_stop_by_a_signal_to_one_and_go_on_to_the_same_bits(workplace: Path,
+                                                                          reference: dict[str, Any]) -> None:
+    """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/shutdown.py),
+    so it is killed here, when its worker has gone."""
+    first = two_torchruns(workplace, **LONG)
+    try:
+        log = training.run_dir() / "logs" / "train.jsonl"
+        wait_for(lambda: log.exists() and '"step": 3,' in log.read_text(), first)
+        os.kill(first.processes[1].pid, signal.SIGTERM)
+        wait_for(lambda: state()["status"] == "stopped", first)
+        workers = [rank["pid"] for rank in state()["ranks"]]
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), first)
+        first.processes[1].join(training.PATIENCE_S)
+    finally:
+        first.kill()
+    assert state()["reason"] == "SIGTERM (rank 1)" and first.processes[1].exitcode == 1, first.text()
+    done = len(digests())
+    assert 3 < done < LONG["num_iterations"]
+
+    second = two_torchruns(workplace, **LONG)
+    assert second.wait() == [0, 0], second.text()
+    assert f"at step {done}" in second.text() and second.text().count("completed: ") == 1
+    assert state_of(final()) == reference["long"] and digests() == reference["digests"]
+    assert not list(other(workplace).rglob("*.json")), "the second machine writes nothing"
+
+
+# ---- where the run is -----------------------------------------------------------------------------------------------
+
+def signal_rank1(step: int) -> None:
+    """Rank 1 gets a SIGTERM in this step."""
+    beat = Watchdog.beat
+
+    def watched(self: Watchdog, at: int | None = None, where: str = "") -> None:
+        if self.rank == 1 and (at, where) == (step, ""):
+            os.kill(os.getpid(), signal.SIGTERM)
+        beat(self, at, where)
+
+    Watchdog.beat = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_stopped_by_one_machine_it_goes_on_to_the_same_bits(workplace: Path, reference: dict[str, Any],
+                                                            shared: bool) -> None:
+    """`shared`: both machines see the run directory; else only rank 0's."""
+    nodes = (workplace, workplace if shared else other(workplace))
+    stopped = start(*nodes, hook=partial(signal_rank1, BAD_STEP), **paths(workplace), **SHORT)
+    assert stopped.wait() == [0, 0], stopped.text()
+    assert state()["reason"] == "SIGTERM (rank 1)" and len(digests()) == BAD_STEP + 1
+    again = start(*nodes, **paths(workplace), **SHORT)
+    assert again.wait() == [0, 0], again.text()
+    assert f"at step {BAD_STEP + 1}" in again.text()
+    assert state_of(final()) == reference["short"] and digests() == reference["digests"][:SHORT["num_iterations"]]
+
+
+def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace: Path) -> None:
+    training.succeed(**paths(workplace), **{**SHORT, "num_iterations": 1})
+    shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
+    shutil.rmtree(training.run_dir())
+    assert error_of(start(workplace, other(workplace), **paths(workplace), **SHORT)) == (
+        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is here, and not where rank 0 is; share the "
+        f"directory between the machines, or give this one --node-rank=0 (--resume scratch starts anew)")
+    assert not training.run_dir().exists()
+
+
+# ---- what each machine must have ------------------------------------------------------------------------------------
+
+def test_a_machine_without_the_tokenizer_is_named(workplace: Path) -> None:
+    told = error_of(start(workplace, other(workplace), data_path=workplace / "data", **SHORT))
+    assert told.startswith(f"rank 1 on host {HOST}: {other(workplace)}/tokenizer"), told
+    assert not training.run_dir().exists()
+
+
+def test_a_machine_with_another_tokenizer_is_named(workplace: Path) -> None:
+    training.RustBPETokenizer.train_from_iterator(training.texts(200, seed=1), training.VOCAB_SIZE).save(
+        other(workplace) / "tokenizer")
+    told = error_of(start(workplace, other(workplace), data_path=workplace / "data", **SHORT))
+    assert "started differently: tokenizer_fingerprint is " in told and f"on rank 1 on host {HOST}; start all" in told
+    assert not training.run_dir().exists()
+
+
+def test_a_machine_with_other_flags_is_named(workplace: Path) -> None:
+    told = error_of(start(workplace, other(workplace), own={"warmup_steps": 3}, **paths(workplace), **SHORT))
+    assert f"started differently: warmup_steps is 2 on rank 0, 3 on rank 1 on host {HOST}; " in told
+    assert not training.run_dir().exists()
+
+
+def spoil_data(how: str) -> None:
+    """The second machine's copy of the data is another, below the same path: here it is looked for elsewhere."""
+    look = base_train.check_files
+
+    def elsewhere(manifests: Any) -> None:
+        if os.environ["RANK"] == "1":
+            moved = Path(os.environ["NANOCHAT_BASE_DIR"]) / "copy"
+            shutil.copytree(manifests["train"]["data"]["root"], moved)
+            entry = manifests["train"]["data"]["files"][1]
+            (moved / entry["name"]).unlink() if how == "missing" else (moved / entry["name"]).write_bytes(b"short")
+            manifests = {"train": {"data": {**manifests["train"]["data"], "root": str(moved)}}}
+        look(manifests)
+
+    base_train.check_files = elsewhere
+
+
+@pytest.mark.parametrize(("how", "why"), [("missing", "missing; each machine of a launch reads the data itself: copy "),
+                                          ("short", "5 bytes, the run's manifest says ")])
+def test_a_machine_without_the_data_is_named(workplace: Path, how: str, why: str) -> None:
+    told = error_of(start(workplace, other(workplace), hook=partial(spoil_data, how), **paths(workplace), **SHORT))
+    assert told.startswith(f"rank 1 on host {HOST}: {other(workplace)}/copy/shard_1.parquet: {why}"), told
+    assert state()["status"] == "failed" and state()["reason"] == told
+
+
+# ---- what one rank alone comes upon ---------------------------------------------------------------------------------
+
+def fail_in(bad: int, error: Exception) -> None:
+    """Reading the data fails on one rank, from some unit of documents on."""
+    fetch, calls = ParquetSource.fetch, iter(range(1000))
+
+    def watched(self: ParquetSource, *args: Any, **kwargs: Any) -> Any:
+        if os.environ["RANK"] == str(bad) and next(calls) >= 7:
+            raise error
+        return fetch(self, *args, **kwargs)
+
+    ParquetSource.fetch = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path, bad: int) -> None:
+    error = FileNotFoundError("x.parquet: it is gone")
+    group = start(workplace, workplace, hook=partial(fail_in, bad, error), **paths(workplace), **SHORT, **QUICK)
+    told = error_of(group)
+    who = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "
+    assert told == str(error) if bad == 0 else told.startswith(who) and told.endswith(f": {error}")
+    assert state()["status"] == "failed" and state()["reason"] == told
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_bug_of_one_rank_ends_all_with_its_traceback(workplace: Path, bad: int) -> None:
+    group = start(workplace, workplace, hook=partial(fail_in, bad, KeyError("bug")), **paths(workplace), **SHORT,
+                  **QUICK)
+    assert group.wait() == [1, 1]
+    texts = [path.read_text() for path in group.outputs]
+    told = f"rank {bad} on host {HOST} (pid {group.processes[bad].pid}) failed at step "
+    assert texts[bad].count("Traceback") == 1 and "KeyError: 'bug'" in texts[bad] and told in texts[bad]
+    assert "Traceback" not in texts[1 - bad] and "error: " not in texts[1 - bad].lower()
+    assert state()["status"] == "failed" and state()["reason"].startswith(told)
+
+
+# ---- a rank that hangs or dies --------------------------------------------------------------------------------------
+
+def send(bad: int, number: int) -> None:
+    """One rank gets a signal in a step whose like is past compilation."""
+    beat = Watchdog.beat
+
+    def watched(self: Watchdog, at: int | None = None, where: str = "") -> None:
+        if self.rank == bad and (at, where) == (BAD_STEP, ""):
+            os.kill(os.getpid(), number)
+        beat(self, at, where)
+
+    Watchdog.beat = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("bad", "number", "told"), [
+    (1, signal.SIGSTOP, ", and its process does not answer; the other 1 wait"),
+    (1, signal.SIGKILL, "has died; it was last seen at "),
+    (0, signal.SIGKILL, "has died; it was last seen at "),
+])
+def test_a_rank_that_stops_is_named_and_the_run_goes_on_to_the_same_bits(
+        workplace: Path, reference: dict[str, Any], bad: int, number: int, told: str) -> None:
+    group = start(workplace, workplace, hook=partial(send, bad, number), collective_timeout_seconds=2,
+                  sync_save=True, **paths(workplace), **SHORT)
+    group.processes[1 - bad].join(training.PATIENCE_S)
+    left = group.processes[1 - bad].exitcode
+    group.kill()
+    assert left == 1 and group.processes[bad].exitcode == -signal.SIGKILL, group.text()
+    sentence = f"rank {bad} on host {HOST} (pid {group.processes[bad].pid})"
+    text = group.outputs[1 - bad].read_text()
+    assert text.count("error: ") == 1 and sentence in text and told in text, text
+    assert "Traceback" not in text
+    if bad == 1:
+        assert state()["status"] == "failed" and told in state()["reason"]
+    again = start(workplace, workplace, **paths(workplace), **SHORT)
+    assert again.wait() == [0, 0], again.text()
+    assert "at step 4" in again.text()
+    assert state_of(final()) == reference["short"] and digests() == reference["digests"][:SHORT["num_iterations"]]

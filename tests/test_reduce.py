@@ -1,0 +1,326 @@
+"""reduce.py against a tree that NumPy adds up, on 1, 2, 4 and 8 places: simulated ones, and gloo processes."""
+
+import datetime
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanochat.optim import MuonAdamW
+from nanochat.reduce import LeafAccumulator, add_in_tree_order, tree_reduce
+
+SHAPES = {"matrix": (48, 40), "cut": (67, 61), "tail": (13,), "scalar": (), "narrow": (67, 31), "absent": (5,)}
+WORLD_SIZES = (1, 2, 4, 8)
+CASES = [(4, 1), (4, 3), (8, 1), (8, 8)]  # K leaves, micro-batches of each
+UNEVEN = 3  # a W that divides no K
+
+
+# ---- gradients and the oracle ---------------------------------------------------------------------------------------
+
+def wild(shape: tuple[int, ...], seed: list[int], *, spread: int = 12) -> np.ndarray:
+    """float32 with random bits in the fraction, exponents of -spread .. spread, and zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
+    return np.where(rng.random(shape) < 0.1, -0.0, values).astype(np.float32)
+
+
+def gradient(name: str, K: int, leaf: int, micro: int) -> Tensor | None:
+    """A micro-batch's gradient; 'narrow' is bfloat16, 'absent' has none in most leaves and -0.0 else."""
+    if name == "absent":
+        return torch.full(SHAPES[name], -0.0) if leaf == 2 else None
+    values = torch.from_numpy(wild(SHAPES[name], [sum(map(ord, name)), K, leaf, micro]))
+    return values.bfloat16() if name == "narrow" else values
+
+
+def make_params() -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.from_numpy(wild(shape, [1], spread=1)).to(
+        torch.bfloat16 if name == "narrow" else torch.float32)) for name, shape in SHAPES.items()}
+
+
+def backward(params: dict[str, torch.nn.Parameter], K: int, leaf: int, micro: int) -> None:
+    """What a micro-batch's backward does: its gradients go into `.grad` as autograd puts them there."""
+    grads = {name: gradient(name, K, leaf, micro) for name in params}
+    inputs = [param for name, param in params.items() if grads[name] is not None]
+    outputs = [param.view_as(param) for param in inputs]
+    torch.autograd.backward(outputs, [grad for grad in grads.values() if grad is not None])
+
+
+def accumulate(params: dict[str, torch.nn.Parameter], K: int, micros: int, leaves: range) -> LeafAccumulator:
+    accumulator = LeafAccumulator(params.values(), len(leaves))
+    for leaf in leaves:
+        for micro in range(micros):
+            backward(params, K, leaf, micro)
+        accumulator.leaf_done()
+    return accumulator
+
+
+def leaf_sum(name: str, K: int, micros: int, leaf: int) -> np.ndarray:
+    """float32; micro-batches in order, in the parameter's dtype."""
+    grads = [gradient(name, K, leaf, micro) for micro in range(micros)]
+    if grads[0] is None:
+        return np.zeros(SHAPES[name], np.float32)
+    total = grads[0].float().numpy()
+    for grad in grads[1:]:
+        assert grad is not None
+        total = total + grad.float().numpy()
+        if name == "narrow":
+            total = torch.from_numpy(total).bfloat16().float().numpy()
+    return total
+
+
+def tree(parts: list[np.ndarray]) -> np.ndarray:
+    """The definition, by halves from the top."""
+    half = len(parts) // 2
+    return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
+
+
+def oracle(K: int, micros: int) -> dict[str, np.ndarray]:
+    return {name: tree([leaf_sum(name, K, micros, leaf) for leaf in range(K)]) for name in SHAPES}
+
+
+def bits(values: Tensor | np.ndarray) -> np.ndarray:
+    array = values.detach().numpy() if isinstance(values, Tensor) else values
+    assert array.dtype == np.float32
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+
+
+def in_order(parts: list[np.ndarray]) -> np.ndarray:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def test_the_gradients_tell_orders_apart() -> None:
+    for K, micros in CASES:
+        for name in ("matrix", "cut", "narrow"):
+            leaves = [leaf_sum(name, K, micros, leaf) for leaf in range(K)]
+            right = bits(tree(leaves))
+            assert (bits(in_order(leaves)) != right).any()
+            assert (bits(tree(leaves[1:] + leaves[:1])) != right).any()
+            assert (bits(tree(leaves[:-1] + [0 * leaves[-1]])) != right).any()
+            rounded = torch.from_numpy(leaves[0] + leaves[1]).bfloat16().float().numpy()
+            assert (bits(rounded) != bits(leaves[0] + leaves[1])).any()
+
+
+# ---- inside a rank --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("K, micros", CASES)
+def test_one_rank_adds_the_tree(K: int, micros: int) -> None:
+    params = make_params()
+    accumulate(params, K, micros, range(K))
+    for name, expected in oracle(K, micros).items():
+        grad = params[name].grad
+        assert grad is not None and grad.shape == SHAPES[name]
+        assert (bits(grad) == bits(expected)).all(), name
+
+
+def test_a_step_leaves_nothing_for_the_next() -> None:
+    params = make_params()
+    accumulator = accumulate(params, 4, 2, range(4))
+    for leaf in range(4):
+        for param in params.values() if leaf == 0 else ():
+            param.grad = None
+        backward(params, 8, leaf, 0)
+        accumulator.leaf_done()
+    expected = tree([leaf_sum("matrix", 8, 1, leaf) for leaf in range(4)])
+    assert (bits(params["matrix"].grad) == bits(expected)).all()
+
+
+def test_one_leaf_is_left_alone() -> None:
+    """m = 1: the same tensors, the same dtypes, nothing allocated."""
+    params = make_params()
+    accumulator = LeafAccumulator(params.values(), 1)
+    backward(params, 4, 2, 0)
+    before = [(param.grad, param.grad.data_ptr()) for param in params.values() if param.grad is not None]
+    assert len(before) == len(SHAPES)
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        accumulator.leaf_done()
+    assert [event.name for event in profiler.events() if event.name.startswith("aten::")] == []
+    for param, (grad, pointer) in zip(params.values(), before):
+        assert param.grad is grad and grad.data_ptr() == pointer
+    assert params["narrow"].grad.dtype == torch.bfloat16 and (bits(params["absent"].grad) == 1 << 31).all()
+
+
+def test_the_first_micro_batch_is_not_added_to_zero() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    accumulator = LeafAccumulator([param], 2)
+    for _ in range(2):
+        torch.autograd.backward([param.view_as(param)], [torch.full((3,), -0.0)])
+        accumulator.leaf_done()
+    assert torch.signbit(param.grad).all()
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+def test_at_most_log2_m_gradients_wait_and_each_is_one_that_backward_made(m: int) -> None:
+    param = torch.nn.Parameter(torch.zeros(64))
+    accumulator = LeafAccumulator([param], m)
+    made: set[int] = set()
+    waited = []
+    for leaf in range(m):
+        torch.autograd.backward([param.view_as(param)], [torch.full((64,), float(leaf))])
+        made.add(param.grad.data_ptr())
+        accumulator.leaf_done()
+        waiting = [tensor for sums in accumulator._waiting for tensor in sums if tensor is not None]
+        assert {tensor.data_ptr() for tensor in waiting} <= made
+        assert (param.grad is not None) == (leaf == m - 1)
+        waited.append(len(waiting))
+    assert max(waited) == math.log2(m) and waited[-1] == 0
+    assert param.grad.data_ptr() in made and param.grad.eq(m * (m - 1) / 2).all()
+
+
+@pytest.mark.parametrize("bad", [0, 3, 6, -4])
+def test_leaves_that_are_no_power_of_two_are_refused(bad: int) -> None:
+    with pytest.raises(ValueError, match=f"leaves of a rank: got {bad}, expected a power of two"):
+        LeafAccumulator([], bad)
+
+
+# ---- across ranks, simulated ----------------------------------------------------------------------------------------
+
+@settings(max_examples=60, deadline=None)
+@given(log_k=st.integers(0, 5), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_every_split_of_the_tree_gives_its_bits(log_k: int, n: int, seed: int, data: st.DataObject) -> None:
+    K = 1 << log_k
+    leaves = [wild((n,), [seed, leaf], spread=40) for leaf in range(K)]
+    expected = bits(tree(leaves))
+    world_size = 1 << data.draw(st.integers(0, log_k))
+    m = K // world_size
+    parts = []
+    for rank in range(world_size):
+        param = torch.nn.Parameter(torch.zeros(n))
+        accumulator = LeafAccumulator([param], m)
+        for leaf in leaves[rank * m:(rank + 1) * m]:
+            param.grad = torch.from_numpy(leaf.copy())
+            accumulator.leaf_done()
+        parts.append(param.grad)
+    assert (bits(add_in_tree_order(torch.stack(parts))) == expected).all()
+
+
+@pytest.mark.parametrize("W", range(1, 12))
+def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W: int) -> None:
+    rows = [wild((37,), [W, rank]) for rank in range(W)]
+    expected = list(rows)
+    while len(expected) > 1:
+        pairs = [expected[i] + expected[i + 1] for i in range(0, len(expected) - 1, 2)]
+        expected = pairs + expected[len(pairs) * 2:]
+    assert (bits(add_in_tree_order(torch.from_numpy(np.stack(rows)))) == bits(expected[0])).all()
+
+
+# ---- across processes -----------------------------------------------------------------------------------------------
+
+def exchange(params: dict[str, torch.nn.Parameter], rank: int, world_size: int) -> dict[str, Tensor]:
+    """This rank's slices: two messages in flight at once, one of two tensors, one that is a `.grad` itself."""
+    def padded(*names: str) -> Tensor:
+        grads = [params[name].grad for name in names]
+        flat = [torch.zeros(params[name].numel()) if grad is None else grad.reshape(-1).float()
+                for name, grad in zip(names, grads)]
+        total = sum(map(len, flat))
+        return torch.cat([*flat, torch.zeros(-total % world_size)])
+
+    messages = {"direct": params["matrix"].grad.reshape(-1), "packed": padded("cut", "tail", "scalar"),
+                "narrow": padded("narrow"), "absent": padded("absent")}
+    sent = {name: message.clone() for name, message in messages.items()}
+    pending = {name: tree_reduce(message, rank, world_size) for name, message in messages.items()}
+    slices = {name: finish() for name, finish in pending.items()}
+    assert all((bits(messages[name]) == bits(sent[name])).all() for name in sent), "a message was written to"
+    return slices
+
+
+def train(K: int, micros: int, leaves: range) -> dict[str, Tensor]:
+    """Three optimizer steps; parameters. Gradients are tame enough for a finite norm."""
+    params = make_params()
+    adamw = {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+    rest = [name for name in params if name not in ("matrix", "narrow")]
+    optimizer = MuonAdamW([
+        {"kind": "muon", "lr": 0.02, "momentum": 0.9, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.1,
+         "names": ["matrix"], "params": [params["matrix"]]},
+        {**adamw, "names": rest, "params": [params[name] for name in rest]}], reduce=tree_reduce)
+    kept = {name: param for name, param in params.items() if name != "narrow"}
+    for _ in range(3):
+        accumulate(kept, K, micros, leaves)
+        optimizer.step()
+        for param in params.values():
+            param.grad = None
+    return {name: param.detach().clone() for name, param in kept.items()}
+
+
+def on_rank(rank: int, world_size: int) -> dict[Any, Any]:
+    """Slices of every case, and parameters after a few steps."""
+    results: dict[Any, Any] = {}
+    for K, micros in CASES if world_size != UNEVEN else [(K, 1) for K in (4, 8)]:
+        each = max(1, K // world_size) if world_size != UNEVEN else 1
+        if K % world_size == 0 or world_size == UNEVEN:
+            leaves = range(rank * each, (rank + 1) * each)
+            params = make_params()
+            accumulate(params, K, micros, leaves)
+            results[K, micros] = exchange(params, rank, world_size)
+            if world_size != UNEVEN and (K, micros) == (8, 1):
+                results["trained"] = train(K, micros, leaves)
+    return results
+
+
+def process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    for world_size in (*WORLD_SIZES, UNEVEN):
+        if rank < world_size:
+            if world_size > 1:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world_size}", rank=rank,
+                                        world_size=world_size, timeout=datetime.timedelta(seconds=60))
+            torch.save(on_rank(rank, world_size), f"{folder}/{world_size}-{rank}.pt")
+            if world_size > 1:
+                dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[Any, Any]]]]:
+    """By W, then rank. A fork server imports torch once for all eight processes."""
+    folder = tmp_path_factory.mktemp("reduce")
+    mp.get_context("forkserver").set_forkserver_preload(["tests.test_reduce"])
+    mp.start_processes(process, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
+    yield {W: [torch.load(Path(folder) / f"{W}-{rank}.pt", weights_only=True) for rank in range(W)]
+           for W in (*WORLD_SIZES, UNEVEN)}
+
+
+MESSAGES = {"direct": ["matrix"], "packed": ["cut", "tail", "scalar"], "narrow": ["narrow"], "absent": ["absent"]}
+
+
+@pytest.mark.parametrize("K, micros", CASES)
+@pytest.mark.parametrize("W", WORLD_SIZES)
+def test_slices_are_the_tree_for_every_W(results: dict[int, list[dict[Any, Any]]], W: int, K: int,
+                                         micros: int) -> None:
+    if K % W:
+        assert (K, micros) not in results[W][0]
+        return
+    expected = oracle(K, micros)
+    for message, names in MESSAGES.items():
+        slices = [of_rank[K, micros][message] for of_rank in results[W]]
+        assert len({len(part) for part in slices}) == 1
+        got, wanted = bits(torch.cat(slices)), np.concatenate([bits(expected[name]) for name in names])
+        assert (got[:len(wanted)] == wanted).all(), (message, int((got[:len(wanted)] != wanted).sum()))
+        assert len(got) - len(wanted) < W
+
+
+@pytest.mark.parametrize("K", [4, 8])
+def test_another_W_adds_its_blocks_in_rank_order(results: dict[int, list[dict[Any, Any]]], K: int) -> None:
+    blocks = [leaf_sum("matrix", K, 1, leaf) for leaf in range(UNEVEN)]
+    got = bits(torch.cat([of_rank[K, 1]["direct"] for of_rank in results[UNEVEN]]))
+    assert (got == bits((blocks[0] + blocks[1]) + blocks[2])).all()
+
+
+def test_steps_give_the_same_parameters_for_every_W(results: dict[int, list[dict[Any, Any]]]) -> None:
+    alone = results[1][0]["trained"]
+    fresh = make_params()
+    for name, param in alone.items():
+        assert param.isfinite().all() and not torch.equal(param, fresh[name])
+        for W in WORLD_SIZES:
+            for of_rank in results[W]:
+                assert (bits(of_rank["trained"][name]) == bits(param)).all(), (name, W)

@@ -27,9 +27,9 @@ from tests.training import Group, digests, state_of
 
 ROOT = Path(__file__).parent.parent
 HOST = socket.gethostname()
-LONG = {"num_iterations": 100, "save_every": -1}  # seconds, so that a signal from outside comes in the middle
-SHORT = {"num_iterations": 12, "save_every": 4}
-QUICK = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
+LONG: dict[str, Any] = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
+SHORT: dict[str, Any] = {"num_iterations": 12, "save_every": 4}
+QUICK: dict[str, Any] = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
 BAD_STEP = 6
 
 
@@ -73,7 +73,7 @@ def other(workplace: Path) -> Path:
     return workplace.parent / "node1"
 
 
-def paths(workplace: Path) -> dict[str, Path]:
+def paths(workplace: Path) -> dict[str, Any]:
     """The flags that make both machines read the same files."""
     return {"data_path": workplace / "data", "tokenizer_dir": workplace / "tokenizer"}
 
@@ -177,7 +177,7 @@ def signal_rank1(step: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         beat(self, at, where)
 
-    Watchdog.beat = watched  # type: ignore[method-assign]
+    setattr(Watchdog, "beat", watched)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -297,7 +297,7 @@ def send(bad: int, number: int) -> None:
             os.kill(os.getpid(), number)
         beat(self, at, where)
 
-    Watchdog.beat = watched  # type: ignore[method-assign]
+    setattr(Watchdog, "beat", watched)
 
 
 @pytest.mark.parametrize(("bad", "number", "told"), [

@@ -30,7 +30,7 @@ def rank_main(rank: int, world_size: int, port: int, job: Callable[[int], Any], 
     fd = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)

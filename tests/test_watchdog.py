@@ -255,6 +255,45 @@ def test_the_first_verdict_counts(monkeypatch):
     assert dogs[1]._look() == "from 0"
 
 
+@pytest.mark.parametrize(("verdict", "speakers"), [
+    ("rank 2 on host HERE (pid 7) has died; it was last seen at step 3", [0]),
+    ("rank 0 on host HERE (pid 7) has died; it was last seen at step 3", [1]),
+    ("rank 2 on host HERE (pid 7) failed at step 3: x.bin: torn on host b (pid 1)", []),  # it says so itself
+    ("rank 2 on host b (pid 7) failed at step 3: x.bin: torn on host HERE (pid 1)", [0]),
+    ("rank 0 on host b (pid 7) failed at step 3: KeyError: 'x'", []),
+    ("nothing was ever heard of rank 2; the others wait for it", [0]),
+])
+def test_one_rank_tells_of_another(verdict, speakers):
+    dogs = [Watchdog(FakeStore(), rank=rank, world_size=3) for rank in range(3)]
+    assert [d.rank for d in dogs if d._speaks(verdict.replace("HERE", socket.gethostname()))] == speakers
+
+
+def leave_with(error: Exception, rank: int, verdict: str = "") -> BaseException:
+    """What comes out of a rank's watchdog when its main thread fails, after a verdict."""
+    store = FakeStore()
+    if verdict:
+        store.data[watchdog.VERDICT] = verdict.encode()
+    told: list[str] = []
+    with pytest.raises(BaseException) as caught, Watchdog(store, rank=rank, world_size=2, timeout_s=1,
+                                                          on_failure=told.append) as dog:
+        dog._thread.join(0)
+        raise error
+    assert told == [verdict or store.data[watchdog.VERDICT].decode()]
+    return caught.value
+
+
+def test_what_a_failure_becomes():
+    bad = FileNotFoundError("x.bin: gone")
+    assert leave_with(bad, 0) is bad, "rank 0 speaks for all"
+    named = leave_with(bad, 1)
+    assert isinstance(named, ValueError) and str(named).startswith("rank 1 on host") and "set-up: x.bin" in str(named)
+    bug = KeyError("bug")
+    assert leave_with(bug, 1) is bug
+    for error in (bad, bug, RuntimeError("connection closed")):
+        silent = leave_with(error, 1, "rank 0 on host b (pid 1) failed at step 2: x.bin: gone")
+        assert isinstance(silent, SystemExit) and silent.code == 1
+
+
 def test_a_store_that_hangs_is_asked_once(monkeypatch):
     monkeypatch.setattr(watchdog, "ASK_S", 0.1)
     store = FakeStore()

@@ -12,6 +12,7 @@ How a run begins or goes on.
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
 OURS = ("config.json", MANIFEST_NAME, PLAN_NAME, "tokenizer", "logs", "checkpoints", "report.md", FLAG_NAME)
+HALF_WRITTEN = re.compile(r"\.[0-9a-f]{8}\.tmp$|^\.run_state\.json\.")  # not .owner-: another launch may be at it
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
                             by_bucket=settings["curriculum"] is not None)  # or keep the old
             wipe(run_dir)
         clean_stale(run_dir)
+        sweep(run_dir)
         if not is_run_dir(run_dir):
             (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
         curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
@@ -281,6 +284,14 @@ def load_states(start: Start) -> dict[str, Any]:
 
     on_rank0(read)
     return broadcast(found)
+
+
+def sweep(run_dir: Path) -> None:
+    """Delete the temporary files of writes that a crash cut short: `atomic_open`'s, and those of the live state."""
+    for folder in (run_dir, run_dir / "tokenizer", run_dir / "logs" / "cursors"):
+        for path in folder.glob(".*.tmp"):
+            if HALF_WRITTEN.search(path.name):
+                path.unlink(missing_ok=True)
 
 
 def wipe(run_dir: Path) -> None:

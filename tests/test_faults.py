@@ -75,6 +75,7 @@ def assert_equal(reference: dict[str, Any]) -> None:
     assert state_of(training.run_dir() / "checkpoints" / "final") == reference["final"]
     assert digests() == reference["digests"] and losses() == reference["losses"]
     assert not [name for name in checkpoints() if name.startswith(".")]
+    assert not [path for path in training.run_dir().rglob("*.tmp") if not path.name.startswith(".owner")]
     state = run_state.read_state(training.run_dir())
     assert state is not None and run_state.exit_code(state) == 0 and state["checkpoint"] == "final"
 
@@ -133,6 +134,16 @@ def test_killed_within_one_save_after_another(reference: dict[str, Any], mode: d
         assert good is None or sums(good) == reference["sums"][ends[-1]]
     assert ends == sorted(ends) and ends[0] == 0 and 4 <= ends[-1] < STEPS
     succeed(keep_last_k=1, **mode)
+    assert_equal(reference)
+
+
+def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str, Any]) -> None:
+    for change in (r"^replace tokenizer/", r"^replace \.run_state", r"^replace logs/cursors/"):
+        hook = partial(faults.dying_at, 0, below=training.run_dir(), since=change)
+        training.start(hook=hook).wait_for_death()
+        left = [str(path.relative_to(training.run_dir())) for path in training.run_dir().rglob("*.tmp")]
+        assert left and all(re.search(change, f"replace {path}") for path in left)
+    succeed()
     assert_equal(reference)
 
 
@@ -351,7 +362,7 @@ def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(
 
 
 def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -> None:
-    """From nothing, and from a checkpoint: what the two do never mixes."""
+    """What the two do never mixes: one begins the run, the other is refused (or comes when all is done)."""
     groups = [training.start() for _ in range(2)]
     codes = sorted(group.wait()[0] for group in groups)
     assert codes == [0, 1] or (codes == [0, 0] and any("nothing to do" in group.text() for group in groups))

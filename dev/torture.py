@@ -95,8 +95,9 @@ def at_each_change() -> list[Kill]:
     """A kill before each change that a save and its deletions make, in a thread and without one."""
     with faults.watching(training.run_dir("count"), since=SINCE, repeats=False) as changes:
         training.succeed(model_tag="count", **{**SETTINGS, "sync_save": True, "num_iterations": 10})
-    third = next(i for i, change in enumerate(changes.made) if ".tmp-checkpoint-9" in change)
-    number = len(changes.made) - third  # with all that follows it, to the end
+    third, fourth = (next(i for i, change in enumerate(changes.made) if name in change)
+                     for name in (".tmp-checkpoint-9", ".tmp-final"))
+    number = fourth - third  # the third is the first that deletes one
     return [Kill(1 + 2 * at + sync, change=at, sync_save=bool(sync)) for at in range(number) for sync in (0, 1)]
 
 
@@ -168,8 +169,11 @@ def torture(kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, di
     known = len(list(iter_log(training.run_dir() / "logs" / "train.jsonl")))
     training.finish(**settings)
     lines = list(iter_log(training.run_dir() / "logs" / "train.jsonl"))[known:]
-    end = Kill(0, lines=lines, began=next(r["step"] for r in lines if r.get("event") == "started"))
+    end = Kill(0, lines=lines, began=next((r["step"] for r in lines if r.get("event") == "started"), None))
     judge_resume(waiting, end, whole)
+    for kill in waiting if end.began is None else []:
+        kill.wrong.append("never resumed")
+        print(kill.row)
 
 
 def judge_final() -> list[str]:

@@ -244,8 +244,8 @@ def lose_data() -> None:
 
 def test_a_machine_without_the_data_is_named(workplace: Path) -> None:
     told = error_of(start(workplace, other(workplace), hook=lose_data, **paths(workplace), **SHORT))
-    assert told == (f"rank 1 on host {HOST}: {other(workplace)}/copy/shard_1.parquet: missing; each machine of a launch "
-                    f"reads the data itself: copy or mount the same files there under the same path")
+    assert told == (f"rank 1 on host {HOST}: {other(workplace)}/copy/shard_1.parquet: missing; each machine of a "
+                    f"launch reads the data itself: copy or mount the same files there under the same path")
     assert state()["status"] == "failed" and state()["reason"] == told
 
 

@@ -558,13 +558,16 @@ def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatc
     fake = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     settings = {"run": "name", "save_every": -1}
+    start(hook=partial(die_after_step, 1), **{**settings, "run": "dummy"}).wait_for_death()
+    succeed(num_iterations=3, **settings)
+    assert fake.given == [first], "the log alone had it"
     succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without it in between
     assert load_checkpoint(final()).trainer_state["wandb_id"] == first
     succeed(num_iterations=6, **{**settings, "run": "another name"})
-    assert fake.given == [first] and len(events("wandb")) == 1
+    assert fake.given == [first, first] and len(events("wandb")) == 1
     assert load_checkpoint(final()).trainer_state["wandb_id"] == first
     succeed(num_iterations=2, resume="scratch", force=True, **settings)
-    assert fake.given == [first, None], "a run that was begun anew is another one"
+    assert fake.given == [first, first, None], "a run that was begun anew is another one"
 
 
 def test_wandb_offline_goes_on_in_the_same_run() -> None:

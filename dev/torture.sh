@@ -5,7 +5,7 @@
 #   bash dev/torture.sh --each-change     # SIGKILL before each change that a save makes to the disk, one after another
 #
 # Cost and hardware: two CPU cores, 200 MB below $TMPDIR, which are deleted. Duration: 50 kills 1 to 2 minutes, each
-# change 2 to 4. Exit code 1 if anything differs; the folder is then kept and named.
+# change 2 to 5. Exit code 1 if anything differs; the folder is then kept and named.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

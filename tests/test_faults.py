@@ -114,7 +114,7 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
     assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 15
     assert kinds.keys() >= {("checkpoint-2", 1), ("checkpoint-2", 1, ".tmp"), ("checkpoint-4", 2),
                             ("checkpoint-4", 1, ".del"), ("checkpoint-4", 1)}
-    for (name, *_), copy in kinds.items():
+    for (name, *_), copy in list(kinds.items())[-2 if mode else 0:]:
         shutil.rmtree(training.run_dir())
         shutil.copytree(copy, training.run_dir())
         succeed(keep_last_k=1, **mode)
@@ -126,7 +126,7 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
 def test_killed_within_one_save_after_another(reference: dict[str, Any], mode: dict[str, Any]) -> None:
     """SIGKILL at a sample of the changes of a save, other ones each time, in one run, without a pause."""
     ends = []
-    for at in range(random.Random(time.time_ns()).randrange(9), 80, 11):
+    for at in range(random.Random(time.time_ns()).randrange(9), 80, 16):
         hook = partial(faults.dying_at, at, below=training.run_dir(), since=r"^mkdir checkpoints/\.tmp-")
         training.start(hook=hook, keep_last_k=1, **mode).wait_for_death()
         good = ckpt.newest_good(training.run_dir())
@@ -147,8 +147,7 @@ def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str,
     assert_equal(reference)
 
 
-@pytest.mark.parametrize("function", ["nanochat.dataloader.DataLoader.__next__", "nanochat.optim.MuonAdamW.step",
-                                      "nanochat.run_dir.TrainLog.write"])
+@pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.run_dir.TrainLog.write"])
 def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], function: str) -> None:
     take_over(reference, 6)
     lines = len(list(iter_log(log_file())))
@@ -204,8 +203,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("damage, name, told", [
     (tear, "optimizer.bin", "torn"), (flip, "model/pytorch_model.bin", "rotten"),
-    (Path.unlink, "scheduler.bin", "missing"),
-    (Path.unlink, "trainer_state.json", "never finished")])
+    (Path.unlink, "scheduler.bin", "missing")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         reference: dict[str, Any], damage: Callable[[Path], None], name: str, told: str) -> None:
     newest = take_over(reference, 8)
@@ -237,15 +235,14 @@ def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference
     assert_equal(reference)
 
 
-@MODES
-def test_three_saves_in_a_row_without_room_end_the_run(reference: dict[str, Any], mode: dict[str, Any]) -> None:
+def test_three_saves_in_a_row_without_room_end_the_run(reference: dict[str, Any]) -> None:
     with faults.full_disk(r"write .*\.tmp-(checkpoint-([468]|10)|final)-", below=training.run_dir()):
-        message = refuse(**mode)
+        message = refuse()
     assert "No space left" in message and "checkpoint-2 is kept" in message and "same command again" in message
     assert checkpoints() == ["checkpoint-2"] and len(failed_saves()) == 3
     state = run_state.read_state(training.run_dir())
     assert state is not None and state["status"] == "failed" and "No space left" in state["reason"]
-    succeed(**mode)
+    succeed()
     assert resumed_at() == 2
     assert_equal(reference)
 

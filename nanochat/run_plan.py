@@ -21,9 +21,9 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.common import print0, read_json
 from nanochat.plan import BucketPlan, Plan, make_plan, plan_key
 from nanochat.rehearsal import with_lengths
-from nanochat.run_data import find_data, open_source, pinned_data, stream_config
-from nanochat.run_dir import PLAN_NAME, is_run_dir
-from nanochat.start_run import Start
+from nanochat.run_data import open_source, stream_config
+from nanochat.run_dir import PLAN_NAME
+from nanochat.start_run import Start, find_run_data
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,7 @@ def make_run_plan(run_dir: Path, start: Start, settings: Mapping[str, Any], toke
     """The plan of the run that a command stands for; with `keep` the one in RUN/plan.json if it still holds. Writes
     nothing. `more` goes to `make_plan`. FileNotFoundError or ValueError for files that are gone, changed or broken."""
     config = stream_config(settings)
-    old = pinned_data(run_dir) if is_run_dir(run_dir) and not start.wipe else {}
-    manifests = find_data(old, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                          curriculum=config.curriculum, strict=settings["strict"])["train"]
+    manifests = find_run_data(run_dir, start, settings)["train"]
     sources = {bucket: open_source(manifests[bucket], tokenizer, as_stored=config.layout == "binned")
                for bucket in (config.curriculum.buckets if config.curriculum else manifests)}
     given: dict[str, Any] = {

@@ -14,7 +14,7 @@ How a run begins or goes on.
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from nanochat.run_dir import (
 from nanochat.run_state import Owner, check_free, claim
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.shutdown import FLAG_NAME
-from nanochat.sources import Manifest, Source, split_train_val
+from nanochat.sources import Manifest, Source
 from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -214,22 +214,16 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     """Own the run and make its directory, or check that its data are as they were. config.json, written last, holds
     the resolved settings; `derived` is what follows from them, for people. Returns the right to write into it, and the
     manifests of its data."""
+    manifests = find_run_data(run_dir, start, settings)
+    data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # what cannot be, binds nobody
+    if start.checkpoint is None and start.position is not None:
+        _check_position(start.position, data.train, settings, tokenizer)
     owner = claim(run_dir, start.generation)
     try:
         if start.wipe:
-            split_train_val(settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                            by_bucket=settings["curriculum"] is not None)  # or keep the old
             wipe(run_dir)
         clean_stale(run_dir)
         sweep(run_dir)
-        if not is_run_dir(run_dir):
-            (run_dir / MANIFEST_NAME).unlink(missing_ok=True)  # of a start that got no further: it binds nobody
-        curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
-        manifests = find_data(pinned_data(run_dir), settings["data_path"], settings["val_path"], curriculum=curriculum,
-                              data_format=settings["data_format"], strict=settings["strict"])
-        data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # or nothing binds the next
-        if start.checkpoint is None and start.position is not None:
-            _check_position(start.position, data.train, settings, tokenizer)
         pin_data(run_dir, manifests)
         tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
@@ -243,6 +237,14 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
         owner.release()
         raise
     return owner, manifests
+
+
+def find_run_data(run_dir: Path, start: Start, settings: Mapping[str, Any]) -> dict[str, dict[str, Manifest]]:
+    """`find_data` of the run that a command stands for."""
+    old = pinned_data(run_dir) if is_run_dir(run_dir) and not start.wipe else {}
+    curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
+    return find_data(old, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
+                     curriculum=curriculum, strict=settings["strict"])
 
 
 def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str, Any], tokenizer: RustBPETokenizer

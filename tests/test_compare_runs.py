@@ -163,6 +163,7 @@ def test_another_architecture_is_said_and_the_rest_is_compared(base: Path) -> No
     assert gaps["transformer.h.2.attn.c_q.weight"]["facts"] == {"only": "b"}
     assert gaps[WEIGHT]["facts"] == {"a": "float32 (24, 24)", "b": "float32 (36, 36)"}
     assert not any(pair["lanes"] for pair in value["pairs"])
+    assert {s["name"]: s["may_change"] for s in value["settings"]} == {"model_tag": True, "depth": False}
 
 
 def test_a_run_that_was_killed_and_went_on_is_equal(base: Path) -> None:
@@ -226,6 +227,7 @@ def test_each_series_is_compared(base: Path, copy: Path, name: str, change: Any,
     value = found("a", copy)
     assert value["summary"].startswith(said) and "; weights equal: 2 checkpoints of " in value["summary"]
     assert [t["name"] for t in value["tracks"] if t["differ"]] == [name]
+    assert found("a", copy, "--tolerance", 0.9)["equal"] == (name in ("loss", "lr") and change is not None)
 
 
 def test_validation_results_are_compared(base: Path, copy: Path) -> None:

@@ -14,7 +14,7 @@ into=previous)` fills the tensors of the copy before, where names, shapes and ty
     save 2   to_host(state, into=A)    fills       A                                        thread writes A ...
     wrong    to_host(state, into=A)    fills       A while it is being written
 
-The caller sees to it that nobody reads `previous` any more; `saving.Saver.copy` waits for that. Two copies in turn
+The caller sees to it that nobody reads `previous` any more; `saving.Saver.wait` waits for that. Two copies in turn
 would never wait, and cost every machine the memory of the rare save that is slower than the time between two.
 """
 

@@ -18,7 +18,7 @@ from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, ParquetSource, Source, check, scan, split_train_val
+from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, scan, split_train_val
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"
@@ -83,7 +83,7 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
             if not path.exists():
                 raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the data itself: copy or "
                                         f"mount the same files there under the same path")
-            if (size := path.stat().st_size) != entry["size"]:
+            if (size := as_parquet(path).stat().st_size) != entry["size"]:  # jsonl is converted on each machine
                 raise ValueError(f"{path}: {size:,} bytes, the run's manifest says {entry['size']:,}; each machine of "
                                  f"a launch needs the same files under the same path: copy it there again")
 

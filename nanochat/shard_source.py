@@ -186,19 +186,25 @@ class ShardSource:
         return ends - starts + (not self.keep_eod)
 
     def prefixes(self, group: int) -> np.ndarray:
-        """`overlaps` of a whole group, (n,) uint16, from the index alone."""
+        """`overlaps` of a whole group, (n,) uint16, from the index alone. Errors as there."""
         shard, first, last = self._entries(group, 0, int(self.groups[group]))
-        return shard.index.prefixes[first:last]
+        prefixes = shard.index.prefixes[first:last]
+        if np.count_nonzero(prefixes > np.diff(shard.index.offsets[first:last + 1])):
+            raise ValueError(_long_prefix(shard, first, last))
+        return prefixes
 
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
         """How many first ids of each entry repeat the entry before it. ValueError where that is more than it has."""
         block, span = self._unit(group, unit, unit_size)
         if np.count_nonzero(block.short[span]):
-            shard, first, last = self._entries(group, unit, unit_size)
-            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: an entry of {first:,} to {last:,} is shorter "
-                             f"than its prefix; python -m scripts.verify tells which, then {REDO}")
+            raise ValueError(_long_prefix(*self._entries(group, unit, unit_size)))
         return block.prefixes[span].tolist()
 
     def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
         """Entries are ids already."""
         return raw
+
+
+def _long_prefix(shard: _Shard, first: int, last: int) -> str:
+    return (f"{shard.index.path.with_suffix('.idx')}: an entry of {first:,} to {last:,} is shorter than its prefix; "
+            f"python -m scripts.verify tells which, then {REDO}")

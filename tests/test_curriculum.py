@@ -324,8 +324,10 @@ def test_a_phase_of_no_rows_and_an_unknown_bucket_are_told_with_their_lines_late
     with pytest.raises(ValueError, match=f"^{path}:5: phase 2 mixes 'code', .*there is web$"):
         c.check_buckets(["web"])
     c.check_buckets({"web", "code", "more"})
-    with pytest.raises(ValueError, match=r"^phase 1 mixes 'web'"):  # from a run's config: no file, no line
+    with pytest.raises(ValueError, match=f"^{path}:3: phase 1 mixes 'web'"):  # from a run's config, too
         Curriculum.from_json(c.to_json()).check_buckets(["code"])
+    with pytest.raises(ValueError, match=r"^phase 1 mixes 'web'"):  # of a run that did not keep the places
+        Curriculum.from_json({k: v for k, v in c.to_json().items() if k != "places"}).check_buckets(["code"])
 
 
 # ---- stored and compared --------------------------------------------------------------------------------------------

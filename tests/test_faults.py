@@ -111,7 +111,7 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
         hidden = [p.name.split("-")[0] for p in (copy / "checkpoints").glob(".*")]
         kinds.setdefault((good.name, len(ckpt.list_checkpoints(copy)), *hidden), copy)
     assert newest == sorted(newest) and set(newest) == {"checkpoint-2", "checkpoint-4"}
-    assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 15
+    assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 10
     assert kinds.keys() >= {("checkpoint-2", 1), ("checkpoint-2", 1, ".tmp"), ("checkpoint-4", 2),
                             ("checkpoint-4", 1, ".del"), ("checkpoint-4", 1)}
     for (name, *_), copy in list(kinds.items())[-2 if mode else 0:]:

@@ -35,7 +35,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import socket
 import subprocess
 import threading
@@ -200,17 +199,6 @@ def claim(run_dir: Path, generation: int) -> Owner:
 def acquire(run_dir: Path) -> Owner:
     """`check_free`, then `claim`."""
     return claim(run_dir, check_free(run_dir))
-
-
-def wipe(run_dir: Path) -> None:
-    """Delete all that a run directory holds but who owns it, and its state."""
-    for path in list(run_dir.iterdir()):
-        if OWNER_NAME.fullmatch(path.name) or path.name == STATE_NAME:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _owner_path(run_dir: Path, generation: int) -> Path:

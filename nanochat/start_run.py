@@ -11,6 +11,7 @@ How a run begins or goes on.
 `begin` only looks, so that a command that is refused leaves no trace. Both run on rank 0 (`ranks.on_rank0`).
 """
 
+import contextlib
 import logging
 import re
 import shutil
@@ -305,6 +306,8 @@ def wipe(run_dir: Path) -> None:
             for checkpoint in checkpoint_folders(run_dir).values():
                 delete_checkpoint(checkpoint)
             clean_stale(run_dir)
+            with contextlib.suppress(OSError):  # something of others is in it
+                path.rmdir()
         elif path.is_dir():
             shutil.rmtree(path)
         else:

@@ -26,8 +26,8 @@ from nanochat.run_state import (
     liveness,
     process_start,
     read_state,
-    wipe,
 )
+from nanochat.start_run import wipe
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 60
@@ -450,10 +450,10 @@ def test_an_owner_that_was_taken_for_dead_ends_when_it_wakes(tmp_path):
 
 def test_wiping_a_run_keeps_who_owns_it(tmp_path):
     acquire(tmp_path)
-    for name in ("config.json", "logs/train.jsonl", "checkpoints/final/x"):
+    for name in ("config.json", "logs/train.jsonl", "checkpoints/final/x", "notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     wipe(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [".owner-000001.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".owner-000001.json", "notes.txt"], "a person's file stays"
     with pytest.raises(ValueError, match="another launch"):
         acquire(tmp_path)

@@ -31,16 +31,16 @@ import contextlib
 import functools
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
 
 from nanochat.common import atomic_open, fsync_dir, hash_bytes, read_json
+from nanochat.readers import map_file
 
 MAGIC, VERSION = b"GPTS", 1
 HEADER = struct.Struct("<4sIII")
@@ -70,6 +70,50 @@ class Written:
     idx_hash: str
 
 
+class PairFiles:
+    """A .bin that is being written, and the .idx that makes it count, of any format: after `commit` both are there,
+    whole; before it, and after `abandon`, neither is, and a pair that was there before is left alone."""
+
+    def __init__(self, bin_path: Path):
+        self.bin_path = bin_path
+        self._file = contextlib.ExitStack()
+        self._bin: BinaryIO = self._file.enter_context(atomic_open(bin_path))
+        self._hash = blake2b(digest_size=16)
+
+    def write(self, data: Any) -> None:
+        """Append bytes to the .bin."""
+        self._bin.write(data)
+        self._hash.update(data)
+
+    def commit(self, idx_path: Path, parts: Iterable[Any]) -> tuple[str, str]:
+        """Write the .idx, part after part, and have both appear, it last. Returns the checksums of .bin and .idx."""
+        digest, replacing = blake2b(digest_size=16), False
+        try:
+            with atomic_open(idx_path) as idx:
+                for part in parts:
+                    idx.write(part)
+                    digest.update(part)
+                for f in (self._bin, idx):  # a full disk shows here, while the old pair is untouched
+                    f.flush()
+                    os.fsync(f.fileno())
+                if idx_path.exists():  # never the old .idx beside the new .bin
+                    idx_path.unlink()
+                    fsync_dir(idx_path.parent)
+                replacing = True
+                self._file.close()
+        except BaseException as e:
+            self.abandon(e)
+            if replacing:
+                self.bin_path.unlink(missing_ok=True)
+            raise
+        return self._hash.hexdigest(), digest.hexdigest()
+
+    def abandon(self, error: BaseException) -> None:
+        """Have the temporary file go: it is closed as if `error` had come up while it was written."""
+        with contextlib.suppress(BaseException):
+            self._file.__exit__(type(error), error, error.__traceback__)
+
+
 class ShardWriter:
     """Context manager that writes PATH.bin and PATH.idx. When the block ends well both are there, whole, and
     `written` says what they hold; after an exception neither is, and a pair that was there before is left alone.
@@ -83,18 +127,12 @@ class ShardWriter:
         self.bin_path, self.idx_path = path.parent / f"{path.name}.bin", path.parent / f"{path.name}.idx"
         self.vocab_size, self.dtype = vocab_size, shard_dtype(vocab_size)
         self.written: Written | None = None
-        self._files = contextlib.ExitStack()
         self._lengths: list[np.ndarray] = []
         self._prefixes: list[np.ndarray] = []
-        self._tokens, self._hash = 0, blake2b(digest_size=16)
+        self._tokens = 0
 
     def __enter__(self) -> "ShardWriter":
-        self._idx = self._files.enter_context(atomic_open(self.idx_path))  # left last, so renamed last
-        try:
-            self._bin = self._files.enter_context(atomic_open(self.bin_path))
-        except BaseException as e:
-            self._abandon(e)
-            raise
+        self._files = PairFiles(self.bin_path)
         return self
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
@@ -108,36 +146,25 @@ class ShardWriter:
             if len(values) and not (values.min() >= 0 and values.max() < limit):
                 raise ValueError(f"{self.bin_path}: got {name} {values.min()} .. {values.max()}, expected 0 .. "
                                  f"{limit - 1}; is it the tokenizer that the ids come from?")
-        data = np.ascontiguousarray(ids, self.dtype).data
-        self._bin.write(data)
-        self._hash.update(data)
+        self._files.write(np.ascontiguousarray(ids, self.dtype).data)
         self._tokens += len(ids)
         self._lengths.append(lengths)
         self._prefixes.append(prefixes.astype("<u2"))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._abandon(error)
+            self._files.abandon(error)
             return
         try:
-            written = self._write_index()
-            for f in (self._bin, self._idx):  # a full disk shows here, while the old pair is untouched
-                f.flush()
-                os.fsync(f.fileno())
+            parts = self._index_parts()
         except BaseException as e:
-            self._abandon(e)
+            self._files.abandon(e)
             raise
-        if self.idx_path.exists():  # never the old .idx beside the new .bin
-            self.idx_path.unlink()
-            fsync_dir(self.idx_path.parent)
-        try:
-            self._files.close()
-        except BaseException:
-            self.bin_path.unlink(missing_ok=True)
-            raise
-        self.written = written
+        bin_hash, idx_hash = self._files.commit(self.idx_path, parts)
+        n = sum(map(len, self._lengths))
+        self.written = Written(n, self._tokens, self._tokens * self.dtype.itemsize, bin_hash, idx_hash)
 
-    def _write_index(self) -> Written:
+    def _index_parts(self) -> list[Any]:
         n = sum(map(len, self._lengths))
         if not 0 < n < 1 << 32:
             raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; leave out an input "
@@ -145,17 +172,7 @@ class ShardWriter:
         offsets = np.zeros(n + 1, "<i8")
         np.cumsum(np.concatenate(self._lengths), out=offsets[1:])
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        digest = blake2b(digest_size=16)
-        for part in (HEADER.pack(MAGIC, VERSION, code, n), offsets.data, np.concatenate(self._prefixes).data):
-            self._idx.write(part)
-            digest.update(part)
-        num_bytes = self._tokens * self.dtype.itemsize
-        return Written(n, self._tokens, num_bytes, self._hash.hexdigest(), digest.hexdigest())
-
-    def _abandon(self, error: BaseException) -> None:
-        """Have both temporary files go: they are closed as if `error` had come up in each."""
-        with contextlib.suppress(BaseException):
-            self._files.__exit__(type(error), error, error.__traceback__)
+        return [HEADER.pack(MAGIC, VERSION, code, n), offsets.data, np.concatenate(self._prefixes).data]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -175,13 +192,6 @@ class Index:
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
-
-
-def _map(path: Path) -> Any:
-    """A file as a read-only buffer. Arrow's map stays when its file is closed; Python's would keep a descriptor for
-    each shard, and a process has 1,024."""
-    with pa.memory_map(str(path), "r") as f:
-        return f.read_buffer()
 
 
 def _open(path: Path) -> BinaryIO:
@@ -224,7 +234,7 @@ def read_index(path: Path | str) -> Index:
     size, expected = idx.stat().st_size, HEADER.size + 8 * (n + 1) + 2 * n
     if size != expected:
         raise ValueError(f"{idx}: {size:,} bytes, expected {expected:,} for {n:,} entries; {REDO}")
-    data = _map(idx)
+    data = map_file(idx)
     offsets = np.frombuffer(data, "<i8", n + 1, HEADER.size)
     prefixes = np.frombuffer(data, "<u2", n, HEADER.size + 8 * (n + 1))
     if offsets[0] != 0:
@@ -238,7 +248,7 @@ def read_index(path: Path | str) -> Index:
 
 def read_tokens(index: Index) -> np.ndarray:
     """All ids of a pair, (num_tokens,) uint16 or uint32: a read-only view of its memory map."""
-    return np.frombuffer(_map(index.path), index.dtype)
+    return np.frombuffer(map_file(index.path), index.dtype)
 
 
 # ---- the manifest of a folder ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Shards: what is written is read, whatever is broken is named, and entries are documents of the stream."""
 
+import contextlib
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import shard_source, shards, sources
-from nanochat.common import hash_file, write_json
+from nanochat.common import atomic_open, hash_file, write_json
 from nanochat.shard_source import ShardSource
 from nanochat.shards import (
     ShardWriter,
@@ -448,13 +449,19 @@ def test_a_full_disk_leaves_nothing_or_what_was_there(tmp_path, monkeypatch, ful
     if old:
         write_pair(tmp_path / "a", [[9, E]])
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    @contextlib.contextmanager
+    def small(path):
+        with atomic_open(path) as f:
+            yield Disk(f, 50)
+
     if full == "sync":
         monkeypatch.setattr(shards.os, "fsync", lambda fd: Disk(None, -1).write(b"x"))
     with pytest.raises(OSError, match="No space left"), ShardWriter(tmp_path / "a", vocab_size=300) as writer:
         if full == ".bin":
-            writer._bin = Disk(writer._bin, 100)
+            writer._files._bin = Disk(writer._files._bin, 100)
         if full == ".idx":
-            writer._idx = Disk(writer._idx, 50)
+            monkeypatch.setattr(shards, "atomic_open", small)
         for _ in range(100):
             writer.add(np.array([1, E]), [2], [0])
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -126,8 +126,8 @@ def entries_here(path: Path) -> list[list[int]]:
 
 def documents_here(path: Path, told: dict[str, Any]) -> list[list[int]]:
     """All entries as the stream gets them."""
+    from nanochat.pairs import scan_file
     from nanochat.shard_source import ShardSource
-    from nanochat.shards import scan_file
     manifest = {"root": str(path.parent), "files": [scan_file(path, path.name)]}
     source = ShardSource(manifest, Stub(told["eod"], told["vocab_size"]))
     return [ids.tolist() for group, n in enumerate(source.groups.tolist()) for ids in source.fetch(group, 0, n)]

@@ -74,9 +74,7 @@ class Index:
     def __init__(self, path: Path | str, *, multimodal: bool = False):
         """ValueError or FileNotFoundError naming the file if it is no whole index."""
         self.path = path = Path(path)
-        with _open(path) as f:
-            header, size = f.read(HEADER.size), f.seek(0, 2)
-        self.dtype, n, boundaries = _parse(path, header)
+        self.dtype, n, boundaries, size = read_header(path)
         expected = HEADER.size + 12 * n + 8 * boundaries
         if size - expected not in ((n,) if multimodal else (0, n)):
             raise ValueError(f"{path}: {size:,} bytes, expected {expected + multimodal * n:,} for {n:,} sequences and "
@@ -132,8 +130,11 @@ def _open(path: Path) -> Any:
         raise FileNotFoundError(f"{path}: no such file, {why}") from None
 
 
-def _parse(path: Path, header: bytes) -> tuple[np.dtype, int, int]:
-    """(type, sequences, boundaries)"""
+def read_header(path: Path) -> tuple[np.dtype, int, int, int]:
+    """(type of the ids, sequences, document boundaries, bytes of the file) of an .idx, from its first 34 bytes.
+    ValueError if it is none."""
+    with _open(path) as f:
+        header, size = f.read(HEADER.size), f.seek(0, 2)
     if len(header) < HEADER.size:
         raise ValueError(f"{path}: {len(header)} bytes, expected a header of {HEADER.size}; it was cut short: fetch or "
                          f"make it again")
@@ -148,7 +149,7 @@ def _parse(path: Path, header: bytes) -> tuple[np.dtype, int, int]:
         raise ValueError(f"{path}: its elements are {DTYPES[code].name}, expected ids ({', '.join(_names())})")
     if boundaries < 1:
         raise ValueError(f"{path}: no document boundary, expected at least one; make it again")
-    return DTYPES[code], n, boundaries
+    return DTYPES[code], n, boundaries, size
 
 
 class IndexedDataset:
@@ -254,8 +255,8 @@ class Documents:
         at = at[edges - edges[0]]
         return at[:-1], at[1:], None if in_order else list(zip(begins.tolist(), ends.tolist()))
 
-    def prefixes(self, first: int, last: int) -> np.ndarray:
-        """How many first ids of each repeat the one before: none, (n,) uint16."""
+    def repeats(self, first: int, last: int) -> np.ndarray:
+        """How many first ids of each repeat the one before it: none, (n,) uint16."""
         return np.zeros(last - first, np.uint16)
 
 

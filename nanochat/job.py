@@ -9,7 +9,6 @@ counts, and a flag that does not fit is better told before gigabytes are filled.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
 from nanochat.packing import VERSION
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.sources import data_folder
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 
 def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenizer:
     """The tokenizer in a folder; without one, that which lies beside shards, or the default one."""
-    beside = Path(data_path) / "tokenizer"
+    beside = data_folder(data_path) / "tokenizer"
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None))
 
 

@@ -143,9 +143,14 @@ def read_near(read: Callable[[int, int], np.ndarray], ranges: Sequence[Range], *
     return found
 
 
-def open_reader(path: Path, dtype: np.dtype) -> IdReader:
-    """The reader of a file of ids that this process should use. ValueError if the environment names none."""
+def is_mapped(path: Path) -> bool:
+    """Whether `open_reader` maps a file. ValueError if the environment names no reader."""
     kind = os.environ.get(ENVIRONMENT) or "mmap"
     if kind not in ("mmap", "pread"):
         raise ValueError(f"{ENVIRONMENT}={kind}: expected mmap or pread")
-    return MappedReader(path, dtype) if kind == "mmap" else PreadReader(path, dtype)
+    return kind == "mmap"
+
+
+def open_reader(path: Path, dtype: np.dtype) -> IdReader:
+    """The reader of a file of ids that this process should use."""
+    return MappedReader(path, dtype) if is_mapped(path) else PreadReader(path, dtype)

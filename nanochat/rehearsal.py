@@ -186,6 +186,9 @@ class Rehearsal(Feed):
             self._units.append((mine if self.config.framed else [n for n in mine if n], repeated))
         self._units.reverse()
 
+    def read_ahead(self) -> None:
+        """Nothing is read, whatever the source would read."""
+
     def _read(self) -> None:
         """Take in the next unit."""
         if not self._units:

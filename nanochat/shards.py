@@ -39,14 +39,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import atomic_open, fsync_dir, hash_bytes, read_json
-from nanochat.readers import map_file
+from nanochat.common import atomic_open, fsync_dir, read_json
+from nanochat.readers import Range, map_file
 
 MAGIC, VERSION = b"GPTS", 1
 HEADER = struct.Struct("<4sIII")
 DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 GROUP_ENTRIES = 1024  # entries of a group where the manifest does not say
-EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
 MANIFEST_NAME, MANIFEST_FORMAT, MANIFEST_VERSION = "manifest.json", "nanochat-shards", 1
 RECORD_KEYS = {"input", "documents", "entries", "tokens", "skipped", "bin_bytes", "bin_hash", "idx_hash"}
 REDO = "delete it and rerun scripts.tok_shards"
@@ -179,7 +178,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class Index:
-    """An open .idx: views into its memory map. `path` is the .bin."""
+    """An open .idx: views into its memory map (`nanochat.pairs.Entries`). `path` is the .bin."""
 
     path: Path
     dtype: np.dtype
@@ -192,6 +191,20 @@ class Index:
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
+
+    def spans(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, list[Range] | None]:
+        """(starts, ends, None) of entries first .. last - 1 in the ids, two (n,) int64. ValueError naming the file for
+        offsets that do not ascend."""
+        offsets = self.offsets[first:last + 1]
+        starts, ends = offsets[:-1], offsets[1:]
+        if np.count_nonzero(ends < starts) or offsets[0] < 0 or offsets[-1] > self.num_tokens:
+            raise ValueError(f"{self.path.with_suffix('.idx')}: the offsets of entries {first:,} to {last:,} do not "
+                             f"ascend; python -m scripts.verify tells which, then {REDO}")
+        return starts, ends, None
+
+    def repeats(self, first: int, last: int) -> np.ndarray:
+        """How many first ids of each repeat the entry before it, (n,) uint16."""
+        return self.prefixes[first:last]
 
 
 def _open(path: Path) -> BinaryIO:
@@ -311,32 +324,3 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
         return list(record["groups"])
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
-
-
-def scan_file(path: Path, name: str) -> dict[str, Any]:
-    """What pins a pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups"}. `footer` hashes
-    size, header and both ends of the .idx. ValueError or FileNotFoundError naming the file if the pair is not whole
-    or not what manifest.json says."""
-    index = read_index(path)
-    manifest = read_manifest(path.parent)
-    record = None if manifest is None else manifest["shards"].get(path.stem)
-    size = path.stat().st_size
-    if record is not None:
-        found = {"entries": len(index), "tokens": index.num_tokens, "bin_bytes": size}
-        for key, value in found.items():
-            if record[key] != value:
-                raise ValueError(f"{path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {REDO}")
-    groups = record_groups(record, len(index))
-    if sum(groups) != len(index) or min(groups) < 1:
-        raise ValueError(f"{path}: the groups in {MANIFEST_NAME} hold {sum(groups):,} entries, the file "
-                         f"{len(index):,}; {REDO}")
-    return {"name": name, "size": size, "footer": _footer(path.with_suffix(".idx")), "groups": groups}
-
-
-def _footer(idx: Path) -> str:
-    with open(idx, "rb") as f:
-        size = f.seek(0, 2)
-        f.seek(0)
-        header, head = f.read(HEADER.size), f.read(EDGE_BYTES)
-        f.seek(max(HEADER.size, size - EDGE_BYTES))
-        return hash_bytes(size.to_bytes(8, "little"), header, head, f.read(EDGE_BYTES))

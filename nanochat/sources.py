@@ -23,6 +23,7 @@ jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a
 import contextlib
 import ctypes
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +37,14 @@ from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
 from nanochat.dataset import list_parquet_files, pinned_dataset
+from nanochat.indexed import pair_paths
 from nanochat.jsonl import read_jsonl
-from nanochat.shards import read_index
-from nanochat.shards import scan_file as scan_shard
+from nanochat.pairs import open_entries, pair_format
+from nanochat.pairs import scan_file as scan_pair
 
 log = logging.getLogger(__name__)
 
-FORMATS = {"text": (".parquet", ".jsonl", ".jsonl.gz"), "shards": (".bin",)}
+FORMATS = {"text": (".parquet", ".jsonl", ".jsonl.gz"), "shards": (".bin",), "megatron": (".bin",)}
 GROUP_DOCUMENTS = 1024  # documents in a row group of what we write
 BUCKET = "data"  # the name of the bucket where there is only one
 SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
@@ -79,25 +81,69 @@ class Source(Protocol):
 # ---- files and manifests --------------------------------------------------------------------------------------------
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """All files of a format below a folder in the order of their relative paths; a single file is itself."""
+    """All files of a format below a folder in the order of their relative paths; a single file is itself. Of pairs
+    also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order given."""
     path = Path(path)
     if path.is_file():
         return [path]
+    if is_prefixes(path):
+        return [_pair_at(Path(prefix), data_format) for prefix in str(path).split(",")]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
     there = [f for f in path.rglob("*") if f.name.endswith((*FORMATS[data_format], ".idx")) and f.is_file()
              and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     files = [f for f in there if f.name.endswith(FORMATS[data_format])]
-    if data_format == "shards":
+    if data_format != "text":
         for idx in sorted({f for f in there if f.suffix == ".idx"} - {f.with_suffix(".idx") for f in files}):
-            read_index(idx)  # raises: a lost .bin must not make the data silently less
+            open_entries(idx)  # raises: a lost .bin must not make the data silently less
+        files = _of_format(path, files, data_format)
     if not files:
-        other = next((name for name in FORMATS if name != data_format
-                      and any(f.name.endswith(FORMATS[name]) for f in path.rglob("*"))), None)
-        hint = f"there are files of --data-format {other}" if other else "is --data-path right?"
+        others = {name for name in FORMATS if name != data_format and any(_is(f, name) for f in path.rglob("*"))}
+        hint = f"there are files of --data-format {min(others)}" if others else "is --data-path right?"
         raise FileNotFoundError(f"{path}: no {', '.join(FORMATS[data_format])} file below it; {hint}")
     return sorted(files, key=lambda f: f.relative_to(path).as_posix())
+
+
+def _is(path: Path, data_format: str) -> bool:
+    return path.name.endswith(FORMATS[data_format]) and (data_format == "text" or pair_format(path) == data_format)
+
+
+def _of_format(folder: Path, files: list[Path], data_format: str) -> list[Path]:
+    """Pairs of a format; none where all are of another. ValueError where a folder has of both."""
+    formats = {f: pair_format(f) or data_format for f in files}  # what is unknown is told when it is opened
+    if len(set(formats.values())) > 1:
+        one, other = (min(f for f in files if (formats[f] == data_format) == same) for same in (True, False))
+        raise ValueError(f"{folder}: it mixes {data_format} ({one.name}) with {formats[other]} ({other.name}); move one"
+                         f" kind elsewhere, or turn it into the other (python -m scripts.convert_shards)")
+    return [f for f in files if formats[f] == data_format]
+
+
+def is_prefixes(path: Path | str) -> bool:
+    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them."""
+    return not Path(path).exists() and ("," in str(path) or any(p.exists() for p in pair_paths(path)))
+
+
+def _pair_at(prefix: Path, data_format: str) -> Path:
+    """The .bin of a prefix. FileNotFoundError or ValueError where it is no pair of the format."""
+    file, idx = pair_paths(prefix)
+    if data_format == "text":
+        raise ValueError(f"{prefix}: the path of a pair of token files, and --data-format is text; take --data-format "
+                         f"{pair_format(idx) or 'megatron'}, or name a folder of text")
+    if not file.exists() and not idx.exists():
+        raise FileNotFoundError(f"{prefix}: neither {file.name} nor {idx.name} is there; --data-path takes a folder, "
+                                f"or paths without .bin and .idx with commas between them")
+    if (found := pair_format(idx)) not in (None, data_format):
+        raise ValueError(f"{idx}: this pair is of --data-format {found}, not {data_format}")
+    return file
+
+
+def data_folder(path: Path | str) -> Path:
+    """What the names of files below a --data-path are relative to: itself, or the folder of a file or of prefixes."""
+    path = Path(path)
+    if is_prefixes(path):
+        return Path(os.path.commonpath([Path(prefix).parent for prefix in str(path).split(",")]))
+    return path.parent if path.is_file() else path
 
 
 def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
@@ -129,7 +175,7 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
 
 def _scan_file(path: Path, name: str) -> dict[str, Any]:
     if path.suffix == ".bin":
-        return scan_shard(path, name)
+        return scan_pair(path, name)
     metadata, footer = read_footer(path)
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # a struct before it has several
     column = leaves.index("text")
@@ -150,9 +196,8 @@ def _null_error(path: Path | str, group: int, count: int) -> str:
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
     """The manifest of some files (default: all) below `root`; jsonl is converted first. The first bad file raises."""
-    root = Path(root)
     files = find_files(root) if files is None else list(files)
-    folder = root if root.is_dir() else root.parent
+    folder = data_folder(root)
     names = [f.relative_to(folder).as_posix() for f in files]
     with ThreadPoolExecutor(8) as pool:
         entries = list(pool.map(_scan_file, [as_parquet(f, strict=strict) for f in files], names))
@@ -169,8 +214,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
 
     Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
     """
-    root = Path(root or manifest["root"])
-    folder = root if not root.is_file() else root.parent
+    folder = data_folder(root or manifest["root"])
     names = [e["name"] for e in manifest["files"]]
     paths = [folder / name for name in names]
     for path in paths:
@@ -194,6 +238,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they lie; without `by_bucket` all of train is one bucket
         DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket validates
         DIR/...                                      one bucket: the last of all files validates
+        PREFIX,PREFIX                                with `by_bucket`: each is a bucket, else the same
 
     `val_path` names validation files in place of the last ones; each of its subfolders is a bucket of its own.
     ValueError or FileNotFoundError where files for one of the two are missing.
@@ -212,19 +257,22 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
         if not val:
             only = next(iter(train.values()))[0].name
-            raise ValueError(f"{root}: one data file only ({only}), expected at least two (the last one is "
-                             f"validation); add one, or name validation data with --val-path")
+            raise ValueError(f"{root}: one data file only ({only}){' in each bucket' * (len(train) > 1)}, expected at "
+                             f"least two (the last one is validation); add one, or name validation data with "
+                             f"--val-path")
         train = {bucket: files[:-1] if len(files) > 1 else files for bucket, files in train.items()}
     return {"train": train, "val": val}
 
 
-def _buckets(folder: Path, data_format: str, *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are BUCKET."""
-    files = find_files(folder, data_format)
+def _buckets(path: Path, data_format: str, *, merge: bool = False) -> dict[str, list[Path]]:
+    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are BUCKET. Of prefixes
+    each is a bucket."""
+    folder, prefixes = data_folder(path), is_prefixes(path)
     buckets: dict[str, list[Path]] = {}
-    for file in files:
-        parts = file.relative_to(folder).parts if folder.is_dir() else (file.name,)
-        buckets.setdefault(BUCKET if merge or len(parts) == 1 else parts[0], []).append(file)
+    for file in find_files(path, data_format):
+        name = file.relative_to(folder)
+        bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0] if len(name.parts) > 1 else BUCKET
+        buckets.setdefault(BUCKET if merge else bucket, []).append(file)
     return buckets
 
 

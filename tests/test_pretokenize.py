@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
+from nanochat.pairs import scan_file
 from nanochat.pretokenize import Skipped, Windows, pretokenize, read_documents
 from nanochat.shard_source import ShardSource
-from nanochat.shards import ShardWriter, read_index, read_tokens, scan_file
+from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import ParquetSource, as_parquet, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_jsonl, write_parquet
 

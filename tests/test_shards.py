@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nanochat import shard_source, shards, sources
 from nanochat.common import atomic_open, hash_file, write_json
+from nanochat.pairs import open_entries, scan_file
 from nanochat.shard_source import ShardSource
 from nanochat.shards import (
     ShardWriter,
@@ -24,7 +25,6 @@ from nanochat.shards import (
     read_index,
     read_manifest,
     read_tokens,
-    scan_file,
     shard_dtype,
 )
 from tests.toy import BOS, ByteTokenizer
@@ -187,6 +187,15 @@ def test_a_pair_of_empty_entries_has_no_ids(tmp_path):
     assert read_all(open_source(tmp_path)) == [[], []]
 
 
+class NoEnds:
+    """A reader with no E in sight."""
+
+    mapped = True
+
+    def read(self, begin, end):
+        return np.zeros(end - begin, np.uint16)
+
+
 def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path):
     """Where all later windows overlap the index tells; where none does, the ids must be looked at."""
     pair = {"a": ([[1, 2], [2, 3, E], [4, E]], [0, 1, 0])}
@@ -199,7 +208,7 @@ def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path):
         source = open_source(root)
         source.fetch(0, 0, 1)
         shard = source._shards[0]
-        no_ends = np.zeros_like(shard.ids)  # no E in sight
+        no_ends = NoEnds()
         source._shards[0] = shard_source._Shard(shard.index, no_ends, shard.ends_follow)
         assert source.lengths(0, 0, 3).tolist() == ([3, 3, 2] if index_only else [3, 4, 3])
     assert not ends_follow(None)
@@ -254,7 +263,7 @@ def test_threads_open_a_file_once(tmp_path, monkeypatch):
     write_pair(tmp_path / "a", [[i, E] for i in range(200)])
     source = open_source(tmp_path)
     opened, start, got = [], threading.Barrier(8), []
-    monkeypatch.setattr(shard_source, "read_index", lambda path: opened.append(path) or read_index(path))
+    monkeypatch.setattr(shard_source, "open_entries", lambda path: opened.append(path) or open_entries(path))
 
     def work() -> None:
         start.wait()

@@ -31,10 +31,19 @@ import torch.multiprocessing as mp
 
 from nanochat.common import get_compute_dtype, run_main, write_json
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import MuonAdamW, Reduce, reduce_scatter_sum
-from nanochat.reduce import LeafAccumulator, tree_reduce
+from nanochat.optim import MuonAdamW
+from nanochat.reduce import LeafAccumulator, Reduce, tree_reduce
 
-WAYS: dict[str, Reduce] = {"plain": reduce_scatter_sum, "tree": tree_reduce}
+
+def plain_reduce(message: torch.Tensor, rank: int, world_size: int) -> Callable[[], torch.Tensor]:
+    """The `Reduce` that others use: a float32 reduce-scatter, in the backend's own order of addition."""
+    message = message.float()
+    chunk = torch.empty(message.numel() // world_size, device=message.device)
+    work = dist.reduce_scatter_single(chunk, message, async_op=True)
+    return lambda: (work.wait(), chunk)[1]
+
+
+WAYS: dict[str, Reduce] = {"plain": plain_reduce, "tree": tree_reduce}
 
 
 class Job:

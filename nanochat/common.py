@@ -183,6 +183,13 @@ def get_compute_dtype(device: "torch.device", name: str = "auto") -> "torch.dtyp
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
+def wide_dtype(device: "torch.device") -> "torch.dtype":
+    """What sums over many values are kept in: float64, float32 on MPS, which has nothing wider."""
+    import torch
+
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 # Dense bf16 peaks from the vendors' data sheets, FLOP/s. More specific names first.
 PEAK_FLOPS = (
     ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),

@@ -368,28 +368,33 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 
 
 def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, device_batch_size: int, num_tokens: int,
-                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_threads: int = 4,
-                      with_doc_ids: bool = False) -> Iterator[MicroBatch]:
+                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
+                      num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane (at least
-    one; fewer where the data ends). A rank beyond the number of lanes has none."""
+    one; fewer where the data ends). A batch is of one leaf's lanes (the run's leaves, or as many as there are lanes),
+    so that batches are the same for every W that divides the leaves. A rank beyond the number of lanes has none."""
     config = validation_config(source, T)
-    world_size = min(world_size, config.V)
-    lanes = block(rank, world_size, config.V) if rank < world_size else range(0)
+    if rank >= config.V:
+        return
+    layout = Layout(config.V, config.V, device_batch_size, rank, min(world_size, config.V), min(num_leaves, config.V))
     device = torch.device(device)
     slot = _Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda",
                  with_doc_ids=with_doc_ids)
-    stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
-    rows: list[Row] = []
+    stream = Stream(config, {"val": source}, layout.lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
+    waiting: list[list[Row]] = [[] for _ in layout.leaves]
+    leaf_of = {lane: rows for lanes, rows in zip(layout.leaves, waiting) for lane in lanes}
     steps = max(1, num_tokens // (T * config.V))
     try:
         for step in range(steps):
             more = stream.next_rows(1)
-            rows += more
+            for row in more:
+                leaf_of[row.lane].append(row)
             done = not more or step == steps - 1
-            while len(rows) >= device_batch_size or (rows and done):
-                slot.fill(rows[:device_batch_size], ["val"])
-                rows = rows[device_batch_size:]
-                yield slot.batch(device, 0, step, last=done and not rows)
+            for rows in waiting:
+                while len(rows) >= device_batch_size or (rows and done):
+                    slot.fill(rows[:device_batch_size], ["val"])
+                    del rows[:device_batch_size]
+                    yield slot.batch(device, 0, step, last=done and not any(waiting))
             if done:
                 return
     finally:

@@ -14,8 +14,8 @@ chunk r of every message: it alone keeps optimizer state for it, and computes it
                  rank 0         rank 1
     message 1  | A A A A A A | B B B B B B |   a matrix is never cut; the largest are dealt first,
     message 2  | C C         | .           |   each to the rank that has least; `.` is padding
-    message 3  | E E E E E E | E E E E E E |   large AdamW tensors: a message each, cut anywhere
-    message 4  | s s s t     | t t t .     |   small ones share a message
+    message 3  | E E E E E E | E E E E E E |   large AdamW tensors: a message each, cut between grains
+    message 4  | s s s       | t t t t     |   small ones are dealt whole, as matrices are
 
     step:  backward's grads -> reduce (sum) of each message -> norm -> update own chunk -> all-gather of the message
            all reductions are in flight while the next is packed;  gathers run while the next chunk is updated
@@ -25,10 +25,12 @@ no state changes, so the last good weights survive for the caller to find. The g
 that multiplies every rate (and the gradient is zeroed), so neither the guard nor the norm makes the host wait for the
 device. On more than one rank all of this needs room for one copy of the gradients.
 
-Invariants: a matrix is orthogonalized alone, from a fresh aligned copy, so its result does not know how many matrices
-a rank owns. Elementwise updates use only operations with one correctly rounded result (no fused multiply-add), so on a
-CPU they do not know where a chunk was cut. What depends on W is the order in which gradients are added: that is one
-function, `reduce`, handed to the class.
+Invariants, which make a step the same bits for every W that divides the number of leaves: gradients are added by
+reduce.py alone, in float32. A matrix is orthogonalized alone, from a fresh aligned copy, so its result does not know
+how many matrices a rank owns. Elementwise updates use only operations whose vectorized and scalar forms round alike (no
+`pow` with fractions, no `sigmoid`), so on a CPU they do not know where a chunk was cut. The norm is added up from
+**grains**, 1/64 of a large tensor and all of any other, which no chunk cuts: a table of their sums of squares in
+float64, of which each rank fills in its own, is added exactly (x + 0) and then summed in one order.
 
 Types: parameters float32 or bfloat16; all arithmetic and all state in float32, bfloat16 parameters are written back by
 rounding. float32 state costs a bfloat16 embedding 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
@@ -45,7 +47,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.common import get_compute_dtype
+from nanochat.common import get_compute_dtype, wide_dtype
+from nanochat.reduce import Reduce, tree_reduce
 
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
 
@@ -137,32 +140,12 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
 
 
-# ---- the reduction --------------------------------------------------------------------------------------------------
-
-# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise, in any float
-# dtype; what it returns waits for the sum and gives this rank's chunk of it, (chunk,) float32.
-Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
-
-
-def reduce_scatter_sum(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
-    """The plain `Reduce`: a float32 reduce-scatter, in the backend's own order of addition."""
-    message = message.float()
-    if world_size == 1:
-        return lambda: message
-    chunk = torch.empty(message.numel() // world_size, dtype=torch.float32, device=message.device)
-    work = dist.reduce_scatter_single(chunk, message, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return chunk
-
-    return finish
-
-
 # ---- who owns what --------------------------------------------------------------------------------------------------
 
-SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this share a message
-MESSAGE_ELEMENTS = 1 << 25  # a message of matrices is closed when it has grown beyond this
+SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
+GRAINS = 64  # of a tensor that may be cut
+ALIGNED = 64  # elements: where tensors and grains begin in a chunk
+MESSAGE_ELEMENTS = 1 << 25  # a message of whole tensors is closed when it has grown beyond this
 CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole (1 thread)
 
 
@@ -173,6 +156,16 @@ class Member:
     param: Tensor
     kind: str
     group: int
+
+    @property
+    def grain(self) -> int:
+        """So many elements stay together, whatever W is; the last grain may be shorter."""
+        return self.param.numel() if self.whole else -(-self.param.numel() // (GRAINS * ALIGNED)) * ALIGNED
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is never cut."""
+        return self.kind == "muon" or self.param.numel() < SMALL_ELEMENTS
 
     def state_shapes(self, numel: int | None = None) -> dict[str, tuple[int, ...]]:
         """Shapes of its state; of `numel` of its elements, flat, where AdamW has cut it."""
@@ -222,11 +215,12 @@ class Message:
         return self.layout[0][0].param.new_empty(self.chunk * self.world_size)
 
     def gradients(self) -> Tensor:
-        """(W * chunk,) in the parameters' dtype, to be read only; a missing gradient is zeros. Direct: no copy."""
+        """(W * chunk,), to be read only; float32 where it is packed (what is packed may be sums of leaves, which
+        bfloat16 would round), else as the gradient is, without a copy. A missing gradient is zeros."""
         grads = [(member.param.grad, member.param.numel(), offset) for member, offset in self.layout]
         if self.direct and grads[0][0] is not None:
             return grads[0][0].reshape(-1)
-        message = self._empty().zero_()
+        message = torch.zeros(self.chunk * self.world_size, device=self.layout[0][0].param.device)
         for grad, numel, offset in grads:
             if grad is not None:
                 message[offset:offset + numel].copy_(grad.reshape(-1))
@@ -257,8 +251,8 @@ class Message:
         return finish
 
 
-def deal_matrices(members: Sequence[Member], world_size: int) -> list[Message]:
-    """Deal whole matrices to ranks: the W largest, one to each rank, then the next W, ...; in each round the larger
+def deal_whole(members: Sequence[Member], world_size: int) -> list[Message]:
+    """Deal whole tensors to ranks: the W largest, one to each rank, then the next W, ...; in each round the larger
     goes to the rank that has fewer elements. Rounds are put together until a message is large enough."""
     queue = sorted(members, key=lambda member: -member.param.numel())
     load = [0] * world_size
@@ -270,25 +264,20 @@ def deal_matrices(members: Sequence[Member], world_size: int) -> list[Message]:
         for member, owner in zip(round_, sorted(range(world_size), key=lambda r: load[r])):
             load[owner] += member.param.numel()
             places.append((member, owner, chunk))
-        chunk += round_[0].param.numel()
+        chunk += round_[0].param.numel() if world_size == 1 else -(-round_[0].param.numel() // ALIGNED) * ALIGNED
         if world_size == 1 or chunk * world_size >= MESSAGE_ELEMENTS or first + world_size >= len(queue):
             messages.append(Message([(m, owner * chunk + at) for m, owner, at in places], chunk, world_size))
             places, chunk = [], 0
     return messages
 
 
-def cut_tensors(members: Sequence[Member], world_size: int) -> list[Message]:
-    """Large tensors: a message each. Small ones: one message for all (on one process no message is sent, so each is
-    its own and no copy is made)."""
-    small = [m for m in members if m.param.numel() < SMALL_ELEMENTS and world_size > 1]
-    runs = [[m] for m in members if m.param.numel() >= SMALL_ELEMENTS or world_size == 1] + ([small] if small else [])
+def cut_at_grains(members: Sequence[Member], world_size: int) -> list[Message]:
+    """A message for each tensor, as many grains of it to each rank (fewer to the last)."""
     messages = []
-    for run in runs:
-        layout, end = [], 0
-        for member in run:
-            layout.append((member, end))
-            end += member.param.numel()
-        messages.append(Message(layout, -(-end // world_size), world_size))
+    for member in members:
+        grains = -(-member.param.numel() // member.grain)
+        chunk = member.param.numel() if world_size == 1 else -(-grains // world_size) * member.grain
+        messages.append(Message([(member, 0)], chunk, world_size))
     return messages
 
 
@@ -316,7 +305,7 @@ class MuonAdamW(torch.optim.Optimizer):
     Raises ValueError for a group that lacks something.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce = reduce_scatter_sum,
+    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce = tree_reduce,
                  polar_dtype: torch.dtype | None = None, compiled: bool | None = None) -> None:
         super().__init__(param_groups, defaults={})
         self._members = self._name_members()
@@ -328,6 +317,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._muon_update = torch.compile(muon_update, dynamic=False) if compiled else muon_update
         self._adamw_update = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
         self._messages = self._plan()
+        self._num_grains, self._my_grains = self._number_grains()
         self._steps = torch.zeros((), device=self._device)  # on the device: a step that is not live does not count
         for piece in self._pieces():
             self.state[piece.member.param] = {key: torch.zeros(shape, device=self._device)
@@ -359,11 +349,22 @@ class MuonAdamW(torch.optim.Optimizer):
     def _plan(self) -> list[Message]:
         """Matrices first, small tensors last: only the last gather has no update to hide behind."""
         messages: list[Message] = []
-        for kind, lay_out in (("muon", deal_matrices), ("adamw", cut_tensors)):
-            of_kind = [m for m in self._members if m.kind == kind]
-            for dtype in dict.fromkeys(m.param.dtype for m in of_kind):
-                messages += lay_out([m for m in of_kind if m.param.dtype == dtype], self._world_size)
+        for lay_out, chosen in ((deal_whole, [m for m in self._members if m.kind == "muon"]),
+                                (cut_at_grains, [m for m in self._members if not m.whole]),
+                                (deal_whole, [m for m in self._members if m.kind == "adamw" and m.whole])):
+            for dtype in dict.fromkeys(m.param.dtype for m in chosen):
+                messages += lay_out([m for m in chosen if m.param.dtype == dtype], self._world_size)
         return messages
+
+    def _number_grains(self) -> tuple[int, Tensor]:
+        """(grains of all parameters, the numbers of this rank's in the order of its pieces)."""
+        first, total = {}, 0
+        for member in self._members:
+            first[member.name] = total
+            total += -(-member.param.numel() // member.grain)
+        mine = [first[p.member.name] + start // p.member.grain for p in self._pieces()
+                for start in range(p.start, p.stop, p.member.grain)]
+        return total, torch.tensor(mine, dtype=torch.int64, device=self._device)
 
     def _pieces(self) -> list[Piece]:
         return [piece for message in self._messages for piece in message.owned[self._rank]]
@@ -380,7 +381,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if get_rank_and_world_size() != (self._rank, self._world_size):
             raise RuntimeError("the process group has changed since this optimizer was made")
         reductions = [self._reduce(m.gradients(), self._rank, self._world_size) for m in self._messages]
-        chunks = [finish() for finish in reductions]
+        chunks = [reductions.pop(0)() for _ in self._messages]  # what has arrived is let go as it is added
         grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
         norm = self._norm(chunks) * grad_scale.abs()
         finite = norm.isfinite()
@@ -399,11 +400,16 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _norm(self, chunks: list[Tensor]) -> Tensor:
         """The L2 norm over the chunks of all ranks; sums in float64 where the device has it."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
-        total = torch.stack([torch.linalg.vector_norm(chunk, dtype=wide) for chunk in chunks]).square().sum()
+        wide = wide_dtype(self._device)
+        norms = [torch.linalg.vector_norm(grain, dtype=wide) for message, chunk in zip(self._messages, chunks)
+                 for piece in message.owned[self._rank]
+                 for grain in piece.of(chunk).view(-1).split(piece.member.grain)]
+        table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
+        if norms:
+            table[self._my_grains] = torch.stack(norms).square()
         if self._world_size > 1:
-            dist.all_reduce(total)
-        return total.sqrt().float()
+            dist.all_reduce(table)
+        return table.sum().sqrt().float()
 
     def _update(self, piece: Piece, param: Tensor, grad: Tensor, live: Tensor) -> None:
         """Update one piece. What a schedule changes goes in as 0-dim tensors, so that nothing is compiled again."""

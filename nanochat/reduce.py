@@ -112,9 +112,13 @@ def add_in_tree_order(parts: Tensor) -> Tensor:
     return parts[0] + parts[1] if len(parts) == 2 else parts[0]  # the sum is fresh, so that `parts` can be freed
 
 
+# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise, in any float
+# dtype; what it returns waits for the sum and gives this rank's chunk of it, (chunk,) float32.
+Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
+
+
 def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
-    """`optim.Reduce` in tree order: (W * chunk,) of any float dtype, only read; what it returns waits, adds, and gives
-    this rank's chunk, (chunk,) float32. Collective, and asynchronous until then."""
+    """The `Reduce` in tree order. Collective; the message is only read, and on its way when this returns."""
     message = message.float()
     if world_size == 1:
         return lambda: message

@@ -1,14 +1,16 @@
 """
 The parts of training that are not the loop: what a step of all ranks comes to, what a run carries, how it is saved.
 
-    a step     each rank: gradients of its rows, sum of their losses, live targets, its part of the digest, whether it
-               has rows at all, whether it should stop, how the last save went
-               one small reduction adds all but the first; loss of the step = sum of losses / live targets, both global
+    a step     each rank: gradients of its rows, of each leaf the sum of their losses and live targets, its part of the
+               digest, whether it has rows at all, whether it should stop, how the last save went
+               one small reduction brings together all but the first; loss of the step = sum of losses / live targets,
+               both global, and the same bits wherever the leaves are
 
 So every step all ranks agree on whether to go on, for the price of a reduction that they need anyway.
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import save_checkpoint
-from nanochat.common import get_dist_info
-from nanochat.dataloader import DataLoader
+from nanochat.common import get_dist_info, wide_dtype
+from nanochat.dataloader import DataLoader, Layout
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
 from nanochat.plain_state import to_host
@@ -40,68 +42,55 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks' rows of a step come to. Tensors stay on the device until asked for."""
+    """What all ranks' rows of a step come to; the same on every rank, and for every W that divides K."""
 
-    sums: torch.Tensor  # (7 + 3 N,): four 16-bit parts of the digest, ranks that are dry, ranks that want to stop, how
-    # the last save went; of N buckets: nats, targets, dropped
-
-    @property
-    def digest(self) -> str:
-        """The step's batch digest, 16 hex digits."""
-        parts = self.sums[:4].tolist()
-        return f"{sum(int(part) << 16 * i for i, part in enumerate(parts)) % 2**64:016x}"
-
-    @property
-    def dry(self) -> bool:
-        """Whether a rank could not give its rows."""
-        return bool(self.sums[4])
-
-    @property
-    def stop(self) -> bool:
-        """Whether a rank wants to stop."""
-        return bool(self.sums[5])
-
-    @property
-    def saved(self) -> Code:
-        """How the save that ended last went."""
-        return Code(int(self.sums[6]))
-
-    @property
-    def _by_bucket(self) -> torch.Tensor:
-        return self.sums[7:].view(3, -1)
+    digest: str  # 16 hex digits
+    dry: bool  # whether a rank could not give its rows
+    stop: bool  # whether a rank wants to stop
+    saved: Code  # how the save that ended last went
+    dropped: list[int]  # how many lanes have dropped each bucket
+    nats: list[float]  # sum of losses of each bucket's rows
+    live: list[int]  # their live targets
 
     @property
     def loss(self) -> float:
-        """Mean loss of a live target, nats."""
-        return float(self._by_bucket[0].sum() / self._by_bucket[1].sum())
+        """Mean loss of a live target, nats; NaN where there is none."""
+        return math.fsum(self.nats) / sum(self.live) if any(self.live) else math.nan
 
     def bucket_losses(self) -> list[float | None]:
         """Mean loss of a live target in each bucket, None where the step has none of it."""
-        nats, live, _ = self._by_bucket.tolist()
-        return [n / targets if targets else None for n, targets in zip(nats, live)]
+        return [nats / live if live else None for nats, live in zip(self.nats, self.live)]
 
-    def dropped(self) -> list[int]:
-        """How many lanes have dropped each bucket."""
-        return [int(n) for n in self._by_bucket[2].tolist()]
-
-    def grad_scale(self, num_targets: int) -> torch.Tensor:
+    def grad_scale(self, num_targets: int) -> float:
         """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean loss."""
-        return (num_targets / self._by_bucket[1].sum()).float()
+        return num_targets / sum(self.live) if any(self.live) else math.nan
 
 
-def add_up(nats: torch.Tensor, live: torch.Tensor, *, dropped: Sequence[int], digest: int, dry: bool = False,
+def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
+    """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live targets."""
+    return torch.zeros((len(layout.leaves), 2, num_buckets), dtype=wide_dtype(device), device=device)
+
+
+def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
            stop: bool = False, saved: Code = Code.NOTHING) -> StepTotals:
-    """Collective. One reduction of float64 values. `nats`, `live`: (N,) sums of losses and live targets of this rank's
-    rows of each bucket; `dropped`: lanes that have dropped it. The digest travels as four 16-bit parts, whose sums are
-    exact; `dry`: this rank could not give its rows; `stop`: it should stop; `saved`: how a save ended, rank 0's."""
-    device = nats.device
-    wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64, and no process groups
-    parts = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped], dtype=wide)
-    parts = parts.to(device, non_blocking=True)
-    sums = torch.cat([parts[:7], nats.to(wide), live.to(wide), parts[7:]])
-    if get_dist_info()[3] > 1:
-        dist.all_reduce(sums)
-    return StepTotals(sums)
+    """Collective. One reduction, in which nothing is rounded: `sums`, see `leaf_sums`, of all leaves travel in a table
+    of which each rank fills in its own, and are then added by `math.fsum`; the digest travels as four 16-bit parts;
+    the rest is counts. `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
+    `stop`: it should stop; `saved`: how a save ended, rank 0's."""
+    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped])
+    table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
+    first = layout.rank * len(sums)
+    table[first:first + len(sums)] = sums
+    message = torch.cat([flags.to(sums.device, sums.dtype, non_blocking=True), table.view(-1)])
+    if layout.world_size > 1:
+        dist.all_reduce(message)
+    values = message.tolist()
+    counts, leaves = [int(value) for value in values[:len(flags)]], values[len(flags):]
+    nats, live = ([leaves[i::2 * len(dropped)] for i in range(at, at + len(dropped))] for at in (0, len(dropped)))
+    return StepTotals(
+        digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=bool(counts[4]),
+        stop=bool(counts[5]), saved=Code(counts[6]), dropped=counts[7:], nats=[math.fsum(of) for of in nats],
+        live=[int(math.fsum(of)) for of in live])
 
 
 # ---- save -----------------------------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def count_training_tokens(data: RunData, config: StreamConfig, num_tokens: int) 
 
 
 def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig, *, eval_tokens: int,
-                device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1
-                ) -> dict[str, Any]:
+                device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1,
+                num_leaves: int = 1) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram
     model on the same validation tokens. `stored`: the data as the layout of the run has it, `data` as `split` has."""
     token_bytes = data.tokenizer.token_bytes()
@@ -118,7 +118,7 @@ def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig
     def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
         return counting(validation_loader(
             source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size, num_tokens=num_tokens,
-            device=device, rank=rank, world_size=world_size, with_doc_ids=model.attention_mode != "causal"), counts)
+            device=device, rank=rank, world_size=world_size, num_leaves=num_leaves, with_doc_ids=model.attention_mode != "causal"), counts)
 
     val, buckets = evaluate_buckets(model, {name: batches(source, eval_tokens // len(data.val), seen)
                                             for name, source in data.val.items()}, token_bytes)
@@ -189,7 +189,8 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], ran
     model.attention_mode = settings["attention_mode"]
     B = settings["device_batch_size"] if args.device_batch_size == -1 else args.device_batch_size
     bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
-                      unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size)
+                      unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size,
+                      num_leaves=settings["leaves"])
     samples = draw_samples(model, tokenizer) if rank == 0 else {}
     return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,
             "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}

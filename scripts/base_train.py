@@ -48,6 +48,7 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
+from nanochat.reduce import LeafAccumulator
 from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.retention import check_retention, prune
 from nanochat.run_data import RunData, check_files, open_data, stream_config
@@ -60,7 +61,7 @@ from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.sources import FORMATS
 from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settled
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Halt, Progress, Stop, add_up, save
+from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
 from nanochat.watch import Watch
 from nanochat.watchdog import Watchdog, open_store
 
@@ -175,6 +176,7 @@ class Run:
     model: GPT
     compiled: Any  # the model, as it is called
     optimizer: MuonAdamW
+    leaves: LeafAccumulator
     loader: DataLoader
     progress: Progress
     watch: Watch
@@ -199,24 +201,26 @@ def one_step(run: Run) -> None:
     run.dog.beat(p.step)
     if p.step in run.start.skips:
         run.watch.event("skipped", steps=run.start.skips[p.step])
-    nats, live = torch.zeros((2, len(loader.buckets)), device=run.device)
+    sums = leaf_sums(loader.layout, len(loader.buckets), run.device)
     bucket_ids = torch.arange(len(loader.buckets), device=run.device)
     try:
-        for _ in range(loader.micro_batches_per_step):
+        for i in range(loader.micro_batches_per_step):
+            leaf, at = divmod(i, loader.layout.micro_batches_per_leaf)
             batch = next(loader)
             losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none",
                                   masks=run.model.masks(batch.doc_ids)).sum(dim=1)
             (losses.sum() / total).backward()
-            of_bucket = batch.buckets[:, None] == bucket_ids
-            nats += (losses.detach()[:, None] * of_bucket).sum(dim=0)
-            live += ((batch.targets >= 0).sum(dim=1)[:, None] * of_bucket).sum(dim=0)
+            if at + 1 == loader.layout.micro_batches_per_leaf:
+                run.leaves.leaf_done()
+            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)  # (2, B)
+            sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
     except Dry as e:
         dry, none_left = str(e), e.bucket is None
     reason = run.stop.wanted(ahead=[name for name in LOOKS if run.settings[name] > 0
                                     and (p.step + 1) % run.settings[name] == 0])
     saved = told_save(run)
     run.dog.beat(p.step, "reduction")
-    totals = add_up(nats, live, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
+    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
                     stop=bool(reason), saved=saved)
     if totals.saved == Code.FATAL:
         raise_fatal(run)
@@ -230,7 +234,7 @@ def one_step(run: Run) -> None:
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.watch.check_digest(totals.digest, tokens=total)
-    run.watch.note_dropped(dict(zip(loader.buckets, totals.dropped())))
+    run.watch.note_dropped(dict(zip(loader.buckets, totals.dropped)))
     by_bucket = dict(zip(loader.buckets, totals.bucket_losses())) if len(loader.buckets) > 1 else {}
     run.watch.step(run.schedule, tokens=total, loss=totals.loss, grad_norm=grad_norm, digest=totals.digest,
                    step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited, mfu_per_rate=run.mfu_per_rate,
@@ -246,7 +250,8 @@ def evaluate(run: Run) -> None:
         batches = {bucket: validation_loader(
             source, tokenizer=run.tokenizer, T=run.loader.config.T, num_tokens=args["eval_tokens"] // len(data.val),
             device=run.device, device_batch_size=args["device_batch_size"], rank=run.rank, world_size=run.world_size,
-            num_threads=args["tokenizer_threads"], with_doc_ids=args["attention_mode"] != "causal")
+            num_leaves=args["leaves"], num_threads=args["tokenizer_threads"],
+            with_doc_ids=args["attention_mode"] != "causal")
             for bucket, source in data.val.items()}
         bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.token_bytes)
     run.progress.note_val(bpb)
@@ -463,7 +468,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         return loop(Run(
             run_dir=run_dir, start=start, settings=settings, horizon=horizon, schedule=schedule, tokenizer=tokenizer,
             data=data, device=device, rank=rank, world_size=world_size, model=model, compiled=compiled,
-            optimizer=optimizer, loader=loader, progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
+            optimizer=optimizer, leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), loader=loader, progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
             mfu_per_rate=model.estimate_flops() / (peak_flops * world_size), token_bytes=tokenizer.token_bytes()))
 
 

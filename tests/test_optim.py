@@ -12,8 +12,8 @@ from nanochat.optim import (
     Member,
     MuonAdamW,
     cautious_decay,
-    cut_tensors,
-    deal_matrices,
+    cut_at_grains,
+    deal_whole,
     muon_update,
     polar_express,
     reduce_variance,
@@ -236,7 +236,9 @@ def test_every_element_has_one_owner_and_matrices_are_whole(world_size: int) -> 
     params = worker.make_params()
     matrices = [Member(name, param, "muon", 0) for name, param in params.items() if name.startswith("muon")]
     rest = [Member(name, param, "adamw", 1) for name, param in params.items() if not name.startswith("muon")]
-    messages = deal_matrices(matrices, world_size) + cut_tensors(rest, world_size)
+    cut = [m for m in rest if not m.whole]
+    assert 0 < len(cut) < len(rest)
+    messages = [*deal_whole(matrices + [m for m in rest if m.whole], world_size), *cut_at_grains(cut, world_size)]
     owners = {name: torch.zeros(param.numel(), dtype=torch.int) for name, param in params.items()}
     load = [0] * world_size
     for message in messages:
@@ -247,10 +249,13 @@ def test_every_element_has_one_owner_and_matrices_are_whole(world_size: int) -> 
                 load[rank] += piece.stop - piece.start
                 assert end <= piece.offset and piece.offset + piece.stop - piece.start <= message.chunk
                 end = piece.offset + piece.stop - piece.start
-                if piece.member.kind == "muon":
+                if piece.member.whole:
                     assert (piece.start, piece.stop) == (0, piece.member.param.numel())
+                assert piece.start % piece.member.grain == 0 and (world_size == 1 or piece.offset % 64 == 0)
+                assert piece.stop % piece.member.grain == 0 or piece.stop == piece.member.param.numel()
     assert all((owner == 1).all() for owner in owners.values())
-    assert max(load) - min(load) <= max(m.param.numel() for m in matrices) + world_size * len(messages)
+    largest = max(m.param.numel() for m in matrices + rest if m.whole)
+    assert max(load) <= sum(load) / world_size + largest + sum(m.grain for m in cut)
 
 
 # ---- many processes -------------------------------------------------------------------------------------------------
@@ -296,10 +301,11 @@ def test_norm_is_that_of_the_summed_gradient_on_all_ranks(results: dict) -> None
 def test_state_is_sharded_evenly(results: dict) -> None:
     whole = results[1, 0]["owned"]
     largest = 40 * 40 + 40
+    grains = sum(2 * -(-math.prod(shape) // 4096) * 64 for shape in worker.SHAPES["large"])
     for W in worker.WORLD_SIZES:
         owned = [results[W, rank]["owned"] for rank in range(W)]
         assert sum(owned) == whole
-        assert max(owned) <= whole / W + largest
+        assert max(owned) <= whole / W + largest + grains
 
 
 def test_state_is_whole_on_rank_0_and_knows_no_world_size(results: dict) -> None:

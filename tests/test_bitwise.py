@@ -1,0 +1,307 @@
+"""The promise to the bit: for every W that divides K a run has the same weights, optimizer state, losses, gradient
+norms and validation results, whatever happened to it in between; and each way in which that breaks is seen."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat import gpt, optim, reduce
+from nanochat.checkpoint import load_checkpoint
+from nanochat.run_dir import iter_log
+from scripts import base_train, compare_runs, tok_shards
+from tests import training
+from tests.test_long_runs import a_step_is_a_second, after_step
+from tests.training import as_bytes, die_after_step, steps
+
+K = 4
+WORLD_SIZES = (1, 2, 4)
+T, V, ROWS = 48, 8, 32
+RUN: dict[str, Any] = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
+    "depth": 3, "aspect_ratio": 14, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
+    "total_batch_size": T * ROWS, "overlap": 16, "eval_every": 10, "eval_tokens": T * 200, "save_every": 10}
+CASES: dict[str, dict[str, Any]] = {  # micro-batches of a leaf, of 8 rows
+    "1, float32": {"device_batch_size": 8, "dtype": "float32"},
+    "3, float32": {"device_batch_size": 3, "dtype": "float32"},  # with a dead row
+    "8, bfloat16": {"device_batch_size": 1, "dtype": "bfloat16"},
+    "2, bfloat16": {"device_batch_size": 4, "dtype": "bfloat16", "num_iterations": 12},
+}
+
+
+# ---- a model that has everything ------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def everything() -> Iterator[None]:
+    """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
+    from_depth = gpt.GPTConfig.from_depth
+    with mock.patch.object(gpt.GPTConfig, "from_depth", partial(from_depth, n_kv_head=1)), \
+            mock.patch.object(optim, "SMALL_ELEMENTS", 8192), mock.patch.object(optim, "MESSAGE_ELEMENTS", 1 << 14):
+        yield
+
+
+def enter_everything() -> None:
+    """`everything`, for the rest of a process."""
+    everything().__enter__()
+
+
+# ---- several runs in one set of processes ---------------------------------------------------------------------------
+
+Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and the run's flags
+
+
+def _run_jobs(rank: int, world_size: int, jobs: list[Job], ports: list[int], env: dict[str, str], output: str) -> None:
+    os.environ.clear()
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    torch.set_num_threads(1)
+    for (mutation, changed), port in zip(jobs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
+        with everything(), MUTATIONS[mutation][0]() if mutation else contextlib.nullcontext():
+            assert base_train.main(training.flags(**RUN, **changed)) == 0
+
+
+def run_jobs(world_size: int, jobs: list[Job]) -> None:
+    """All jobs, one after another, in one set of processes, which takes far less time than a set for each."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in jobs]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        ports = [s.getsockname()[1] for s in sockets]
+    base = Path(os.environ["NANOCHAT_BASE_DIR"])
+    outputs = [base / f"jobs-{world_size}-{rank}.txt" for rank in range(world_size)]
+    context = training._server()
+    group = training.Group([context.Process(target=_run_jobs, daemon=True, args=(
+        rank, world_size, jobs, ports, dict(os.environ), str(output))) for rank, output in enumerate(outputs)], outputs)
+    for process in group.processes:
+        process.start()
+    assert group.wait() == [0] * world_size, group.text()
+
+
+def result(tag: str) -> dict[str, Any]:
+    """All that must be equal, tensors as bytes."""
+    final = load_checkpoint(training.run_dir(tag) / "checkpoints" / "final")
+    log = list(iter_log(training.run_dir(tag) / "logs" / "train.jsonl"))
+    of_steps = [steps(tag)[step] for step in sorted(steps(tag))]
+    return {"weights": as_bytes(final.model_state()), "optimizer": as_bytes(final.optimizer_state()),
+            "digests": [record["digest"] for record in of_steps], "losses": [record["loss"] for record in of_steps],
+            "norms": [record["grad_norm"] for record in of_steps],
+            "validation": {record["step"]: record["bpb"] for record in log if record.get("event") == "val"}}
+
+
+def parted(tag: str, other: str) -> set[str]:
+    """In what two runs differ."""
+    a, b = result(tag), result(other)
+    return {key for key in a if a[key] != b[key]}
+
+
+@pytest.fixture(autouse=True)
+def no_environment() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
+
+
+# ---- on any number of processes --------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Every case on every number of processes: runs "W CASE"."""
+    with training.workplace(tmp_path_factory.mktemp("matrix")) as path:
+        for world_size in WORLD_SIZES:
+            run_jobs(world_size, [("", {**changed, "model_tag": f"{world_size} {case}"})
+                                  for case, changed in CASES.items()])
+        yield path
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_every_bit_is_the_same_on_any_number_of_processes(matrix: Path, case: str, world_size: int) -> None:
+    assert parted(f"1 {case}", f"{world_size} {case}") == set()
+
+
+def test_the_cases_are_what_they_say(matrix: Path) -> None:
+    for case, changed in CASES.items():
+        found = result(f"1 {case}")
+        num_steps = changed.get("num_iterations", RUN["num_iterations"])
+        assert len(set(found["digests"])) == len(set(found["losses"])) == num_steps
+        assert sorted(found["validation"]) == sorted({*range(0, num_steps, 10), num_steps})
+        assert found["losses"][-1] < found["losses"][0]
+        dtypes = {dtype for dtype, _, _ in found["weights"].values()}
+        assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
+        lines = (matrix / "jobs-1-0.txt").read_text().splitlines()
+        told = [line for line in lines if line.startswith(f"step: {ROWS} rows from {V} lanes; 1 process(es) x ")]
+        number = K * int(case[0])
+        assert any(f" x {number} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves" in t for t in told)
+    weights = found["weights"]
+    shapes = [shape for _, shape, _ in weights.values()]
+    assert any(name.startswith("value_embeds") for name in weights)
+    assert weights["transformer.h.0.attn.c_q.weight"][1] == (44, 44) != weights["transformer.h.0.attn.c_k.weight"][1]
+    matrices = [name for name, (_, shape, _) in weights.items() if len(shape) == 2 and ".h." in name]
+    assert len(matrices) % 4 and len(shapes) % 4 and len(shapes) % 2
+    cut = [optim.Member(name, torch.zeros(shape), "adamw", 0) for name, (_, shape, _) in weights.items()
+           if name.endswith(("wte.weight", "lm_head.weight"))]
+    with everything():
+        assert not any(member.whole for member in cut) and not optim.cut_at_grains(cut, 2)[0].direct
+
+
+# ---- whatever happened in between ------------------------------------------------------------------------------------
+
+def chain(*hooks: Callable[[], None]) -> None:
+    for hook in (enter_everything, *hooks):
+        hook()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Iterator[dict[str, dict[str, Any]]]:
+    """Flags of the two kinds of data: streamed parquet, and shards under a curriculum."""
+    with training.workplace(tmp_path) as path:
+        for i, bucket in enumerate(("code", "web")):
+            for j, documents in enumerate((80, 80, 8)):
+                training.write_shard(path / "text" / bucket / f"{j}.parquet", training.texts(documents, seed=10 * i + j))
+        assert tok_shards.main([f"--input-dir={path / 'text'}", f"--output-dir={path / 'shards'}", "--num-workers=1",
+                                f"--tokenizer={path / 'tokenizer'}", "--max-length=0"]) == 0
+        tokens = T * ROWS * 15
+        (path / "mix.yaml").write_text(
+            f"curriculum:\n- {{duration_tokens: {tokens}, mix: {{code: 1, web: 3}}}}\n"
+            f"- {{duration_tokens: {tokens}, mix: {{code: 2, web: 1}}}}\nmax_epochs: {{code: 9, web: 9}}\n")
+        yield {"parquet": {}, "shards": {"data_path": path / "shards", "data_format": "shards",
+                                         "curriculum": path / "mix.yaml", "num_iterations": None}}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "shards"])
+def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, dict[str, Any]], kind: str) -> None:
+    flags = {**RUN, **corpus[kind], "save_every": 3, "device_batch_size": 4}
+    straight = training.start(1, hook=chain, **flags, model_tag="straight")
+    assert straight.wait() == [0], straight.text()
+
+    training.start(4, hook=partial(chain, partial(die_after_step, 7)), **flags).wait_for_death()
+    one = training.start(1, hook=partial(chain, partial(after_step, 13, terminate)), **flags)
+    assert one.wait() == [0] and "stopped: SIGTERM; step 14 of 30" in one.text(), one.text()
+    two = training.start(2, hook=partial(chain, a_step_is_a_second), **flags, max_runtime_seconds=6.5,
+                         walltime_reserve_seconds=0)
+    assert two.wait() == [0, 0] and "stopped: walltime" in two.text(), two.text()
+    four = training.start(4, hook=chain, **flags)
+    assert four.wait() == [0] * 4 and "completed" in four.text(), four.text()
+
+    assert len(training.checkpoints()) > 3 and parted("straight", "run") == set()
+    assert compare_runs.main(["straight", "run"]) == 0
+
+
+# ---- each guarantee, broken on purpose -------------------------------------------------------------------------------
+
+def in_rank_order(parts: Tensor) -> Tensor:
+    """((0 + 1) + 2) + 3."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def wrong_pairs(parts: Tensor) -> Tensor:
+    """(0 + 2) + (1 + 3)."""
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]) if len(parts) == 4 else parts.sum(dim=0)
+
+
+def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
+    """An all-reduce, of which each rank keeps its chunk."""
+    message = message.float().clone()
+    if world_size > 1:
+        dist.all_reduce(message)
+    return lambda: message.view(world_size, -1)[rank]
+
+
+def in_parameters_dtype(self: optim.Message) -> Tensor:
+    return GRADIENTS(self).to(self.layout[0][0].param.dtype)
+
+
+def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
+    """polar_express of one of so many alike matrices in a batch."""
+    tall = G.size(0) > G.size(1)
+    X = (G.mT if tall else G).repeat(number, 1, 1)
+    X = X / (X.norm(dim=(1, 2), keepdim=True) * 1.01 + optim.TINY)
+    for a, b, c in optim.POLAR_EXPRESS[:steps]:
+        gram = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+    return X[0].mT if tall else X[0]
+
+
+def batched_update(self: Any, piece: Any, *args: Any) -> None:
+    alike = sum(p.member.param.shape == piece.member.param.shape for p in self._pieces())
+    with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
+        UPDATE(self, piece, *args)
+
+
+def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: Any, **kwargs: Any) -> None:
+    """An elementwise update whose vectorized and scalar forms round differently."""
+    exp_avg_sq.add_(grad.square())
+    param.copy_(param.float() - grad * lr / (exp_avg_sq + 1).pow(0.45))
+
+
+def sums_by_rank(sums: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Losses added up by each rank, in float32."""
+    total = torch.zeros_like(sums)
+    total[0] = sums.float().sum(dim=0)
+    return ADD_UP(total, *args, **kwargs)
+
+
+def norm_by_rank(self: Any, chunks: list[Tensor]) -> Tensor:
+    total = torch.stack([chunk.square().sum() for chunk in chunks]).sum()
+    if self._world_size > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def from_global_generator(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
+    return torch.randn(shape) * 0.02
+
+
+GRADIENTS, UPDATE, ADD_UP = optim.Message.gradients, optim.MuonAdamW._update, base_train.add_up
+patch = mock.patch.object
+TRAINED = {"weights", "optimizer", "losses", "norms", "validation"}
+MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how many processes; what must differ
+    "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
+    "wrong pairs of ranks": (lambda: patch(reduce, "add_in_tree_order", wrong_pairs), 4, TRAINED),
+    "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
+    "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
+                           TRAINED),
+    "messages in bfloat16": (lambda: patch(optim.Message, "gradients", in_parameters_dtype), 2, TRAINED),
+    "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, TRAINED),
+    "pow in an update": (lambda: patch(optim, "adamw_update", with_pow), 2, TRAINED),
+    "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 4, {"losses"}),
+    "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 4, {"norms"}),
+    "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),
+}
+
+
+@pytest.fixture(scope="module")
+def mutated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every mutation on one process and on several: runs "W MUTATION"."""
+    with training.workplace(tmp_path_factory.mktemp("mutated")):
+        short = {"num_iterations": 6, "device_batch_size": 8, "dtype": "bfloat16", "save_every": -1, "eval_tokens": T * 40}
+        for world_size in WORLD_SIZES:
+            run_jobs(world_size, [(name, {**short, "model_tag": f"{world_size} {name}"})
+                                  for name, (_, on, _) in MUTATIONS.items() if world_size in (1, on)])
+        yield
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_breaks_a_guarantee_is_seen(mutated: None, name: str) -> None:
+    _, world_size, differs = MUTATIONS[name]
+    assert parted(f"1 {name}", f"{world_size} {name}") == differs

@@ -1,0 +1,290 @@
+"""
+An S3 on this machine for tests and benchmarks: moto's server, and a proxy before it that misbehaves as it is told.
+
+    client --> Proxy (latency, bandwidth, faults, swaps; keeps a list of all requests) --> moto's server
+
+    with object_store() as store:                  # environment and bucket are ready
+        store.put("a.bin", b"...")                 # behind the proxy's back
+        store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
+
+    python -m tests.object_store --latency-ms 50 --mb-per-s 100      # prints its URL, serves until stdin is closed
+
+A fault is used `times` times by requests that it fits, then it is gone.
+"""
+
+import argparse
+import contextlib
+import http.client
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
+CHUNK = 1 << 16
+NOT_FORWARDED = {"connection", "transfer-encoding", "keep-alive"}
+NOT_RETURNED = {*NOT_FORWARDED, "date", "server"}
+
+
+@dataclass
+class Fault:
+    """What happens to requests of `method` whose path contains `name`."""
+
+    method: str = "GET"
+    name: str = ""
+    times: int = 1
+    status: int = 0  # answer this, with an S3 error of this `code`
+    code: str = "InternalError"
+    stall: bool = False  # answer nothing
+    cut: int = -1  # break the body off after so many bytes
+    shift: int = 0  # ask the store for a range so many bytes further on
+    whole: bool = False  # ignore the range
+    before: Callable[[], object] | None = None  # called first, e.g. to swap the object
+    lose: str = ""  # a header of the request that gets lost
+
+
+@dataclass
+class Seen:
+    """A request that reached the proxy; `range` is (first byte, end) or None."""
+
+    method: str
+    path: str
+    range: tuple[int, int] | None
+    fault: Fault | None
+
+
+class Proxy(ThreadingHTTPServer):
+    """Forwards to `upstream` (host, port)."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, upstream: tuple[str, int]):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream, self.url = upstream, f"http://127.0.0.1:{self.server_port}"
+        self.faults: list[Fault] = []
+        self.seen: list[Seen] = []
+        self.latency_s, self.bytes_per_s = 0.0, float("inf")
+        self.released = threading.Event()  # ends all stalls
+        self.kept: dict[str, tuple[dict[str, str], bytes]] | None = None  # {}: objects, asked for once (moto takes
+        # 80 ms for a range of an object of 64 MB); those who change an object must clear it
+        self._lock, self._free_at = threading.Lock(), 0.0
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # connections dropped on purpose
+
+    def pop_fault(self, method: str, path: str) -> Fault | None:
+        with self._lock:
+            for fault in self.faults:
+                if fault.times and fault.method == method and fault.name in path:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def transmit(self, num_bytes: int) -> None:
+        """Wait as long as so many bytes take on the line that all requests share."""
+        with self._lock:
+            self._free_at = max(time.monotonic(), self._free_at) + num_bytes / self.bytes_per_s
+            wait_s = self._free_at - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+    def gets(self, name: str = "") -> list[Seen]:
+        return [s for s in self.seen if s.method == "GET" and name in s.path]
+
+    def close(self) -> None:
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Proxy
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 18
+    disable_nagle_algorithm = True
+    upstream: http.client.HTTPConnection | None = None
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        fault = self.server.pop_fault(self.command, self.path)
+        span = (int(asked[1]), int(asked[2]) + 1) if asked else None
+        self.server.seen.append(Seen(self.command, self.path, span, fault))
+        if self.server.latency_s:
+            time.sleep(self.server.latency_s)
+        headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in NOT_FORWARDED}
+        if fault is None:
+            if asked and self.server.kept is not None:
+                self._send_kept(int(asked[1]), int(asked[2]) + 1, headers)
+            else:
+                self._forward(body, headers)
+            return
+        if fault.before:
+            fault.before()
+        if fault.stall:
+            self.server.released.wait(60)
+            self.close_connection = True
+        elif fault.status:
+            text = (f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{fault.code}</Code><Message>no</Message>"
+                    f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>").encode()
+            self._send(fault.status, {"Content-Type": "application/xml"}, text)
+        else:
+            headers.pop(fault.lose.lower(), None)
+            if asked and fault.shift:
+                headers["range"] = f"bytes={int(asked[1]) + fault.shift}-{int(asked[2]) + fault.shift}"
+            if fault.whole:
+                headers.pop("range", None)
+            self._forward(body, headers, fault.cut)
+
+    def _send_kept(self, begin: int, end: int, headers: dict[str, str]) -> None:
+        """A range of an object that is kept in memory."""
+        assert self.server.kept is not None
+        kept = self.server.kept.get(self.path)
+        if kept is None:
+            status, answer, data = self._ask(b"", {k: v for k, v in headers.items() if k != "range"})
+            if status != 200:
+                self._send(status, answer, data)
+                return
+            kept = {k: v for k, v in answer.items() if k.lower() != "content-length"}, data
+            self.server.kept[self.path] = kept
+        answer, data = dict(kept[0]), kept[1]
+        answer["Content-Range"] = f"bytes {begin}-{min(end, len(data)) - 1}/{len(data)}"
+        self._send(206, answer, memoryview(data)[begin:end])
+
+    def _forward(self, body: bytes, headers: dict[str, str], cut: int = -1) -> None:
+        self._send(*self._ask(body, headers), cut)
+
+    def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+        if self.upstream is None:
+            self.upstream = http.client.HTTPConnection(*self.server.upstream)
+            self.upstream.connect()
+            self.upstream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.upstream.request(self.command, self.path, body or None, headers)
+        answer = self.upstream.getresponse()
+        data = answer.read()
+        return (answer.status, {k: v for k, v in answer.getheaders() if k.lower() not in NOT_RETURNED}, data)
+
+    def _send(self, status: int, headers: dict[str, str], data: bytes | memoryview, cut: int = -1) -> None:
+        self.send_response(status)
+        if not any(k.lower() == "content-length" for k in headers):
+            headers["Content-Length"] = str(len(data))
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if cut >= 0:
+            data, self.close_connection = data[:cut], True
+        for a in range(0, len(data), CHUNK):
+            self.server.transmit(len(data[a:a + CHUNK]))
+            self.wfile.write(data[a:a + CHUNK])
+        self.wfile.flush()
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+
+@dataclass
+class Store:
+    """A running store with a bucket."""
+
+    proxy: Proxy
+    moto_url: str
+    bucket: str = "bucket"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def path(self, key: str = "") -> str:
+        return f"s3://{self.bucket}/{key}"
+
+    def put(self, key: str, data: bytes, bucket: str = "") -> None:
+        self._moto("PUT", f"/{bucket or self.bucket}/{key}", data)
+
+    def get(self, key: str) -> bytes:
+        return self._moto("GET", f"/{self.bucket}/{key}")
+
+    def delete(self, key: str) -> None:
+        self._moto("DELETE", f"/{self.bucket}/{key}")
+
+    def keys(self) -> list[str]:
+        return re.findall(r"<Key>(.*?)</Key>", self._moto("GET", f"/{self.bucket}?list-type=2").decode())
+
+    def make_bucket(self, bucket: str) -> None:
+        self._moto("PUT", f"/{bucket}")
+
+    def _moto(self, method: str, path: str, body: bytes = b"") -> bytes:
+        connection = http.client.HTTPConnection(self.moto_url.removeprefix("http://"))
+        sign = f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
+        connection.request(method, path, body, {"Authorization": sign})
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        assert answer.status < 300, (method, path, answer.status, data[:300])
+        return data
+
+
+def environment(url: str) -> dict[str, str]:
+    """What a client needs to know of a store."""
+    return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": url}
+
+
+@contextlib.contextmanager
+def object_store() -> Iterator[Store]:
+    """A store with an empty bucket, and this process's environment for it. Skips the test without moto or obstore."""
+    pytest.importorskip("obstore", reason="no obstore: pip install 'nanochat[s3]'")
+    pytest.importorskip("moto.server", reason="no moto: pip install 'nanochat[dev]'")
+    with serve() as store:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
+        with mock.patch.dict(os.environ, {**clean, **store.environment}, clear=True):
+            yield store
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Store]:
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    proxy = Proxy((host, port))
+    store = Store(proxy, f"http://{host}:{port}", environment=environment(proxy.url))
+    try:
+        store.make_bucket(store.bucket)
+        yield store
+    finally:
+        proxy.close()
+        server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve an S3 on this machine until stdin is closed.")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--mb-per-s", type=float, default=float("inf"), help="of all answers together")
+    parser.add_argument("--keep", action="store_true", help="objects never change, so keep those that are read")
+    parser.add_argument("--folder", type=Path, help="whose files are put into the bucket")
+    args = parser.parse_args()
+    with serve() as store:
+        for path in sorted(args.folder.rglob("*")) if args.folder else []:
+            if path.is_file():
+                store.put(path.relative_to(args.folder).as_posix(), path.read_bytes())
+        store.proxy.latency_s, store.proxy.bytes_per_s = args.latency_ms / 1e3, args.mb_per_s * 1e6
+        store.proxy.kept = {} if args.keep else None
+        print(store.proxy.url, store.moto_url, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -50,16 +50,16 @@ MAX_SOURCES = 32766  # dataset_index is int16
 
 
 class Mixture:
-    """Which source gives sample i, and which of its samples that is.
+    """Which source gives sample i of `size`, and which of its samples that is.
 
-    `weights` (k,), adding up to 1; `limits` (k,) samples of each source, after which it is out (None: no end).
-    ValueError for more sources than int16 can count.
+    `weights` (k,), adding up to 1; `limits` (k,) samples of each source, adding up to `size`, after which it is out
+    (None: no end). ValueError for more sources than int16 can count.
     """
 
-    def __init__(self, weights: Sequence[float], limits: Sequence[int] | None = None):
+    def __init__(self, weights: Sequence[float], size: int, limits: Sequence[int] | None = None):
         if len(weights) > MAX_SOURCES:
             raise ValueError(f"blend: got {len(weights):,} sources, expected at most {MAX_SOURCES:,}")
-        self.weights = np.array(weights, np.float64)
+        self.weights, self.size = np.array(weights, np.float64), size
         self.limits = None if limits is None else np.array(limits, np.int64)
         self._known = {0: np.zeros(len(weights), np.int64)}  # counts before some samples
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None  # first sample, what `at` gives for it
@@ -90,9 +90,9 @@ class Mixture:
         block = self._block
         if block is None or block[0] != first:
             counts = self._counts_at(first)
-            sources = self._run(counts, first, BLOCK)
+            sources = self._run(counts, first, min(BLOCK, self.size - first))
             block = self._block = first, sources, _numbers(sources, counts)
-            self._known[first + BLOCK] = counts + np.bincount(sources, minlength=len(counts))
+            self._known[first + len(sources)] = counts + np.bincount(sources, minlength=len(counts))
         return block[1][start - first:stop - first], block[2][start - first:stop - first]
 
     def _counts_at(self, target: int) -> np.ndarray:
@@ -182,10 +182,10 @@ class BlendedDataset:
             if limits != self.weights:
                 raise ValueError(f"blend: got weights {self.weights} and no size, expected numbers of samples")
             self._size = sum(limits)
-            self._mixture = Mixture([n / self._size for n in limits], limits)
+            self._mixture = Mixture([n / self._size for n in limits], self._size, limits)
         else:
             self._size, self.weights = size, normalize(weights)
-            self._mixture = Mixture(self.weights)
+            self._mixture = Mixture(self.weights, size)
         self.size = size
         self._check_sizes()
 

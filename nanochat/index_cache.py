@@ -2,7 +2,7 @@
 The index cache: arrays that are dear to compute, kept on disk, and believed only when their checksum is right.
 
     DIR/<key>-GPTDataset-train-document_index.npy          the array, as numpy.save writes it
-    DIR/<key>-GPTDataset-train-document_index.npy.json     its type, shape and BLAKE2b, written after it
+    DIR/<key>-GPTDataset-train-document_index.npy.json     its type, shape and BLAKE2b, written before it
 
 The key is a hash of everything that the array is computed from, so what is stored under a name never changes: whoever
 writes it writes the same bytes. That makes many processes on many nodes safe without a lock and without waiting: each
@@ -57,14 +57,14 @@ def load(path: Path | str) -> np.ndarray | None:
 
 
 def store(path: Path | str, array: np.ndarray) -> None:
-    """Write an array and its checksum atomically, in this order. A disk that is full or read-only is a warning: the
+    """Write the checksum and then the array, both atomically: where there is an array, it is whole. A disk that is full or read-only is a warning: the
     run has the array in memory."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(_sum_path(path), _record(array))
         with atomic_open(path) as f:
             np.save(f, array, allow_pickle=False)
-        write_json(_sum_path(path), _record(array))
     except OSError as e:
         log.warning("%s: not stored (%s); it will be computed again next time", path, e)
 

@@ -1,0 +1,287 @@
+"""
+Samples and blends are those of megatron-core: both are asked for them, on fresh random corpora, in one process.
+
+    bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
+    bash dev/compare_megatron.sh --golden tests/golden/megatron       # a small case, for machines without megatron-core
+
+For each corpus: 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens), a random
+configuration (split, extra token, partial samples, what EOD does, sizes over several epochs, or none), and for each
+split document_index, sample_index, shuffle_index, dataset_index, dataset_sample_index with their types, and samples,
+tensor by tensor; `rows` must agree with them. Where one of the two refuses a blend, the other must as well. Then blends
+by weights alone, up to a million samples, near and far.
+
+Prints what was compared; exit code 1 on a difference. Runs in an environment that has both (dev/compare_megatron.sh).
+"""
+
+import argparse
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.blend import BlendedMegatronDatasetBuilder, Mixture
+from nanochat.common import run_main
+from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.megatron import GPTDataset, GPTDatasetConfig, MockGPTDataset, Split, normalize
+
+SAMPLES = 24  # of each data set, compared tensor by tensor
+INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+
+
+class Tokenizer:
+    """What a configuration asks of one."""
+
+    def __init__(self, eod: int, vocab_size: int, pad: int | None = None):
+        self.eod, self.vocab_size, self.unique_identifiers = eod, vocab_size, {"name": "compare"}
+        if pad is not None:
+            self.pad = pad
+
+
+def write_pair(prefix: Path, documents: list[np.ndarray], *, theirs: bool) -> None:
+    """A pair of files with one sequence a document."""
+    if theirs:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
+
+        builder: Any = Their(f"{prefix}.bin", dtype=documents[0].dtype.type)
+        import torch
+        for ids in documents:
+            builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
+    else:
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=documents[0].dtype)
+        for ids in documents:
+            builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def random_case(rng: np.random.Generator, folder: Path, T: int) -> tuple[dict[str, Any], list[int | None]]:
+    """A corpus on disk: (settings of a configuration, sizes)."""
+    k = int(rng.integers(1, 9))
+    dtype, vocab = (np.uint16, 300) if rng.random() < 0.6 else (np.int32, 100_000)
+    prefixes = []
+    for j in range(k):
+        lengths = rng.integers(1, 10 * T + 1, int(rng.integers(120, 500)))
+        documents = [np.append(rng.integers(1, vocab, n - 1), 0).astype(dtype) for n in lengths]
+        prefixes.append(folder / f"{folder.name}-{j}")
+        write_pair(prefixes[-1], documents, theirs=bool(rng.random() < 0.5))
+    weights = None if rng.random() < 0.4 else (rng.random(k) + 0.05).tolist()
+    epochs = float(rng.choice([0.3, 1.0, 1.9, 2.3, 3.85]))
+    sizes: list[int | None] = [int(epochs * k * 1500), 40 * k, 7]
+    if weights is None and rng.random() < 0.5:
+        sizes = [None, None, None]
+    settings: dict[str, Any] = {name: bool(rng.random() < 0.5) for name in OPTIONS}
+    settings |= {"random_seed": int(rng.integers(0, 2**31)), "sequence_length": T,
+                 "tokenizer": Tokenizer(0, vocab, int(rng.integers(1, vocab)) if rng.random() < 0.3 else None),
+                 "drop_last_partial_validation_sequence": bool(rng.random() < 0.5),
+                 "add_extra_token_to_sequence": bool(rng.random() < 0.7),
+                 "mid_level_dataset_surplus": float(rng.choice([0.005, 0.1]))}
+    blend = ([str(prefix) for prefix in prefixes], weights)
+    if rng.random() < 0.2:
+        settings["blend_per_split"] = [blend, ([str(prefixes[0])], None), None]
+    else:
+        settings |= {"blend": blend, "split": str(rng.choice(["98,1,1", "8,1,1", "0.7,0.2,0.1", "9,1", "1,0,0"]))}
+    return settings, sizes
+
+
+def build_theirs(settings: dict[str, Any], sizes: Sequence[int | None], cache: Path, mock: bool = False) -> list[Any]:
+    """megatron-core's data sets."""
+    from megatron.core.datasets import gpt_dataset as g
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+    from torch import distributed as dist
+
+    if not dist.is_initialized():  # their cache of blends wants to know its rank
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = g.GPTDatasetConfig(path_to_cache=None if mock else str(cache), **settings)
+    return Builder(g.MockGPTDataset if mock else g.GPTDataset, list(sizes), lambda: True, config).build()
+
+
+def build_ours(settings: dict[str, Any], sizes: Sequence[int | None], mock: bool = False) -> list[Any]:
+    """Our data sets."""
+    config = GPTDatasetConfig(**settings)
+    return BlendedMegatronDatasetBuilder(MockGPTDataset if mock else GPTDataset, sizes, lambda: True, config).build()
+
+
+class Comparison:
+    """Counts what was equal; the first difference ends it."""
+
+    def __init__(self) -> None:
+        self.equal: Counter[str] = Counter()
+
+    def same(self, what: str, ours: Any, theirs: Any, unit: str) -> None:
+        """Equal arrays of equal types, or a ValueError that says where they part."""
+        a, b = np.asarray(ours), np.asarray(theirs)
+        if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b):
+            where = np.argwhere(a != b)[:1].tolist() if a.shape == b.shape else ""
+            raise ValueError(f"{what}: ours {a.dtype} {a.shape}, theirs {b.dtype} {b.shape}; first at {where}")
+        self.equal[unit] += a.size if unit in INDICES else 1
+
+    def dataset(self, what: str, ours: Any, theirs: Any, rng: np.random.Generator) -> None:
+        """Indices and samples of a split, and of the sources below it."""
+        if (ours is None) != (theirs is None):
+            raise ValueError(f"{what}: ours is {ours}, theirs {theirs}")
+        if ours is None:
+            return
+        for name in INDICES:
+            if hasattr(theirs, name):
+                self.same(f"{what} {name}", getattr(ours, name), getattr(theirs, name), name)
+        self.same(f"{what} length", len(ours), len(theirs), "lengths")
+        for part in getattr(ours, "datasets", [ours]):
+            self.equal["splits over several epochs"] += part.order.num_epochs > 1
+            self.equal["last epochs apart"] += part.order.apart
+        for j, (a, b) in enumerate(zip(getattr(ours, "datasets", ()), getattr(theirs, "datasets", ()))):
+            self.dataset(f"{what} source {j}", a, b, rng)
+        for i in rng.integers(0, len(ours), min(SAMPLES, len(ours))).tolist() if len(ours) else ():
+            self.sample(f"{what} sample {i}", ours, theirs, i)
+
+    def sample(self, what: str, ours: Any, theirs: Any, i: int) -> None:
+        """All tensors of a sample, and `rows`."""
+        for part in getattr(theirs, "datasets", [theirs]):
+            part.masks_and_position_ids_are_cached = False  # theirs are spoiled by a padded first sample
+        a, b = ours[i], theirs[i]
+        if set(a) != set(b):
+            raise ValueError(f"{what}: ours has {sorted(a)}, theirs {sorted(b)}")
+        for name in b:
+            self.same(f"{what} {name}", a[name], b[name], "tensors")
+        ids, live = ours.rows(i, i + 1)
+        self.same(f"{what} rows", ids[0, :-1].astype(np.int64), b["tokens"], "rows")
+        self.same(f"{what} rows", ids[0, 1:].astype(np.int64), b["labels"], "rows")
+        mask = np.ones(len(ids[0]) - 1, bool) if live is None else live[0]
+        self.same(f"{what} mask", mask, b["loss_mask"] > 0, "rows")
+
+    def corpus(self, number: int, rng: np.random.Generator, folder: Path) -> str:
+        """One random corpus; a line about it."""
+        T = int(rng.choice([2, 8, 31, 64]))
+        settings, sizes = random_case(rng, folder, T)
+        built: list[Any] = []
+        for build in (lambda: build_theirs(settings, sizes, folder / "cache"), lambda: build_ours(settings, sizes)):
+            try:
+                built.append(build())
+            except (IndexError, AssertionError, ValueError) as e:
+                built.append(e)
+        theirs, ours = built
+        k = len((settings.get("blend") or settings["blend_per_split"][0])[0])
+        line = f"corpus {number}: T {T}, {k} sources, sizes {sizes}"
+        if isinstance(ours, Exception) or isinstance(theirs, Exception):
+            if not (isinstance(ours, ValueError) and isinstance(theirs, (IndexError, AssertionError))):
+                raise ValueError(f"{line}: ours {ours!r}, theirs {theirs!r}")
+            self.equal["refused by both"] += 1
+            return f"{line}: refused by both ({ours})"
+        for split, a, b in zip(Split, ours, theirs):
+            self.dataset(f"{line}, {split.name}", a, b, rng)
+        self.equal["corpora"] += 1
+        return line
+
+    def mixtures(self, rng: np.random.Generator) -> None:
+        """Blends by weights alone: the first million samples, and an exhaustive blend."""
+        from megatron.core.datasets import helpers
+
+        for k in (1, 2, 3, 5, 8, 13):
+            weights = normalize((rng.random(k) + 0.01).tolist())
+            sizes = rng.integers(1, 60_000, k).tolist()
+            for name, n, limits in (("weights", 1_000_000, None), ("exhaustive", sum(sizes), sizes)):
+                sources, samples = np.zeros(n, np.int16), np.zeros(n, np.int64)
+                if limits is None:
+                    helpers.build_blending_indices(sources, samples, weights, k, n, False)
+                else:
+                    helpers.build_exhaustive_blending_indices(sources, samples, sizes, k)
+                mixture = Mixture(weights if limits is None else [s / n for s in sizes], n, limits)
+                for at in (n - min(n, 5), 0):  # the far end first, so that it is reached by a jump
+                    a, b = mixture.at(at, n)
+                    self.same(f"{name} of {k}", a, sources[at:], "dataset_index")
+                    self.same(f"{name} of {k}", b, samples[at:], "dataset_sample_index")
+
+    def mock(self, rng: np.random.Generator, folder: Path) -> None:
+        """Made-up data."""
+        settings = {"random_seed": 7, "sequence_length": 512, "tokenizer": Tokenizer(3, 1000)}
+        settings |= dict.fromkeys(OPTIONS, True)
+        for split, a, b in zip(Split, build_ours(settings, [300_000, 100, None], mock=True),
+                               build_theirs(settings, [300_000, 100, None], folder, mock=True)):
+            self.dataset(f"made-up data, {split.name}", a, b, rng)
+
+
+# ---- a small case to keep -------------------------------------------------------------------------------------------
+
+def golden_cases() -> dict[str, dict[str, Any]]:
+    """What the shared golden data do not have: partial samples, no extra token, all masks, lengths as weights."""
+    masks = dict.fromkeys(OPTIONS, True)
+    return {
+        "partial": {"blend": (["a"], None), "split": "3,1", "sizes": [120, 25, None], **masks,
+                    "drop_last_partial_validation_sequence": False},
+        "no_extra": {"blend": (["a"], None), "split": "3,1", "sizes": [None, None, None], "eod_mask_loss": True,
+                     "add_extra_token_to_sequence": False, "drop_last_partial_validation_sequence": False},
+        "exhaustive": {"blend": (["a", "b", "c"], None), "split": "6,1,1", "sizes": [None, None, None]},
+        "by_length": {"blend": (["a", "b", "c"], None), "split": "6,1,1", "sizes": [30, 10**6, 1]},
+        "three": {"blend": (["a", "b", "c"], [5.0, 2.0, 1.5]), "split": "6,1,1", "sizes": [150, 10, 3]},
+        "per_split": {"blend_per_split": [(["a", "c"], [0.25, 0.75]), (["b"], None), None], "sizes": [60, 9, None]},
+    }
+
+
+def write_golden(folder: Path) -> None:
+    """Pairs a, b, c, and golden.json: what megatron-core makes of them."""
+    rng, T, found = np.random.default_rng(0), 8, {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, n, dtype in (("a", 24, np.uint16), ("b", 16, np.int32), ("c", 17, np.uint16)):
+        documents = [np.append(rng.integers(1, 99, size - 1), 0).astype(dtype) for size in rng.integers(1, 40, n)]
+        write_pair(folder / name, documents, theirs=True)
+    for name, case in golden_cases().items():
+        settings = {"random_seed": 11, "sequence_length": T, **dict.fromkeys(OPTIONS, False), **case}
+        sizes = settings.pop("sizes")
+        absolute = {key: _absolute(value, folder) for key, value in settings.items()}
+        with tempfile.TemporaryDirectory() as cache:
+            built = build_theirs({**absolute, "tokenizer": Tokenizer(0, 100)}, sizes, Path(cache))
+            found[name] = {"settings": settings, "sizes": sizes, "splits": [_describe(dataset) for dataset in built]}
+    text = json.dumps({"made_by": "bash dev/compare_megatron.sh --golden tests/golden/megatron, megatron-core 0.16.1",
+                       "eod": 0, "cases": found}, separators=(",", ":"))
+    (folder / "golden.json").write_text(text + "\n")
+
+
+def _absolute(value: Any, folder: Path) -> Any:
+    """Prefixes of a blend as paths."""
+    if isinstance(value, tuple):
+        return [str(folder / name) for name in value[0]], value[1]
+    return [_absolute(part, folder) for part in value] if isinstance(value, list) else value
+
+
+def _describe(dataset: Any) -> Any:
+    if dataset is None:
+        return None
+    about: dict[str, Any] = {name: [np.asarray(getattr(dataset, name)).dtype.name, getattr(dataset, name).tolist()]
+                             for name in INDICES if hasattr(dataset, name)}
+    about["datasets"] = [_describe(part) for part in getattr(dataset, "datasets", ())]
+    samples = []
+    for i in range(min(4, len(dataset))):
+        for part in getattr(dataset, "datasets", [dataset]):
+            part.masks_and_position_ids_are_cached = False
+        samples.append({name: np.asarray(value).astype(int).tolist() for name, value in dataset[i].items()})
+    return {**about, "samples": samples}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpora", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--golden", type=Path, help="write a small case with its results into this folder instead")
+    args = parser.parse_args(argv)
+    logging.disable(logging.WARNING)
+    if args.golden:
+        write_golden(args.golden.absolute())
+        return 0
+    rng, comparison = np.random.default_rng(args.seed), Comparison()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.corpora):
+            place = Path(folder) / f"corpus{number}"
+            place.mkdir()
+            print(comparison.corpus(number, rng, place), flush=True)
+        comparison.mixtures(rng)
+        comparison.mock(rng, Path(folder))
+    print("equal: " + ", ".join(f"{n:,} {what}" for what, n in comparison.equal.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -217,7 +217,7 @@ class Store:
     def delete(self, key: str) -> None:
         self._moto("DELETE", f"/{self.bucket}/{key}")
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return re.findall(r"<Key>(.*?)</Key>", self._moto("GET", f"/{self.bucket}?list-type=2").decode())
 
     def make_bucket(self, bucket: str) -> None:

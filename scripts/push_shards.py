@@ -1,0 +1,311 @@
+"""
+Put a folder of data into a bucket, so that others can train from there.
+
+    python -m scripts.push_shards DIR s3://bucket/prefix [--num-workers 8] [--sequence-length T --seed S --split 98,1,1]
+
+Everything that training reads goes up under the same relative name: .bin and .idx, .parquet, the tokenizer/ folder, and
+each folder's manifest.json, which goes last: where it is, the folder is whole. settings.json beside them says how the
+data were meant to be used. Credentials and endpoint are those of the environment (AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL).
+
+The same command goes on after a crash or Ctrl-C: what is there with the same size and checksum is left alone. Each
+file is held against manifest.json before it goes, and the object against the file when it has arrived: by the MD5 sums
+that most stores give as ETag, else by reading it back. Exit code: 0; 1 where a file failed; 130 after Ctrl-C, 143 after
+SIGTERM.
+"""
+
+import argparse
+import io
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b, md5
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanochat import remote
+from nanochat.common import read_json, run_main
+from nanochat.workers import Terminated, sigterm_raises
+
+DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
+PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000
+SETTINGS_NAME, SETTINGS_FORMAT, SETTINGS_VERSION = "settings.json", "nanochat-data-settings", 1
+SHOWN = 10
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
+    parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
+    parser.add_argument("--num-workers", type=int, default=8, help="files at once")
+    parser.add_argument("--sequence-length", type=int, help="T that the data are for, noted in settings.json (default: "
+                                                            "the longest window that manifest.json tells of)")
+    parser.add_argument("--seed", type=int, default=42, help="of the order of the data, noted in settings.json")
+    parser.add_argument("--split", help="shares of train, validation and test of Megatron files, noted in "
+                                        "settings.json, as in 98,1,1 (default: as the folders lie)")
+    return parser.parse_args(argv)
+
+
+# ---- what goes up ---------------------------------------------------------------------------------------------------
+
+def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """(data and tokenizer, manifests) below a folder. ValueError or FileNotFoundError where there is nothing, where a
+    pair lacks half, or where a set of shards is not finished."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file()
+             and not any(part.startswith(".") for part in f.relative_to(folder).parts)]
+    data = [f for f in files if f.name.endswith(DATA)]
+    if not data:
+        raise FileNotFoundError(f"{folder}: no {', '.join(DATA)} file below it; scripts.tok_shards makes shards")
+    there = set(data)
+    for path in data:
+        other = path.with_suffix({".bin": ".idx", ".idx": ".bin"}.get(path.suffix, path.suffix))
+        if other not in there:
+            raise FileNotFoundError(f"{path}: {other.name} is missing beside it; bring it back, or delete {path.name}")
+    for records in sorted(folder.rglob(".records")):
+        if not (records.parent / "manifest.json").exists():
+            raise ValueError(f"{records.parent}: its shards are not finished (no manifest.json); run "
+                             f"scripts.tok_shards to the end")
+    tokenizer = [f for f in files if f.parent == folder / TOKENIZER]
+    return data + tokenizer, [f for f in files if f.name in LAST]
+
+
+def make_settings(args: argparse.Namespace, data: Sequence[Path], manifests: Sequence[Path]) -> dict[str, Any]:
+    """How the data are meant to be used."""
+    read = [read_json(path) for path in manifests if path.name == "manifest.json"]
+    tokenizers = {t["fingerprint"]: t for m in read if isinstance(t := m.get("tokenizer"), dict)}
+    if len(tokenizers) > 1:
+        raise ValueError(f"{args.folder}: shards of {len(tokenizers)} tokenizers ({', '.join(sorted(tokenizers))}); "
+                         f"push them to a prefix each")
+    longest = max((m.get("arguments", {}).get("max_length", 0) for m in read), default=0)
+    return {"format": SETTINGS_FORMAT, "version": SETTINGS_VERSION, "data_format": _data_format(data),
+            "tokenizer": next(iter(tokenizers.values()), None),
+            "tokenizer_folder": TOKENIZER if (args.folder / TOKENIZER).is_dir() else None,
+            "sequence_length": args.sequence_length or longest or None, "seed": args.seed, "split": args.split,
+            "files": len(data), "bytes": sum(f.stat().st_size for f in data)}
+
+
+def _data_format(data: Sequence[Path]) -> str:
+    """What --data-format reads them."""
+    idx = next((f for f in data if f.suffix == ".idx"), None)
+    if idx is None:
+        return "text"
+    with open(idx, "rb") as f:
+        return "megatron" if f.read(8) == b"MMIDIDX\0" else "shards"
+
+
+def training_command(target: str, settings: dict[str, Any]) -> str:
+    """How to train from the bucket."""
+    flags = {"--data-path": target, "--data-format": settings["data_format"],
+             "--tokenizer-dir": settings["tokenizer_folder"] and remote.join(target, settings["tokenizer_folder"]),
+             "--max-seq-len": settings["sequence_length"], "--seed": settings["seed"], "--split": settings["split"]}
+    return " ".join(["python -m scripts.base_train", *(f"{k} {v}" for k, v in flags.items() if v is not None)])
+
+
+# ---- one file -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Sums:
+    """Checksums of a file: the ETag that a store gives which makes it of MD5 sums, and BLAKE2b."""
+
+    size: int
+    etag: str
+    hash: str
+
+
+def part_bytes(size: int) -> int:
+    """How large the parts of an upload are."""
+    return max(PART_BYTES, -(-size // MAX_PARTS))
+
+
+def sum_file(path: Path) -> Sums:
+    """Read a file once. Its ETag: the MD5 of a file of one part, else of its parts' MD5s, and their number."""
+    size, whole, parts = path.stat().st_size, blake2b(digest_size=16), []
+    with open(path, "rb") as f:
+        while data := f.read(part_bytes(size)):
+            whole.update(data)
+            parts.append(md5(data, usedforsecurity=False))
+    if size <= part_bytes(size):
+        return Sums(size, parts[0].hexdigest() if parts else md5(b"", usedforsecurity=False).hexdigest(),
+                    whole.hexdigest())
+    joined = md5(b"".join(p.digest() for p in parts), usedforsecurity=False).hexdigest()
+    return Sums(size, f"{joined}-{len(parts)}", whole.hexdigest())
+
+
+def holds(stat: remote.Stat, sums: Sums) -> bool:
+    """Whether an object is what a file was. It is read back where its ETag does not tell: encrypted buckets, stores
+    other than S3."""
+    if stat.size != sums.size:
+        return False
+    if stat.etag.strip('"') == sums.etag:
+        return True
+    back = blake2b(digest_size=16)
+    for part in remote.iter_parts(stat, 0, stat.size):
+        back.update(part)
+    return back.hexdigest() == sums.hash
+
+
+class _Counted(io.FileIO):
+    """A file that tells how much of it was read."""
+
+    def __init__(self, path: Path, told: Callable[[int], object]):
+        super().__init__(path, "rb")
+        self.told = told
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(-1 if size is None else size) or b""
+        self.told(len(data))
+        return data
+
+
+@dataclass
+class Push:
+    """A push under way: where to, what is there, what became of it."""
+
+    folder: Path
+    target: str
+    there: dict[str, remote.Stat]
+    told: Callable[[int], object]
+    sent: int = 0
+    sent_bytes: int = 0
+    left_alone: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def path(self, file: Path) -> str:
+        return remote.join(self.target, *file.relative_to(self.folder).parts)
+
+    def push(self, file: Path) -> None:
+        """Have an object be what a file is. ValueError or OSError naming it where it cannot be."""
+        path, sums = self.path(file), sum_file(file)
+        expected = recorded_hash(file)
+        if expected not in (None, sums.hash):
+            raise ValueError(f"{file}: its checksum is {sums.hash}, manifest.json says {expected}; python -m "
+                             f"scripts.verify tells more")
+        if path in self.there and holds(self.there[path], sums):
+            self.told(sums.size)
+            with self._lock:
+                self.left_alone += 1
+            return
+        self._forget_manifests()
+        self._send(file, path, sums)
+        if not holds(remote.head(path), sums):
+            remote.delete(path)
+            raise ValueError(f"{path}: what arrived is not what {file} is; run the command again")
+        with self._lock:
+            self.sent += 1
+            self.sent_bytes += sums.size
+
+    def _send(self, file: Path, path: str, sums: Sums) -> None:
+        if sums.size <= part_bytes(sums.size):
+            remote.write(path, file.read_bytes())
+            self.told(sums.size)
+            return
+        told = [0]
+
+        def tell(n: int) -> None:
+            told[0] += n
+            self.told(n)
+
+        def open_file() -> _Counted:
+            self.told(-told[0])  # another try
+            told[0] = 0
+            return _Counted(file, tell)
+
+        remote.write(path, open_file, part_bytes=part_bytes(sums.size))
+
+    def _forget_manifests(self) -> None:
+        """Before anything changes: no manifest may name what is missing or another."""
+        with self._lock:
+            for path in [p for p in self.there if p.rsplit("/", 1)[-1] in LAST]:
+                remote.delete(path)
+                del self.there[path]
+
+
+def recorded_hash(file: Path) -> str | None:
+    """What manifest.json says of a file of shards."""
+    manifest = file.parent / "manifest.json"
+    if file.suffix not in (".bin", ".idx") or not manifest.exists():
+        return None
+    record = read_json(manifest).get("shards", {}).get(file.stem) or {}
+    return record.get(f"{file.suffix[1:]}_hash")
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+def push_all(push: Push, files: Sequence[Path], *, num_workers: int) -> None:
+    """Push files, several at once; what fails is in `push.failed`. The threads are daemons, so that Ctrl-C need not
+    wait for a file of many gigabytes."""
+    todo: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[Path, BaseException | None]] = queue.SimpleQueue()
+    for file in sorted(files, key=lambda f: -f.stat().st_size):
+        todo.put(file)
+
+    def work() -> None:
+        while True:
+            try:
+                file = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                push.push(file)
+            except BaseException as e:
+                done.put((file, e))
+            else:
+                done.put((file, None))
+
+    for _ in range(min(num_workers, len(files))):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in files:
+        file, error = done.get()
+        if isinstance(error, ValueError | OSError):
+            push.failed[str(file)] = str(error)
+        elif error is not None:
+            raise error
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.num_workers < 1:
+        raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
+    if not remote.is_remote(args.target):
+        raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
+    files, manifests = find_files(args.folder)
+    data = [f for f in files if f.name.endswith(DATA)]
+    settings = make_settings(args, data, manifests)
+    target = remote.url(args.target).rstrip("/")
+    there = {s.path: s for s in remote.list_files(target)}
+    total = sum(f.stat().st_size for f in [*files, *manifests])
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        push = Push(args.folder, target, there, bar.update)
+        push_all(push, files, num_workers=args.num_workers)
+        if not push.failed:
+            remote.write(remote.join(target, SETTINGS_NAME), (json.dumps(settings, indent=2) + "\n").encode())
+            push_all(push, manifests, num_workers=args.num_workers)
+    for name, why in sorted(push.failed.items())[:SHOWN]:
+        print(f"failed: {name}: {why}", file=sys.stderr)
+    print(f"{target}: {push.sent:,} files sent and checked ({push.sent_bytes:,} bytes), {push.left_alone:,} were there")
+    if push.failed:
+        print(f"{len(push.failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
+        return 1
+    print(f"train from it: {training_command(target, settings)}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        with sigterm_raises():
+            return run(args)
+    except KeyboardInterrupt as e:
+        print("interrupted: what has arrived stays; the same command goes on", file=sys.stderr)
+        return 143 if isinstance(e, Terminated) else 130
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,203 @@
+"""A folder of shards goes into a bucket: whole, checked, the manifests last; and again, then only what is missing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanochat import patience
+from nanochat.common import hash_bytes
+from nanochat.patience import Patience
+from nanochat.remote import head
+from nanochat.shards import ShardWriter, new_manifest
+from scripts import push_shards
+from scripts.push_shards import main, sum_file
+from tests.object_store import Fault, object_store
+
+QUICK = Patience(connect_s=1.0, silence_s=5.0, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=5.0)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(running, monkeypatch):
+    monkeypatch.setattr(patience, "PATIENCE", QUICK)
+    for key in running.names():
+        running.delete(key)
+    running.proxy.faults.clear()
+    running.proxy.seen.clear()
+    yield running
+    running.proxy.faults.clear()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root = tmp_path / "OUT"
+    for split, names in (("train", "ab"), ("val", "c")):
+        sub = root / split / "web"
+        sub.mkdir(parents=True)
+        records = {}
+        for name in names:
+            ids = np.arange(3000, dtype=np.uint16) % 250 + ord(name)
+            with ShardWriter(sub / name, vocab_size=1000) as writer:
+                writer.add(ids, np.full(30, 100), np.zeros(30, np.uint16))
+            w = writer.written
+            records[name] = {"input": {}, "documents": 30, "skipped": {"count": 0, "lines": []}, **vars(w)}
+        manifest = new_manifest({"fingerprint": "f1", "eod": 0, "vocab_size": 1000},
+                                {"max_length": 512, "overlap_size": 0}, records)
+        (sub / "manifest.json").write_text(json.dumps(manifest))
+        (sub / ".records").mkdir()
+    (root / "tokenizer").mkdir()
+    (root / "tokenizer" / "tokenizer.json").write_text("{}")
+    return root
+
+
+def files_of(folder):
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*")
+            if f.is_file() and not any(p.startswith(".") for p in f.relative_to(folder).parts)}
+
+
+def puts(store):
+    return [s.path.split("/bucket/")[1].split("?")[0] for s in store.proxy.seen if s.method == "PUT"]
+
+
+def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
+    assert main([str(folder), store.path("set/1/"), "--sequence-length", "256", "--seed", "7"]) == 0
+    assert {k: store.get(k) for k in store.names() if not k.endswith("settings.json")} == {
+        f"set/1/{name}": data for name, data in files_of(folder).items()}
+    order = puts(store)
+    assert all(p.endswith("manifest.json") for p in order[-2:]) and order[-3] == "set/1/settings.json"
+    settings = json.loads(store.get("set/1/settings.json"))
+    assert settings["tokenizer"] == {"fingerprint": "f1", "eod": 0, "vocab_size": 1000}
+    assert [settings[k] for k in ("data_format", "sequence_length", "seed", "split")] == ["shards", 256, 7, None]
+    assert ("train from it: python -m scripts.base_train --data-path s3://bucket/set/1 --data-format shards "
+            "--tokenizer-dir s3://bucket/set/1/tokenizer --max-seq-len 256 --seed 7") in capsys.readouterr().out
+
+
+def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, capsys):
+    store.proxy.faults.append(Fault("PUT", "b.bin", status=403, code="AccessDenied"))
+    assert main([str(folder), store.path("s")]) == 1
+    err = capsys.readouterr().err
+    assert "b.bin: the store refuses it" in err and "no manifest was written; run the same command again" in err
+    assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
+    store.proxy.seen.clear()
+    assert main([str(folder), store.path("s")]) == 0
+    assert sorted(puts(store)) == ["s/settings.json", "s/train/web/b.bin", "s/train/web/manifest.json",
+                                   "s/val/web/manifest.json"]
+    store.proxy.seen.clear()
+    assert main([str(folder), store.path("s")]) == 0
+    assert puts(store) == ["s/settings.json"]
+    assert "0 files sent" in capsys.readouterr().out
+
+
+def test_what_changed_goes_up_again_and_no_manifest_is_there_meanwhile(store, folder, monkeypatch):
+    assert main([str(folder), store.path("s")]) == 0
+    store.put("s/val/web/c.bin", store.get("s/val/web/c.bin")[::-1])  # of the same size
+    manifests = []
+    send = push_shards.Push._send
+
+    def look_and_send(self, *args):
+        manifests.append([k for k in store.names() if k.endswith("manifest.json")])
+        send(self, *args)
+
+    monkeypatch.setattr(push_shards.Push, "_send", look_and_send)
+    assert main([str(folder), store.path("s")]) == 0
+    assert manifests[0] == [] and store.get("s/val/web/c.bin") == (folder / "val/web/c.bin").read_bytes()
+    assert "s/val/web/manifest.json" in store.names()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sums_are_the_etags_of_the_store_and_what_arrived_damaged_is_told(store, folder, parts, monkeypatch, capsys):
+    file = folder / "train/web/a.bin"
+    if parts > 1:  # S3 takes parts of 5 MiB and more
+        file.write_bytes(np.random.default_rng(0).bytes((parts - 1) * push_shards.PART_BYTES + 1000))
+        (folder / "train/web/manifest.json").unlink()
+        (folder / "train/web/.records").rmdir()
+    assert main([str(folder), store.path("s")]) == 0
+    assert store.get("s/train/web/a.bin") == file.read_bytes()
+    assert head(store.path("s/train/web/a.bin")).etag.strip('"') == sum_file(file).etag
+    assert sum_file(file).etag.endswith(f"-{parts}") == (parts > 1)
+    assert sum_file(file).hash == hash_bytes(file.read_bytes())
+    if parts == 1:
+        store.delete("s/train/web/a.bin")
+        damaged = Fault("HEAD", "a.bin", before=lambda: store.put("s/train/web/a.bin", b"\0" * len(file.read_bytes())))
+        store.proxy.faults.append(damaged)
+        assert main([str(folder), store.path("s")]) == 1
+        assert damaged.times == 0 and "a.bin: what arrived is not what" in capsys.readouterr().err
+        assert "s/train/web/a.bin" not in store.names()
+
+
+def test_other_etags_are_settled_by_reading_back(store, folder, monkeypatch):
+    sums = sum_file(folder / "val/web/c.bin")
+    monkeypatch.setattr(push_shards, "sum_file", lambda f: push_shards.Sums(sum_file(f).size, "none", sum_file(f).hash))
+    assert main([str(folder), store.path("s")]) == 0
+    assert store.proxy.gets("c.bin") and sums.size == 6000
+    store.proxy.seen.clear()
+    assert main([str(folder), store.path("s")]) == 0
+    assert puts(store) == ["s/settings.json"]
+
+
+def test_faults_that_pass(store, folder):
+    faults = [Fault("PUT", "a.bin", status=503, code="SlowDown", times=3), Fault("HEAD", "b.bin", status=500),
+              Fault("PUT", "manifest.json", status=500, times=2)]
+    store.proxy.faults.extend(faults)
+    assert main([str(folder), store.path("s")]) == 0
+    assert [f.times for f in faults] == [0, 0, 0] and len(store.names()) == len(files_of(folder)) + 1
+
+
+def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
+    def refused(match, folder=folder, target=""):
+        with pytest.raises((ValueError, OSError), match=match):
+            main([str(folder), target or store.path("s")])
+        assert not store.names()
+
+    refused("no such folder", tmp_path / "none")
+    refused("expected s3://bucket/prefix", target="/local/folder")
+    refused("there is no bucket nobucket", target="s3://nobucket/x")
+    (tmp_path / "empty").mkdir()
+    refused(r"no .bin, .idx, .parquet file below it", tmp_path / "empty")
+    idx = folder / "val/web/c.idx"
+    data = idx.read_bytes()
+    idx.unlink()
+    refused("c.bin: c.idx is missing beside it")
+    idx.write_bytes(data)
+    manifest = folder / "val/web/manifest.json"
+    text = manifest.read_text()
+    manifest.unlink()
+    refused("its shards are not finished")
+    manifest.write_text(text.replace("f1", "f2"))
+    refused(r"shards of 2 tokenizers \(f1, f2\)")
+
+
+def test_a_damaged_file_is_not_sent(store, folder, capsys):
+    file = folder / "train/web/a.bin"
+    file.write_bytes(file.read_bytes()[::-1])
+    assert main([str(folder), store.path("s")]) == 1
+    assert re.search(r"a.bin: its checksum is \w{32}, manifest.json says", capsys.readouterr().err)
+    assert "s/train/web/a.bin" not in store.names() and not any(k.endswith("manifest.json") for k in store.names())
+
+
+def test_a_signal_ends_it_at_once_and_the_command_goes_on(store, folder):
+    store.proxy.faults.append(Fault("PUT", "b.bin", stall=True))
+    process = subprocess.Popen([sys.executable, "-m", "scripts.push_shards", str(folder), store.path("s")],
+                               cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    while not (store.proxy.faults[0].times == 0 and "s/train/web/a.bin" in store.names()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143 and "the same command goes on" in err
+    assert not any(k.endswith("manifest.json") for k in store.names())
+    store.proxy.faults.clear()
+    assert main([str(folder), store.path("s")]) == 0

@@ -25,14 +25,14 @@ bytes a document and takes seconds at 10^8.
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanochat.readers import IdReader, MappedReader, PreadReader, Range, map_file
-from nanochat.shards import PairFiles
+from nanochat.shards import PairFiles, ShardWriter
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -361,13 +361,42 @@ class IndexedDatasetBuilder:
         self._files.abandon(error or KeyboardInterrupt())
 
     def _index_parts(self) -> Iterator[Any]:
-        lengths, at = np.frombuffer(self._lengths, np.int32), 0
-        yield HEADER.pack(MAGIC, VERSION, self.code, len(lengths), len(self._boundaries))
-        yield lengths.data
-        for first in range(0, len(lengths), BLOCK):
-            pointers = np.cumsum(lengths[first:first + BLOCK], dtype=np.int64) * self.dtype.itemsize
-            pointers += at
-            at = int(pointers[-1])
-            yield (pointers - lengths[first:first + BLOCK].astype(np.int64) * self.dtype.itemsize).data
-        yield np.frombuffer(self._boundaries, np.int64).data
+        yield from index_parts(self.code, np.frombuffer(self._lengths, np.int32),
+                               np.frombuffer(self._boundaries, np.int64))
         yield np.frombuffer(self._modes, np.int8).data
+
+
+class DocumentWriter(ShardWriter):
+    """`shards.ShardWriter` for this format: an entry is a document, whole, in one sequence. ValueError for prefixes,
+    which the format cannot tell from ids of their own."""
+
+    def __init__(self, path: Path | str, *, vocab_size: int):
+        super().__init__(path, vocab_size=vocab_size)
+        self.dtype = best_dtype(vocab_size)
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """As of `ShardWriter`."""
+        if np.count_nonzero(prefixes) or max(lengths, default=0) > MAX_LENGTH:
+            raise ValueError(f"{self.bin_path}: entries that repeat others, or of more than {MAX_LENGTH:,} ids; "
+                             f"Megatron's format holds whole documents of at most so many")
+        super().add(ids, lengths, prefixes)
+
+    def _index_parts(self) -> Iterable[Any]:
+        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths]).astype(np.int32)
+        if not len(lengths):
+            raise ValueError(f"{self.bin_path}: 0 documents; leave out an input without documents")
+        return index_parts(dtype_code(self.dtype), lengths, np.arange(len(lengths) + 1))
+
+
+def index_parts(code: int, lengths: np.ndarray, boundaries: np.ndarray) -> Iterator[Any]:
+    """An .idx, part after part, of sequences that stand one after another: their lengths (n,) int32 and the boundaries
+    of documents (d + 1,) int64."""
+    size, at = DTYPES[code].itemsize, 0
+    yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(boundaries))
+    yield lengths.data
+    for first in range(0, len(lengths), BLOCK):
+        own = lengths[first:first + BLOCK].astype(np.int64) * size
+        ends = at + np.cumsum(own)
+        at = int(ends[-1])
+        yield (ends - own).data
+    yield boundaries.data

@@ -17,9 +17,10 @@ import numpy as np
 from nanochat import indexed, shards
 from nanochat.common import hash_bytes
 from nanochat.readers import Range
-from nanochat.shards import MANIFEST_NAME, REDO, read_index, read_manifest, record_groups
+from nanochat.shards import MANIFEST_NAME, REDO, ShardWriter, read_index, read_manifest, record_groups
 
 MAGICS = {"shards": shards.MAGIC, "megatron": indexed.MAGIC}  # by the name of --data-format
+WRITERS: dict[str, type[ShardWriter]] = {"shards": ShardWriter, "megatron": indexed.DocumentWriter}
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
 
 

@@ -13,7 +13,7 @@ what we store, and windows are runs of it that step back `overlap_size` places. 
 
 Invariants
 - Every id of a document stands outside a prefix exactly once; an entry holds at most max_length + 1 ids.
-- The bytes of a pair depend on the input's documents, the tokenizer and the windows alone.
+- The bytes of a pair depend on the input's documents, the tokenizer, the windows and the format alone.
 - A few megabytes of text are held at a time, however large the input (of parquet: what decoding a page takes).
 - An input that cannot be read to its end has no shard. Broken lines of jsonl can be skipped and counted; what is no
   UTF-8 cannot, because then the file is probably not what it seems.
@@ -36,7 +36,8 @@ import pyarrow.parquet as pq
 
 from nanochat.dataset import open_parquet
 from nanochat.jsonl import read_jsonl
-from nanochat.shards import ShardWriter, record_groups
+from nanochat.pairs import WRITERS
+from nanochat.shards import record_groups
 
 BATCH_CHARS = 2_000_000  # text tokenized at once: enough to drown what a batch costs, little enough to hold
 BATCH_DOCUMENTS = 16_384
@@ -180,10 +181,10 @@ def _read_jsonl(path: Path, skipped: Skipped, *, strict: bool) -> Iterator[tuple
 
 # ---- one input ------------------------------------------------------------------------------------------------------
 
-def pretokenize(path: Path, pair: Path, *, tokenizer: Tokenizer, windows: Windows, strict: bool = False
-                ) -> Generator[tuple[int, int], None, dict[str, Any]]:
-    """Make the shard `pair`.bin, `pair`.idx of a text file. A generator: yields (bytes of input read, tokens written)
-    since it last did, returns what manifest.json says of the shard.
+def pretokenize(path: Path, pair: Path, *, tokenizer: Tokenizer, windows: Windows, strict: bool = False,
+                data_format: str = "shards") -> Generator[tuple[int, int], None, dict[str, Any]]:
+    """Make the shard `pair`.bin, `pair`.idx of a text file, in a format of `pairs.WRITERS`. A generator: yields (bytes
+    of input read, tokens written) since it last did, returns what manifest.json says of the shard.
 
     Raises ValueError where the input cannot be used, OSError where the shard cannot be written; then there is none.
     """
@@ -191,7 +192,7 @@ def pretokenize(path: Path, pair: Path, *, tokenizer: Tokenizer, windows: Window
     before = path.stat()
     at = documents = 0
     try:
-        with ShardWriter(pair, vocab_size=tokenizer.get_vocab_size()) as writer:
+        with WRITERS[data_format](pair, vocab_size=tokenizer.get_vocab_size()) as writer:
             for texts, position in read_documents(path, skipped, strict=strict):
                 ids, lengths, prefixes = windows.cut(*tokenizer.encode_flat(texts, num_threads=1),
                                                      tokenizer.get_bos_token_id())

@@ -147,11 +147,13 @@ class ShardSet:
     windows: Windows
     tokenizer: dict[str, Any]
     strict: bool = False
+    data_format: str = "shards"
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """What pairs of one set have in common."""
-        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"]}
+        """What pairs of one set have in common; sets of shards do not name their format."""
+        named = {} if self.data_format == "shards" else {"data_format": self.data_format}
+        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named}
 
     # -- one input
 
@@ -230,7 +232,8 @@ class ShardSet:
             missing += absent
             if not absent:
                 shards = {i.stem: record["shard"] for i, record in zip(inputs, records) if record}
-                _write(folder / MANIFEST_NAME, new_manifest(self.tokenizer, asdict(self.windows), shards))
+                _write(folder / MANIFEST_NAME, new_manifest(self.tokenizer, asdict(self.windows), shards,
+                                                             data_format=self.data_format))
         if not missing:
             for folder in (self.output / TOKENIZER, *folders, *(folder / RECORDS for folder in folders)):
                 _remove_matching(folder, lambda stem: True)
@@ -288,4 +291,6 @@ def _write(path: Path, value: Record) -> None:
 
 
 def _difference(old: Record, new: Record) -> str:
+    plain = {"data_format": "shards"}
+    old, new = plain | old, plain | new
     return ", ".join(f"{key} {old.get(key)} (now {new[key]})" for key in new if old.get(key) != new[key])

@@ -163,7 +163,7 @@ class ShardWriter:
         n = sum(map(len, self._lengths))
         self.written = Written(n, self._tokens, self._tokens * self.dtype.itemsize, bin_hash, idx_hash)
 
-    def _index_parts(self) -> list[Any]:
+    def _index_parts(self) -> Iterable[Any]:
         n = sum(map(len, self._lengths))
         if not 0 < n < 1 << 32:
             raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; leave out an input "
@@ -266,12 +266,13 @@ def read_tokens(index: Index) -> np.ndarray:
 
 # ---- the manifest of a folder ---------------------------------------------------------------------------------------
 
-def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any], shards: Mapping[str, Any]
-                 ) -> dict[str, Any]:
-    """The manifest of a folder of shards. `tokenizer`: fingerprint, eod, vocab_size, name. `shards`: a record for
-    each pair by its name without ending: input, documents, entries, tokens, skipped, bin_bytes, bin_hash, idx_hash,
-    and groups (entries of each) where they are not GROUP_ENTRIES each."""
-    return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "tokenizer": dict(tokenizer),
+def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any], shards: Mapping[str, Any], *,
+                 data_format: str = "shards") -> dict[str, Any]:
+    """The manifest of a folder of pairs; `data_format` is in it if it is not "shards". `tokenizer`: fingerprint, eod,
+    vocab_size, name. `shards`: a record for each pair by its name without ending: input, documents, entries, tokens,
+    skipped, bin_bytes, bin_hash, idx_hash, and groups (entries of each) where they are not GROUP_ENTRIES each."""
+    return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION,
+            **({} if data_format == "shards" else {"data_format": data_format}), "tokenizer": dict(tokenizer),
             "arguments": dict(arguments), "shards": {name: shards[name] for name in sorted(shards)}}
 
 

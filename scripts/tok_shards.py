@@ -4,7 +4,8 @@ Tokenize text once: every .jsonl, .jsonl.gz and .parquet file below a folder bec
     python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer DIR_OR_NAME] [--num-workers 8]
 
 RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, each bucket's last file OUT/val/BUCKET/...; RAW/train/BUCKET
-and RAW/val/BUCKET are kept as they are. Beside the shards: manifest.json, and OUT/tokenizer.
+and RAW/val/BUCKET are kept as they are. Beside the shards: manifest.json, and OUT/tokenizer. With --format megatron
+the pairs are Megatron's: whole documents of one sequence, each with the end-of-document id behind it.
 
 The same command goes on after a crash, Ctrl-C or a failure, and makes again what changed. Over several machines: give
 each --task-index i --num-tasks n, and at the end run once with --finish (dev/slurm has templates). Exit code: 0, 1
@@ -27,6 +28,7 @@ from nanochat.shard_set import TOKENIZER, Input, Record, ShardSet, deal, describ
 from nanochat.tokenizer import RustBPETokenizer, read_description
 from nanochat.workers import Terminated, Work, run_tasks, sigterm_raises
 
+OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 SHOWN = 10  # broken lines of an input that the summary shows
 
 
@@ -36,8 +38,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--tokenizer", default=None, help="folder of a saved tokenizer, or one of tiktoken's names "
                                                           "(gpt2, ...); default: the one scripts.tok_train made")
-    parser.add_argument("--max-length", type=int, default=Windows.max_length,
-                        help="ids in a window of a long document, without its end mark; 0 keeps documents whole")
+    parser.add_argument("--format", default="gpts", choices=list(OUTPUTS), help="of the pairs: gpts | megatron, which "
+                                                                               "holds whole documents only")
+    parser.add_argument("--max-length", type=int, default=None,
+                        help=f"ids in a window of a long document, without its end mark; 0 keeps documents whole "
+                             f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
                         help="ids that a window repeats of the one before; at most half of --max-length")
     parser.add_argument("--val-files", type=int, default=1, help="last files of each bucket that are for validation; "
@@ -77,7 +82,8 @@ def open_work(tokenizer_name: str, shard_set: ShardSet) -> Work:
 
     def work(i: Input) -> Generator[tuple[int, int], None, Record]:
         shard = yield from pretokenize(i.path, i.pair(shard_set.output), tokenizer=tokenizer,
-                                       windows=shard_set.windows, strict=shard_set.strict)
+                                       windows=shard_set.windows, strict=shard_set.strict,
+                                       data_format=shard_set.data_format)
         return shard_set.note(i, shard)
 
     return work
@@ -154,7 +160,12 @@ def check_args(args: argparse.Namespace) -> Windows:
         raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
     if args.output_dir.resolve() == args.input_dir.resolve():
         raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
-    return Windows(args.max_length, args.overlap_size)
+    if args.format == "megatron":
+        if args.max_length:
+            raise ValueError(f"--max-length {args.max_length} --format megatron: Megatron's documents are whole, it "
+                             f"would train on what windows repeat; leave out --max-length")
+        return Windows(0)
+    return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
 def run(args: argparse.Namespace, open_work: Callable[..., Work]) -> int:
@@ -164,7 +175,8 @@ def run(args: argparse.Namespace, open_work: Callable[..., Work]) -> int:
         print(f"{bucket}: too few files to keep {args.val_files} for validation; all of it is for training")
     name = args.tokenizer or str(get_base_dir() / "tokenizer")
     tokenizer = load_tokenizer(name)
-    shard_set = ShardSet(args.output_dir, inputs, windows, describe_tokenizer(tokenizer), args.strict)
+    shard_set = ShardSet(args.output_dir, inputs, windows, describe_tokenizer(tokenizer), args.strict,
+                         OUTPUTS[args.format])
     shard_set.refuse_others(force=args.force)
     if args.finish:
         return finish(shard_set)

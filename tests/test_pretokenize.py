@@ -329,7 +329,7 @@ def test_a_full_disk_fails_the_input_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write_jsonl(tmp_path / "a.jsonl", ["abc"])
-    for where in ("add", "_write_index"):
+    for where in ("add", "_index_parts"):
         with monkeypatch.context() as patch:
             patch.setattr(ShardWriter, where, full)
             with pytest.raises(OSError, match=r"out\.bin: cannot be written \(No space left on device\), make room"):

@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 from nanochat import workers
-from nanochat.common import hash_file
+from nanochat.common import hash_file, read_json
+from nanochat.indexed import IndexedDataset
 from nanochat.shards import ShardWriter, read_index, read_manifest, read_tokens
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import tok_shards
+from scripts import inspect_data, tok_shards, verify
 from tests.toy import some_texts, write_jsonl, write_parquet
 
 ROOT = Path(__file__).parents[1]
@@ -120,6 +121,50 @@ def test_the_same_bytes_for_any_number_of_workers(raw, tmp_path, tokenizer):
         trees.append(tree(tmp_path / str(n)))
     assert trees[0] == trees[1] == trees[2]
     assert sum(name.endswith(".bin") for name in trees[0]) == 5
+
+
+def megatron(raw, out, tokenizer, *more, num_workers=1):
+    return tok_shards.main(["--input-dir", str(raw), "--output-dir", str(out), "--tokenizer", str(tokenizer),
+                            "--format", "megatron", "--num-workers", str(num_workers), *more])
+
+
+def test_megatron_files_hold_the_same_documents_and_give_the_same_batches(raw, tmp_path, tokenizer, capsys):
+    whole, out, again = (tmp_path / name for name in ("whole", "megatron", "again"))
+    assert run(raw, whole, tokenizer, "--max-length", 0) == megatron(raw, out, tokenizer) == 0
+    assert megatron(raw, again, tokenizer, num_workers=2) == 0 and tree(again) == tree(out)
+    for pair in ("train/web/0", "train/code/deep__0", "val/web/2"):
+        theirs, ours = IndexedDataset(out / pair), read_index(whole / f"{pair}.bin")
+        assert theirs.sequence_lengths.tolist() == np.diff(ours.offsets).tolist()
+        assert (out / f"{pair}.bin").read_bytes() == (whole / f"{pair}.bin").read_bytes()
+        assert theirs.document_indices.tolist() == list(range(len(ours) + 1))
+    manifests = [read_json(folder / "train" / "code" / "manifest.json") for folder in (whole, out)]
+    assert manifests[1].pop("data_format") == "megatron"
+    for manifest in manifests:
+        del manifest["shards"]["deep__0"]["idx_hash"]
+    assert manifests[0] == manifests[1]
+    capsys.readouterr()
+    printed = []
+    for folder, data_format in ((whole, "shards"), (out, "megatron")):
+        assert inspect_data.main(["digest", f"--data-path={folder}", f"--data-format={data_format}", "-T=24",
+                                  f"--tokenizer={folder / 'tokenizer'}", "--total-batch-size=192", "--steps=0:4"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].count("digest") == 4
+    assert verify.main([str(out)]) == 0
+
+
+def test_megatron_files_are_whole_and_no_mix_with_shards(raw, tmp_path, tokenizer, capsys):
+    with pytest.raises(ValueError, match="--max-length 32 --format megatron: Megatron's documents are whole"):
+        megatron(raw, tmp_path / "a", tokenizer, "--max-length=32")
+    assert run(raw, tmp_path / "b", tokenizer, "--max-length", 0) == 0
+    with pytest.raises(ValueError, match=r"made with data_format shards \(now megatron\); name another --output-dir"):
+        megatron(raw, tmp_path / "b", tokenizer)
+    assert megatron(raw, tmp_path / "b", tokenizer, "--force") == 0
+    assert read_manifest(tmp_path / "b" / "train" / "web")["data_format"] == "megatron"
+    with pytest.raises(ValueError, match=r"data_format megatron \(now shards\)"):
+        run(raw, tmp_path / "b", tokenizer, "--max-length", 0)
+    capsys.readouterr()
+    assert megatron(raw, tmp_path / "b", tokenizer) == 0
+    assert "tokens made" not in capsys.readouterr().out, "what is there is kept"
 
 
 def test_tasks_on_one_folder_and_finish_give_the_same_bytes(raw, tmp_path, tokenizer, capsys):

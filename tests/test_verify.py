@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat import check_pairs
+from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import verify
 from tests.test_checkpoint import files_of, reseal, save
@@ -97,8 +99,8 @@ DAMAGE = {
 @pytest.mark.parametrize("block", [None, 2])
 def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, name, block):
     if block:
-        monkeypatch.setattr(verify, "BLOCK_ENTRIES", block)
-        monkeypatch.setattr(verify, "BLOCK_BYTES", 2 * block)
+        monkeypatch.setattr(check_pairs, "BLOCK_ENTRIES", block)
+        monkeypatch.setattr(check_pairs, "BLOCK_BYTES", 2 * block)
     folder = good_folder(tmp_path)
     which, damage, expected = DAMAGE[name]
     damage(folder / f"a.{which}")
@@ -110,6 +112,74 @@ def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, name, bloc
     for text in expected:
         assert sum(p.startswith(f"{folder}/{text}") for p in problems) == 1, (text, problems)
     assert f"{len(problems)} problem(s)" in out
+
+
+# Three documents, the second of two sequences. Offsets in .idx: lengths 34, pointers 50, boundaries 82.
+DOCUMENTS = [[[1, 2, E]], [[3, 4], [5, E]], [[6, E]]]
+MEGATRON = {
+    "pointer": ("idx", lambda p: patch(p, 58, (100).to_bytes(8, "little")), [
+        "a.bin: sequence 1: 2 ids at byte 100 of 18"]),
+    "odd pointer": ("idx", lambda p: patch(p, 58, (7).to_bytes(8, "little")), [
+        "a.bin: sequence 1: byte 7 is no multiple of 2"]),
+    "length": ("idx", lambda p: patch(p, 38, (-1).to_bytes(4, "little", signed=True)), [
+        "a.bin: sequence 1: -1 ids at byte 6 of 18"]),
+    "boundary": ("idx", lambda p: patch(p, 82 + 16, (0).to_bytes(8, "little")), [
+        "a.bin: document 1: its sequences are 1 to 0 of 4", *(
+            f"a.bin: document 2: the end-of-document id {E} at {at}, inside the document" for at in (2, 6))]),
+    "empty": ("idx", lambda p: patch(p, 82 + 16, (1).to_bytes(8, "little")), ["a.bin: document 1: it is empty",
+              f"a.bin: document 2: the end-of-document id {E} at 3, inside the document"]),
+    "cut": ("idx", lambda p: truncate(p, 1), ["a.idx: "]),
+    "vocabulary": ("bin", lambda p: patch(p, 8, u16(257)), [
+        "a.bin: document 1: id 257 at 1, outside the vocabulary of 257"]),
+    "lost end": ("bin", lambda p: patch(p, 12, u16(9)), [
+        f"a.bin: document 1: it ends without the end-of-document id {E}"]),
+    "end inside": ("bin", lambda p: patch(p, 2, u16(E)), [
+        f"a.bin: document 0: the end-of-document id {E} at 1, inside the document"]),
+    "another id": ("bin", lambda p: patch(p, 0, u16(2)), []),
+}
+
+
+def megatron_folder(folder: Path) -> Path:
+    """Two pairs of Megatron's and their manifest.json."""
+    write_folder(folder, {name: ([[i for s in d for i in s] for d in DOCUMENTS], None) for name in "ab"})
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, record in manifest["shards"].items():
+        builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16)
+        for document in DOCUMENTS:
+            builder.add_document([i for s in document for i in s], list(map(len, document)))
+        record["bin_hash"], record["idx_hash"] = builder.finalize(folder / f"{name}.idx")
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "data_format": "megatron"}))
+    return folder
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("block", [None, 1])
+def test_damage_of_megatron_files_is_found_and_only_that(tmp_path, capsys, monkeypatch, name, block):
+    folder = megatron_folder(tmp_path)
+    assert run(capsys, tmp_path)[:2] == (0, [])
+    for limit in ("BLOCK_ENTRIES", "BLOCK_BYTES", "BLOCK_DOCUMENTS") if block else ():
+        monkeypatch.setattr(check_pairs, limit, block)
+    which, damage, expected = MEGATRON[name]
+    damage(folder / f"a.{which}")
+    code, problems, out = run(capsys, tmp_path)
+    if "2 shards, " in out:
+        expected = [*expected, f"a.bin: {which}_hash is "]
+    assert code == 1 and len(problems) == len(expected), problems
+    for text in expected:
+        assert sum(p.startswith(f"{folder}/{text}") for p in problems) == 1, (text, problems)
+
+
+def test_foreign_megatron_files_are_checked_as_far_as_is_known(tmp_path, capsys, monkeypatch):
+    folder = megatron_folder(tmp_path)
+    (folder / "manifest.json").unlink()
+    patch(folder / "a.bin", 2, u16(E))
+    code, problems, out = run(capsys, tmp_path)
+    assert (code, problems) == (0, []) and "2 shards, 6 documents, 6 entries, 18 tokens" in out
+    assert "ids have no known bound" in out
+    assert len(run(capsys, tmp_path, "--vocab-size=256")[1]) == 7
+    monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: Tokenizer())
+    assert [p.split(": ", 1)[1] for p in run(capsys, tmp_path, f"--tokenizer={tmp_path}")[1]] == [
+        f"document 0: the end-of-document id {E} at 1, inside the document"]
 
 
 @given(windowed(), st.data())
@@ -136,8 +206,8 @@ def test_all_files_are_looked_at_and_a_long_list_is_counted(tmp_path, capsys):
         mine = [p for p in problems if f"{name}.bin" in p]
         assert mine[:2] == [f"{tmp_path}/{name}.bin: entry {i}: id 999 at {2 * i}, outside the vocabulary of 257"
                             for i in (0, 1)]
-        assert len(mine) == verify.LISTED + 1
-        assert mine[-1] == f"{tmp_path}/{name}.bin: ids outside the vocabulary: {n - verify.LISTED} more"
+        assert len(mine) == check_pairs.LISTED + 1
+        assert mine[-1] == f"{tmp_path}/{name}.bin: ids outside the vocabulary: {n - check_pairs.LISTED} more"
 
 
 def test_the_manifest_and_the_folder_must_agree(tmp_path, capsys):
@@ -320,10 +390,10 @@ def test_nothing_to_verify_is_an_error(tmp_path):
 def test_memory_does_not_grow_with_the_file(tmp_path, capsys, monkeypatch):
     """The longest array of ids that is looked at is a block."""
     write_pair(tmp_path / "a", [[1, 2, 3, E]] * 5000)
-    longest, check_ends, count = [], verify.check_ends, verify.Facts.count
-    monkeypatch.setattr(verify, "BLOCK_BYTES", 1 << 12)
-    monkeypatch.setattr(verify, "BLOCK_ENTRIES", 1 << 9)
-    monkeypatch.setattr(verify, "check_ends", lambda index, ids, *rest: longest.append(len(ids)) or
+    longest, check_ends, count = [], check_pairs.check_ends, verify.Facts.count
+    monkeypatch.setattr(check_pairs, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(check_pairs, "BLOCK_ENTRIES", 1 << 9)
+    monkeypatch.setattr(check_pairs, "check_ends", lambda index, ids, *rest: longest.append(len(ids)) or
                         check_ends(index, ids, *rest))
     monkeypatch.setattr(verify.Facts, "count", lambda self, lengths, T: longest.append(len(lengths)) or
                         count(self, lengths, T))

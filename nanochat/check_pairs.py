@@ -10,7 +10,7 @@ is wrong in one place says nothing of the others. Only an index that cannot be o
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from tqdm import tqdm
 
 from nanochat.common import hash_file
 from nanochat.indexed import Documents
-from nanochat.pairs import open_entries
+from nanochat.pairs import blocks, open_entries, read_entries
 from nanochat.readers import open_reader
 from nanochat.shards import MANIFEST_NAME, Index
 
 BLOCK_ENTRIES = 1 << 18
 BLOCK_BYTES = 1 << 22
-BLOCK_DOCUMENTS = 1 << 14
 LISTED = 20  # problems of a kind that are told one by one for a file; the others are counted
 
 
@@ -250,38 +249,17 @@ def check_sequences(documents: Documents, problems: Problems) -> bool:
 def check_documents(documents: Documents, expected: Expected, facts: Facts, problems: Problems, T: int) -> None:
     """Count documents and check their ids, some at a time; those that cannot be read were told before."""
     reader = open_reader(documents.path, documents.dtype)
-    for first, last in document_blocks(documents):
+    for first, last in blocks(documents):
         try:
-            starts, ends, stretches = documents.spans(first, last)
+            ids, starts, ends = read_entries(documents, reader, first, last)
         except ValueError:
             continue
         lengths = ends - starts
         facts.count(lengths, T)
         facts.documents += last - first
         problems.add("empty documents", first + np.flatnonzero(lengths == 0), lambda i: f"document {i:,}: it is empty")
-        if stretches is None:
-            ids, starts, ends = reader.read(int(starts[0]), int(ends[-1])), starts - starts[0], ends - starts[0]
-        else:
-            ids = np.concatenate(reader.read_many(stretches))
         check_document_ids(documents, first, ids, (starts, ends), expected, problems)
     reader.close()
-
-
-def document_blocks(documents: Documents) -> Iterator[tuple[int, int]]:
-    """(first, end) of runs of documents, of few ids each unless a single one has more."""
-    for start in range(0, len(documents), BLOCK_DOCUMENTS):
-        stop = min(start + BLOCK_DOCUMENTS, len(documents))
-        try:
-            starts, ends, _ = documents.spans(start, stop)
-        except ValueError:
-            yield from ((i, i + 1) for i in range(start, stop))
-            continue
-        first = start
-        while first < stop:
-            room = starts[first - start] + BLOCK_BYTES // documents.dtype.itemsize
-            last = max(first + 1, start + int(np.searchsorted(ends, room, side="right")))
-            yield first, last
-            first = last
 
 
 def check_document_ids(documents: Documents, first: int, ids: np.ndarray, spans: tuple[np.ndarray, np.ndarray],

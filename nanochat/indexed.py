@@ -80,6 +80,7 @@ class Index:
             raise ValueError(f"{path}: {size:,} bytes, expected {expected + multimodal * n:,} for {n:,} sequences and "
                              f"{boundaries:,} document boundaries{' with modes' * multimodal}; it was cut short or is "
                              f"of another kind: fetch or make it again")
+        self.has_modes = n > 0 and size == expected + n  # whether read or not
         data, at = map_file(path), HEADER.size
         self.sequence_lengths = np.frombuffer(data, "<i4", n, at)
         self.sequence_pointers = np.frombuffer(data, "<i8", n, at + 4 * n)
@@ -301,7 +302,7 @@ class IndexedDatasetBuilder:
         """Append documents of one sequence each: their ids one after another, and how many each has (n,)."""
         first = len(self._lengths)
         self.add_sequences(ids, lengths)
-        self._boundaries.frombytes(np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64).tobytes())
+        self.end_documents(np.arange(first + 1, len(self._lengths) + 1))
 
     def add_sequences(self, ids: Any, lengths: Any, modes: Sequence[int] | None = None) -> None:
         """Append sequences to the document that is open: their ids one after another, and how many each has (n,)."""
@@ -346,6 +347,10 @@ class IndexedDatasetBuilder:
         """End the document that is open."""
         self._boundaries.append(len(self._lengths))
 
+    def end_documents(self, ends: np.ndarray) -> None:
+        """End documents, one before each of these sequences, by their numbers, which ascend."""
+        self._boundaries.frombytes(ends.astype(np.int64).tobytes())
+
     def finalize(self, idx_path: Path | str) -> tuple[str, str]:
         """Write the index; both files appear. Returns their checksums (.bin, .idx). ValueError if the last sequences
         are in no document."""
@@ -370,9 +375,8 @@ class DocumentWriter(ShardWriter):
     """`shards.ShardWriter` for this format: an entry is a document, whole, in one sequence. ValueError for prefixes,
     which the format cannot tell from ids of their own."""
 
-    def __init__(self, path: Path | str, *, vocab_size: int):
-        super().__init__(path, vocab_size=vocab_size)
-        self.dtype = best_dtype(vocab_size)
+    def __init__(self, path: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
+        super().__init__(path, vocab_size=vocab_size, dtype=dtype or best_dtype(vocab_size))
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
         """As of `ShardWriter`."""

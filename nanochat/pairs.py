@@ -9,6 +9,7 @@ Both are `Entries`: so many of them, and for a run of them where in .bin they ar
 stream, plans, verify) asks nothing else, so a third format is a third class of this kind.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +17,12 @@ import numpy as np
 
 from nanochat import indexed, shards
 from nanochat.common import hash_bytes
-from nanochat.readers import Range
+from nanochat.readers import IdReader, Range
 from nanochat.shards import MANIFEST_NAME, REDO, ShardWriter, read_index, read_manifest, record_groups
 
 MAGICS = {"shards": shards.MAGIC, "megatron": indexed.MAGIC}  # by the name of --data-format
 WRITERS: dict[str, type[ShardWriter]] = {"shards": ShardWriter, "megatron": indexed.DocumentWriter}
+BLOCK_ENTRIES, BLOCK_IDS = 1 << 14, 1 << 21  # that are read together by what reads all
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
 
 
@@ -69,6 +71,32 @@ def read_dtype(path: Path) -> np.dtype:
     """The type of a pair's ids, from the header of its index alone. Errors as of `open_entries`."""
     idx = path.with_suffix(".idx")
     return indexed.read_header(idx)[0] if pair_format(idx) == "megatron" else shards.read_header(idx)[0]
+
+
+def blocks(entries: Entries) -> Iterator[tuple[int, int]]:
+    """(first, end) of runs of entries, in order, of few ids each unless a single entry has more. One that cannot be is
+    a run by itself."""
+    for start in range(0, len(entries), BLOCK_ENTRIES):
+        stop = min(start + BLOCK_ENTRIES, len(entries))
+        try:
+            starts, ends, _ = entries.spans(start, stop)
+        except ValueError:
+            yield from ((i, i + 1) for i in range(start, stop))
+            continue
+        first = start
+        while first < stop:
+            last = start + int(np.searchsorted(ends, starts[first - start] + BLOCK_IDS, side="right"))
+            yield first, (last := max(first + 1, last))
+            first = last
+
+
+def read_entries(entries: Entries, reader: IdReader, first: int, last: int
+                 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ids, starts, ends) of entries first .. last - 1: where each is in `ids`, two (n,) int64. Errors as `spans`."""
+    starts, ends, stretches = entries.spans(first, last)
+    if stretches is not None:
+        return np.concatenate(reader.read_many(stretches)), starts, ends
+    return reader.read(int(starts[0]), int(ends[-1])), starts - starts[0], ends - starts[0]
 
 
 def scan_file(path: Path, name: str) -> dict[str, Any]:

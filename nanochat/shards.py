@@ -117,14 +117,14 @@ class ShardWriter:
     """Context manager that writes PATH.bin and PATH.idx. When the block ends well both are there, whole, and
     `written` says what they hold; after an exception neither is, and a pair that was there before is left alone.
 
-    Memory: 10 bytes an entry. ValueError for ids outside the vocabulary, arrays that do not fit together, no entry at
-    all.
+    `dtype`: in place of the one that fits the vocabulary. Memory: 10 bytes an entry. ValueError for ids outside the
+    vocabulary, arrays that do not fit together, no entry at all.
     """
 
-    def __init__(self, path: Path | str, *, vocab_size: int):
+    def __init__(self, path: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
         path = Path(path)
         self.bin_path, self.idx_path = path.parent / f"{path.name}.bin", path.parent / f"{path.name}.idx"
-        self.vocab_size, self.dtype = vocab_size, shard_dtype(vocab_size)
+        self.vocab_size, self.dtype = vocab_size, dtype or shard_dtype(vocab_size)
         self.written: Written | None = None
         self._lengths: list[np.ndarray] = []
         self._prefixes: list[np.ndarray] = []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import check_pairs
+from nanochat import check_pairs, pairs
 from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import verify
@@ -157,8 +157,8 @@ def megatron_folder(folder: Path) -> Path:
 def test_damage_of_megatron_files_is_found_and_only_that(tmp_path, capsys, monkeypatch, name, block):
     folder = megatron_folder(tmp_path)
     assert run(capsys, tmp_path)[:2] == (0, [])
-    for limit in ("BLOCK_ENTRIES", "BLOCK_BYTES", "BLOCK_DOCUMENTS") if block else ():
-        monkeypatch.setattr(check_pairs, limit, block)
+    for module, limit in ((check_pairs, "BLOCK_ENTRIES"), (pairs, "BLOCK_ENTRIES"), (pairs, "BLOCK_IDS")):
+        monkeypatch.setattr(module, limit, block or getattr(module, limit))
     which, damage, expected = MEGATRON[name]
     damage(folder / f"a.{which}")
     code, problems, out = run(capsys, tmp_path)

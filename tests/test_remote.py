@@ -40,7 +40,8 @@ from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, object_store
 
 QUICK = Patience(connect_s=1.0, silence_s=0.3, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=30.0)
 TOKENS = np.random.default_rng(0).integers(0, 1 << 16, 200_000, dtype=np.uint16)
-BLOCK = 1 << 14
+BLOCK = 1 << 12
+REACH = 4 * BLOCK  # that a read asks for which misses
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def store(running, monkeypatch):
 
 
 def reader(store, **kwargs):
-    cache = BlockCache(max_bytes=16 * BLOCK, block_bytes=BLOCK)
+    cache = BlockCache(max_bytes=16 * REACH, block_bytes=BLOCK)
     return RemoteReader(store.path("a/tokens.bin"), np.uint16, cache=cache, **kwargs)
 
 
@@ -148,9 +149,9 @@ def test_any_ranges_are_the_bytes_of_the_file(store):
 
 def test_neighbours_are_one_request_and_blocks_are_asked_for_once(store):
     r = reader(store)
-    r.read(0, 3 * BLOCK // 2)  # three blocks
-    assert [s.range for s in store.proxy.gets()] == [(0, 3 * BLOCK)]
-    r.read(100, BLOCK)
+    r.read(0, 3 * REACH // 2)  # three blocks
+    assert [s.range for s in store.proxy.gets()] == [(0, 3 * REACH)]
+    r.read(100, REACH)
     assert len(store.proxy.gets()) == 1
     r.read_many([(50_000, 50_100), (10, 20), (50_150, 50_300), (15, 40)])
     assert sorted(s.range for s in store.proxy.gets()[1:]) == [(20, 80), (100_000, 100_600)]  # and no byte more
@@ -166,37 +167,64 @@ def test_samples_of_a_shuffle_cost_their_bytes_not_blocks(store, monkeypatch):
     assert remote.traffic.bytes - before < 50 * (66 + 64)
 
 
-def test_the_cache_keeps_its_bound_and_the_block_used_last(store):
+def test_the_cache_keeps_its_bound_and_lets_go_what_nobody_touches(store, monkeypatch):
+    monkeypatch.setattr(block_cache, "STALE_READS", 20)
     r = reader(store)
-    for a in range(0, len(TOKENS) - 100, BLOCK // 2):
+    starts = range(0, len(TOKENS) - 100, REACH // 2)  # the first ids of each span; the rest of it is left behind
+    for a in starts:
         r.read(a, a + 100)
-        r.read(0, 100)
-        assert r.cache.bytes <= 16 * BLOCK
-    assert sum(s.range[0] == 0 for s in store.proxy.gets()) == 1
-    assert len(store.proxy.gets()) > 16
+        for _ in range(3):
+            r.read(0, 100)
+        assert r.cache.bytes <= 16 * REACH
+    assert len(starts) > 20
+    assert sum(s.range[0] == 0 for s in store.proxy.gets()) == 1  # touched all the time, so kept
+    before = len(store.proxy.gets())
+    r.read(starts[-1], starts[-1] + 300)
+    assert len(store.proxy.gets()) == before
     long = r.read(0, len(TOKENS))  # goes past the cache
-    assert (long == TOKENS).all() and r.cache.bytes <= 16 * BLOCK
+    assert (long == TOKENS).all() and r.cache.bytes <= 16 * REACH
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_lanes_that_want_more_than_there_is_do_not_push_each_other_out(store, announce):
+    tokens = np.tile(TOKENS, 5)
+    store.put("a/lanes.bin", tokens.tobytes())
+    r = RemoteReader(store.path("a/lanes.bin"), np.uint16, cache=reader(store).cache)
+    stretch, unit = 5 * REACH // 2 - 300, 2 * BLOCK // 2  # ids; 24 lanes, the cache holds REACH bytes of each of 16
+    lanes = [range(a, a + stretch, unit) for a in range(0, 24 * stretch, stretch)]
+    before = remote.traffic.bytes
+    for starts in zip(*lanes, strict=True):
+        for lane, a in zip(lanes, starts):
+            end = min(a + unit, lane.stop)
+            if announce and a == lane.start:
+                r.will_need([(a, lane.stop)])
+            assert (r.read(a, end) == tokens[a:end]).all()
+            assert r.cache.bytes <= r.cache.max_bytes
+    read = 24 * stretch * 2
+    assert read > 7 * r.cache.max_bytes
+    assert remote.traffic.bytes - before < 1.4 * read  # some of the ends of stretches are fetched twice
 
 
 def test_what_was_announced_is_on_its_way_before_it_is_read(store):
     store.proxy.latency_s = 0.05
     r = reader(store)
-    r.will_need([(a, a + 10) for a in range(0, len(TOKENS) - 10, BLOCK // 2)])  # more blocks than there is room for
-    asked = {(s.stat, s.begin) for s in r.cache._spans}
-    assert 4 <= len(asked) <= 9
+    r.will_need([(a, a + REACH // 2) for a in range(0, len(TOKENS) - REACH, REACH // 2)])  # more than there is room for
+    asked = r.cache.bytes
+    assert 7 * REACH <= asked <= 8 * REACH
     r.read(0, 10)
-    assert {(s.stat, s.begin) for s in r.cache._spans} == asked
+    assert r.cache.bytes == asked and len(store.proxy.gets()) == 8
+    assert sorted(s.range for s in store.proxy.gets())[0] == (0, REACH)
 
 
 def test_threads_share_blocks(store):
     store.proxy.latency_s = 0.02
     r = reader(store)
-    starts = list(range(0, 8 * BLOCK // 2, 500)) * 2
+    starts = list(range(0, 8 * REACH // 2, 500)) * 2
     with ThreadPoolExecutor(8) as pool:
         for a, ids in zip(starts, pool.map(lambda a: r.read(a, a + 500), starts)):
             assert (ids == TOKENS[a:a + 500]).all()
     blocks = [s.range for s in store.proxy.gets()]
-    assert len(blocks) == len(set(blocks)) and sum(b - a for a, b in blocks) <= 9 * BLOCK
+    assert len(blocks) == len(set(blocks)) and sum(b - a for a, b in blocks) <= 9 * REACH
 
 
 def test_parquet_is_read_by_footer_and_column(store):

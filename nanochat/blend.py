@@ -233,7 +233,7 @@ class BlendedDataset:
         sources, samples = self._mixture.at(start, stop)
         ids = np.empty((stop - start, self.config.sequence_length + 1), self.dtype)
         live: np.ndarray | None = None
-        for source in np.unique(sources).tolist():
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
             where = np.flatnonzero(sources == source)
             first = int(samples[where[0]])  # a source's samples come in their order, without gaps
             ids[where], mask = self.datasets[source].rows(first, first + len(where))

@@ -57,8 +57,8 @@ def load(path: Path | str) -> np.ndarray | None:
 
 
 def store(path: Path | str, array: np.ndarray) -> None:
-    """Write the checksum and then the array, both atomically: where there is an array, it is whole. A disk that is full or read-only is a warning: the
-    run has the array in memory."""
+    """Write the checksum and then the array, both atomically: where there is an array, there is a checksum. A disk
+    that is full or read-only is a warning: the run has the array in memory."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

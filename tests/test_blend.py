@@ -73,6 +73,12 @@ def test_exhaustive_blend_gives_all_of_every_source(sizes: list[int], data: st.D
         assert mixture.counts(n).tolist() == sizes
 
 
+def test_a_source_that_has_given_all_is_out() -> None:
+    """Even if its deficit were the greatest, as rounding may have it after 10^15 samples."""
+    sources, counts = Mixture([0.9, 0.1], 10, [5, 5])._lanes(np.array([[5, 3]]), np.array([8]), 2)
+    assert sources.tolist() == [[1, 1]] and counts.tolist() == [[5, 5]]
+
+
 @settings(max_examples=20)
 @given(weights=WEIGHTS.filter(lambda w: len(w) > 2), seed=st.integers(0, 99))
 def test_a_guess_may_be_anything(weights: list[float], seed: int) -> None:
@@ -135,6 +141,8 @@ def build(blended: Any, sizes: list[int | None], *, split: str | None = "8,1,1",
 def test_rows_of_a_blend_are_the_rows_of_its_sources(prefixes: list[str]) -> None:
     train, valid, test = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])
     assert [len(d) for d in (train, valid, test)] == [501, 11, 5]
+    assert [d.num_samples for d in train.datasets] == [252, 168, 85], "250, 167 and 84, and 1/2 % more"
+    assert [d.num_samples for d in valid.datasets] == [6, 5, 3], "5, 4 and 2, and 1/2 % more, rounded up"
     assert train.datasets[0].order.num_epochs > 1 and train.dtype == np.int32
     with small():
         ids, live = train.rows(7, 300)

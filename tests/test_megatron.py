@@ -140,29 +140,33 @@ def plain_order(seed: int, documents: list[int], lengths: list[int], num_samples
     return order, before, apart
 
 
-def plain_samples(order: list[int], lengths: list[int], T: int, extra: int) -> list[tuple[int, int]]:
-    """Where samples begin, token by token: sample k at token k T; without the extra token behind the one before."""
+def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop_last: bool) -> list[tuple[int, int]]:
+    """Where samples begin, token by token: sample k at token k T; without the extra token behind the one before. Behind
+    a partial sample: the last token, or the end of the last document."""
     tokens = [(place, offset) for place, document in enumerate(order) for offset in range(lengths[document])]
     begins = [(0, 0)]
     while len(begins) * T <= len(tokens) - extra:
         place, offset = tokens[len(begins) * T - 1 + extra]
         begins.append((place, offset + 1 - extra))
+    if not drop_last and (len(begins) - 1) * T < len(tokens) - extra:
+        begins.append(tokens[-1] if extra else (len(order) - 1, lengths[order[-1]]))
     return begins
 
 
 @settings(max_examples=60)
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
-       extra=st.booleans(), seed=st.integers(0, 2**32 - 1), num_samples=st.none() | st.integers(1, 60),
-       cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
-def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int, extra: bool, seed: int,
-                                                      num_samples: int | None, cut: tuple[int, int]) -> None:
+       extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
+       num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int, extra: bool, drop_last: bool,
+                                                      seed: int, num_samples: int | None, cut: tuple[int, int]) -> None:
     documents = range(cut[0], len(lengths) - cut[1])
     if not sum(lengths[d] for d in documents):
         documents = range(len(lengths))
     dataset = make(Memory(lengths), num_samples, documents=documents, T=T, seed=seed,
-                   add_extra_token_to_sequence=extra)
+                   add_extra_token_to_sequence=extra, split=Split.valid,
+                   drop_last_partial_validation_sequence=drop_last)
     order, before, apart = plain_order(seed, list(documents), lengths, num_samples, T, extra)
-    begins = plain_samples(order, lengths, T, extra)
+    begins = plain_samples(order, lengths, T, extra, drop_last)
     assert dataset.document_index.tolist() == order and dataset.order.apart == apart
     assert np.asarray(dataset.sample_index).tolist() == [list(begin) for begin in begins]
     assert [tuple(dataset.sample_index[i]) for i in (0, -1)] == [begins[0], begins[-1]]
@@ -173,16 +177,21 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
         assert sorted(shuffle[:before]) == list(range(before))
     stream = [t for document in order for t in range(1000 * document, 1000 * document + lengths[document])]
     ids, live = dataset.rows(0, len(dataset))
-    assert ids[:, :T + extra].tolist() == [stream[k * T:k * T + T + extra] for k in shuffle]
-    assert (live is None) if extra or not len(dataset) else not live[:, -1].any() and live[:, :-1].all()
+    padded = [*stream, *[0] * T]
+    assert ids[:, :T + extra].tolist() == [padded[k * T:k * T + T + extra] for k in shuffle]
+    targets = [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
+    assert (np.ones((len(shuffle), T), bool) if live is None else live).tolist() == targets
 
 
 def test_order_of_many_epochs_apart_and_not() -> None:
     """100 tokens an epoch, T = 10: 9 samples an epoch. The last is apart when fewer than int(0.8 * 9) are used."""
-    for num_samples, epochs, apart in ((9, 1, False), (10, 2, True), (15, 2, True), (16, 2, False), (19, 2, False),
-                                       (20, 3, True)):
-        order = plan_order(0, range(4), tokens=100, num_samples=num_samples, T=10, extra=True, drop_last=True)
-        assert (order.num_epochs, order.apart) == (epochs, apart), num_samples
+    def plan(tokens: int, num_samples: int) -> tuple[int, bool]:
+        order = plan_order(0, range(4), tokens=tokens, num_samples=num_samples, T=10, extra=True, drop_last=True)
+        return order.num_epochs, order.apart
+
+    assert [plan(100, n) for n in (9, 10, 15, 16, 19, 20)] == [
+        (1, False), (2, True), (2, True), (2, False), (2, False), (3, True)]
+    assert [plan(1001, 100 + n) for n in (79, 80)] == [(2, True), (2, False)]
 
 
 def test_a_long_stream_of_many_running_sums() -> None:

@@ -39,7 +39,8 @@ def command_settings(flags: dict[str, Any], tokenizer: RustBPETokenizer, world_s
     return {**flags, "curriculum": plain, "allow_budget_mismatch": mix is not None and mix.allow_budget_mismatch,
             "allow_bucket_exhaustion": flags["allow_bucket_exhaustion"] or bool(mix and mix.allow_bucket_exhaustion),
             "vocab_size": tokenizer.get_vocab_size(), "tokenizer_fingerprint": tokenizer.fingerprint,
-            "world_size": world_size, "packer_version": VERSION, "device_type": device_type}
+            "world_size": world_size, "packer_version": VERSION, "device_type": device_type,
+            "cpu_threads": torch.get_num_threads() if device_type == "cpu" else None}
 
 
 def build_model(settings: dict[str, Any], depth: int) -> GPT:
@@ -111,7 +112,7 @@ def introduce(settings: dict[str, Any], derived: dict[str, Any], layout: Layout)
            f"{layout.K} leaves")
     if layout.K % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, but other bits "
-               f"than with a number that does")
+               f"than with a number that does (--leaves is chosen when a run starts)")
     if layout.dead_share > 0.1:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of processes and a "
                f"--device-batch-size that divide {layout.rows_per_step} rows waste none")

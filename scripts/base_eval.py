@@ -118,7 +118,8 @@ def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig
     def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
         return counting(validation_loader(
             source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size, num_tokens=num_tokens,
-            device=device, rank=rank, world_size=world_size, num_leaves=num_leaves, with_doc_ids=model.attention_mode != "causal"), counts)
+            device=device, rank=rank, world_size=world_size, num_leaves=num_leaves,
+            with_doc_ids=model.attention_mode != "causal"), counts)
 
     val, buckets = evaluate_buckets(model, {name: batches(source, eval_tokens // len(data.val), seen)
                                             for name, source in data.val.items()}, token_bytes)

@@ -48,8 +48,8 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
-from nanochat.reduce import LeafAccumulator
 from nanochat.ranks import agree, gather, gather_all, on_rank0, same
+from nanochat.reduce import LeafAccumulator
 from nanochat.retention import check_retention, prune
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
@@ -468,7 +468,8 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         return loop(Run(
             run_dir=run_dir, start=start, settings=settings, horizon=horizon, schedule=schedule, tokenizer=tokenizer,
             data=data, device=device, rank=rank, world_size=world_size, model=model, compiled=compiled,
-            optimizer=optimizer, leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), loader=loader, progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
+            optimizer=optimizer, leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), loader=loader,
+            progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
             mfu_per_rate=model.estimate_flops() / (peak_flops * world_size), token_bytes=tokenizer.token_bytes()))
 
 

@@ -29,13 +29,12 @@ K = 4
 WORLD_SIZES = (1, 2, 4)
 T, V, ROWS = 48, 8, 32
 RUN: dict[str, Any] = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
-    "depth": 3, "aspect_ratio": 14, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
+    "depth": 2, "aspect_ratio": 22, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
     "total_batch_size": T * ROWS, "overlap": 16, "eval_every": 10, "eval_tokens": T * 200, "save_every": 10}
 CASES: dict[str, dict[str, Any]] = {  # micro-batches of a leaf, of 8 rows
-    "1, float32": {"device_batch_size": 8, "dtype": "float32"},
-    "3, float32": {"device_batch_size": 3, "dtype": "float32"},  # with a dead row
-    "8, bfloat16": {"device_batch_size": 1, "dtype": "bfloat16"},
-    "2, bfloat16": {"device_batch_size": 4, "dtype": "bfloat16", "num_iterations": 12},
+    "1, bfloat16": {"device_batch_size": 8, "dtype": "bfloat16"},
+    "3, bfloat16": {"device_batch_size": 3, "dtype": "bfloat16"},  # with a dead row
+    "8, float32": {"device_batch_size": 1, "dtype": "float32"},
 }
 
 
@@ -70,8 +69,9 @@ def _run_jobs(rank: int, world_size: int, jobs: list[Job], ports: list[int], env
     for (mutation, changed), port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
+        settings = {**RUN, **changed}
         with everything(), MUTATIONS[mutation][0]() if mutation else contextlib.nullcontext():
-            assert base_train.main(training.flags(**RUN, **changed)) == 0
+            assert base_train.main(training.flags(**settings)) == 0
 
 
 def run_jobs(world_size: int, jobs: list[Job]) -> None:
@@ -135,9 +135,8 @@ def test_every_bit_is_the_same_on_any_number_of_processes(matrix: Path, case: st
 def test_the_cases_are_what_they_say(matrix: Path) -> None:
     for case, changed in CASES.items():
         found = result(f"1 {case}")
-        num_steps = changed.get("num_iterations", RUN["num_iterations"])
-        assert len(set(found["digests"])) == len(set(found["losses"])) == num_steps
-        assert sorted(found["validation"]) == sorted({*range(0, num_steps, 10), num_steps})
+        assert len(set(found["digests"])) == len(set(found["losses"])) == RUN["num_iterations"]
+        assert sorted(found["validation"]) == [0, 10, 20, 30]
         assert found["losses"][-1] < found["losses"][0]
         dtypes = {dtype for dtype, _, _ in found["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
@@ -174,7 +173,8 @@ def corpus(tmp_path: Path) -> Iterator[dict[str, dict[str, Any]]]:
     with training.workplace(tmp_path) as path:
         for i, bucket in enumerate(("code", "web")):
             for j, documents in enumerate((80, 80, 8)):
-                training.write_shard(path / "text" / bucket / f"{j}.parquet", training.texts(documents, seed=10 * i + j))
+                training.write_shard(path / "text" / bucket / f"{j}.parquet",
+                                     training.texts(documents, seed=10 * i + j))
         assert tok_shards.main([f"--input-dir={path / 'text'}", f"--output-dir={path / 'shards'}", "--num-workers=1",
                                 f"--tokenizer={path / 'tokenizer'}", "--max-length=0"]) == 0
         tokens = T * ROWS * 15
@@ -193,7 +193,7 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, d
 
     training.start(4, hook=partial(chain, partial(die_after_step, 7)), **flags).wait_for_death()
     one = training.start(1, hook=partial(chain, partial(after_step, 13, terminate)), **flags)
-    assert one.wait() == [0] and "stopped: SIGTERM; step 14 of 30" in one.text(), one.text()
+    assert one.wait() == [0] and "stopped: SIGTERM; step 15 of 30" in one.text(), one.text()
     two = training.start(2, hook=partial(chain, a_step_is_a_second), **flags, max_runtime_seconds=6.5,
                          walltime_reserve_seconds=0)
     assert two.wait() == [0, 0] and "stopped: walltime" in two.text(), two.text()
@@ -250,8 +250,8 @@ def batched_update(self: Any, piece: Any, *args: Any) -> None:
 
 def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: Any, **kwargs: Any) -> None:
     """An elementwise update whose vectorized and scalar forms round differently."""
-    exp_avg_sq.add_(grad.square())
-    param.copy_(param.float() - grad * lr / (exp_avg_sq + 1).pow(0.45))
+    exp_avg.add_(grad.abs().pow(1.3) * grad.sign())
+    param.copy_(param.float() - exp_avg * lr)
 
 
 def sums_by_rank(sums: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -272,21 +272,36 @@ def from_global_generator(name: str, shape: torch.Size, *, seed: int, n_embd: in
     return torch.randn(shape) * 0.02
 
 
+@contextlib.contextmanager
+def odd_cuts() -> Iterator[None]:
+    """Large tensors are cut where no vector ends: 61 grains of 231 elements."""
+    with patch(optim, "GRAINS", 61), patch(optim, "ALIGNED", 1):
+        yield
+
+
+@contextlib.contextmanager
+def odd_cuts_and_pow() -> Iterator[None]:
+    with odd_cuts(), patch(optim, "adamw_update", with_pow):
+        yield
+
+
 GRADIENTS, UPDATE, ADD_UP = optim.Message.gradients, optim.MuonAdamW._update, base_train.add_up
 patch = mock.patch.object
-TRAINED = {"weights", "optimizer", "losses", "norms", "validation"}
+SHORT: dict[str, Any] = {"num_iterations": 6, "device_batch_size": 8, "save_every": -1, "eval_tokens": T * 40}
+TRAINED = {"weights", "optimizer", "losses", "validation"}  # the norm is float32 and may round alike
 MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how many processes; what must differ
     "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
     "wrong pairs of ranks": (lambda: patch(reduce, "add_in_tree_order", wrong_pairs), 4, TRAINED),
     "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
     "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
                            TRAINED),
-    "messages in bfloat16": (lambda: patch(optim.Message, "gradients", in_parameters_dtype), 2, TRAINED),
+    "bfloat16 messages": (lambda: patch(optim.Message, "gradients", in_parameters_dtype), 2, TRAINED),
     "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, TRAINED),
-    "pow in an update": (lambda: patch(optim, "adamw_update", with_pow), 2, TRAINED),
+    "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 4, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 4, {"norms"}),
     "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),
+    "odd cuts": (odd_cuts, 2, set()),  # break nothing: updates do not know where a tensor was cut
 }
 
 
@@ -294,9 +309,9 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
 def mutated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every mutation on one process and on several: runs "W MUTATION"."""
     with training.workplace(tmp_path_factory.mktemp("mutated")):
-        short = {"num_iterations": 6, "device_batch_size": 8, "dtype": "bfloat16", "save_every": -1, "eval_tokens": T * 40}
         for world_size in WORLD_SIZES:
-            run_jobs(world_size, [(name, {**short, "model_tag": f"{world_size} {name}"})
+            run_jobs(world_size, [(name, {**SHORT, "model_tag": f"{world_size} {name}",
+                                          "dtype": "bfloat16" if "bfloat16" in name else "float32"})
                                   for name, (_, on, _) in MUTATIONS.items() if world_size in (1, on)])
         yield
 
@@ -304,4 +319,5 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_breaks_a_guarantee_is_seen(mutated: None, name: str) -> None:
     _, world_size, differs = MUTATIONS[name]
-    assert parted(f"1 {name}", f"{world_size} {name}") == differs
+    found = parted(f"1 {name}", f"{world_size} {name}")
+    assert found >= differs and (found == differs or "optimizer" in differs)

@@ -18,14 +18,14 @@ RUN: dict[str, Any] = {  # a run's settings, resolved
     "depth": 4, "aspect_ratio": 64, "head_dim": 128, "max_seq_len": 512, "window_pattern": "SSSL", "dtype": "float32",
     "num_iterations": 30, "target_flops": -1.0, "target_param_data_ratio": 12.0, "total_batch_size": 32_768,
     "lanes": 64, "leaves": 1, "seed": 0, "packing": "bestfit", "long_docs": "split", "overlap": 64, "buffer_size": 128,
-    "data_path": "/a", "val_path": None, "data_format": "parquet", "threads": 4, "world_size": 1,
+    "data_path": "/a", "val_path": None, "data_format": "parquet", "cpu_threads": 4, "world_size": 1,
     "tokenizer_fingerprint": "abc", "embedding_lr": 0.3, "unembedding_lr": 0.008, "matrix_lr": 0.02, "scalar_lr": 0.5,
     "weight_decay": 0.28, "warmup_steps": 40, "warmdown_ratio": 0.65, "final_lr_frac": 0.05, "eval_every": 250,
     "eval_tokens": 1000, "sample_every": 2000, "save_every": -1,
 }
 MAY_CHANGE = {
     "run", "model_tag", "resume", "force", "device_type", "device_batch_size", "num_iterations", "target_flops",
-    "target_param_data_ratio", "data_path", "val_path", "threads", "world_size", "eval_every", "eval_tokens",
+    "target_param_data_ratio", "data_path", "val_path", "cpu_threads", "world_size", "eval_every", "eval_tokens",
     "sample_every", "save_every",
 }
 

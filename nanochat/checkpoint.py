@@ -195,11 +195,11 @@ class Checkpoint:
     cursors: list[dict[str, Any]]  # of all V lanes, in order
     sealed: frozenset[str]  # the files that are part of it
 
-    def model_state(self) -> dict[str, torch.Tensor]:
-        return load_plain(self.path / MODEL_NAME)
+    def model_state(self, *, mapped: bool = False) -> dict[str, torch.Tensor]:
+        return load_plain(self.path / MODEL_NAME, mapped=mapped)
 
-    def optimizer_state(self) -> Any:
-        return load_plain(self.path / OPTIMIZER_NAME)
+    def optimizer_state(self, *, mapped: bool = False) -> Any:
+        return load_plain(self.path / OPTIMIZER_NAME, mapped=mapped)
 
     def scheduler_state(self) -> Any:
         return load_plain(self.path / SCHEDULER_NAME)

@@ -71,10 +71,11 @@ def save_plain(state: Any, file: Any, where: str) -> None:
     torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), where), cast(IO[bytes], file))
 
 
-def load_plain(file: Path) -> Any:
-    """What `save_plain` wrote, on the CPU, executing nothing. ValueError for anything but tensors and plain values."""
+def load_plain(file: Path, *, mapped: bool = False) -> Any:
+    """What `save_plain` wrote, on the CPU, executing nothing. `mapped`: tensors are views of the file, read when they
+    are looked at. ValueError for anything but tensors and plain values."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError:
         raise
     except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, UnpicklingError, ...

@@ -24,14 +24,14 @@ LINES = [json.dumps({"text": text}).encode() + b"\n" for text in texts(80, seed=
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path) as path:
+    with training.workplace(tmp_path, **training.SMALL) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A completed run of six steps with checkpoints 2, 4 and final."""
-    with training.workplace(tmp_path_factory.mktemp("reference")):
+    with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed(**SHORT)
         return training.run_dir()
 
@@ -166,7 +166,7 @@ def test_jsonl_without_any_document(workplace: Path) -> None:
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"total_batch_size": 1000}, ("--total-batch-size", "1,000", "multiple of --max-seq-len 160")),
+    ({"total_batch_size": 1000}, ("--total-batch-size", "1,000", f"multiple of --max-seq-len {training.T}")),
     ({"lanes": 3}, ("--lanes 3", "8 rows", "divisor")),
     ({"lanes": 0}, ("--lanes", "at least 1")),
     ({"leaves": 3}, ("--leaves", "power of two")),
@@ -177,7 +177,7 @@ def test_jsonl_without_any_document(workplace: Path) -> None:
     ({"num_iterations": None, "target_param_data_ratio": -1}, ("--num-iterations", "--target-flops")),
     ({"num_iterations": None, "target_flops": 1.0}, ("--target-flops", "less than one step")),
     ({"warmdown_ratio": 1.5}, ("--warmdown-ratio", "0 to 1")),
-    ({"overlap": 159, "long_docs": "split"}, ("--overlap", "158")),
+    ({"overlap": training.T - 1, "long_docs": "split"}, ("--overlap", f"{training.T - 2}")),
     ({"dtype": "float64"}, ("--dtype", "bfloat16")),
     ({"device_type": "gpu"}, ("--device-type", "cuda, mps or cpu")),
     ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),

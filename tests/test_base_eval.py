@@ -4,8 +4,6 @@ import json
 import math
 import os
 import pydoc_data.topics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from nanochat.run_data import open_run
 from nanochat.run_dir import read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_eval, base_train
+from tests import training
 from tests.toy import write_parquet
 
-ROOT = Path(__file__).parent.parent
 T, STEPS, EVAL_TOKENS = 32, 3, 32 * 24
 TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "total-batch-size": T * 8, "lanes": 4,
          "device-batch-size": 8, "buffer-size": 16, "overlap": 8, "num-iterations": STEPS, "warmup-steps": 1,
@@ -92,11 +90,9 @@ def test_the_batch_size_moves_nothing(base: Path, first_result: dict[str, Any], 
 
 def test_two_processes_say_the_same(base: Path, first_result: dict[str, Any]) -> None:
     path = base / "two.json"
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_eval",
-         "--", "--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--device-batch-size=8", f"--json={path}"],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--device-batch-size=8", f"--json={path}"]
+    group = training.launch(base_eval.main, [argv] * 2, [{}] * 2)
+    assert group.wait() == [0, 0], group.text()
     other = json.loads(path.read_text())
     assert other["world_size"] == 2
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)

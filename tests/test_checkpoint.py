@@ -27,6 +27,7 @@ from nanochat import run_dir as rd
 from nanochat import sealed
 from nanochat.common import hash_bytes, hash_json
 from tests import faults
+from tests.toy import examples
 
 CONFIG = {"n_layer": 2, "n_embd": 8}
 
@@ -199,7 +200,7 @@ def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole: 
     assert ckpt.newest_good(run) == run / "checkpoints" / "checkpoint-20"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_any_changed_byte_of_any_file_is_found(whole: Path, caplog: pytest.LogCaptureFixture, number: int, where: float,
                                                byte: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase, load
 from nanochat.mixing import BLOCK, Mixer
+from tests.toy import examples
 
 NAMES = ("code", "math", "web", "wiki")
 TEXT = """\
@@ -52,7 +53,7 @@ def block_counts(m, lane, block, dropped=frozenset()):
 # ---- counts ---------------------------------------------------------------------------------------------------------
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**40), st.sets(st.sampled_from(NAMES)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 def test_a_block_is_less_than_one_row_off_any_weight_and_zero_weights_never_come(mix, lane, block, dropped):
     shares = exact_shares(mix, dropped)
     m = mixer((1, mix), V=64)
@@ -66,7 +67,7 @@ def test_a_block_is_less_than_one_row_off_any_weight_and_zero_weights_never_come
 
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**30), st.integers(1, 4096))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 def test_any_run_of_blocks_is_less_than_five_rows_off(mix, lane, first, n):
     counts = mixer((1, mix), V=64).counts(lane, range(first * BLOCK, (first + n) * BLOCK))
     assert sum(counts.values()) == n * BLOCK
@@ -85,7 +86,7 @@ def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
 
 
 @given(st.data(), st.lists(st.tuples(st.integers(1, 900), mixes), min_size=1, max_size=3), st.integers(0, 2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.6))
 def test_counts_are_those_of_the_rows_one_by_one(data, phases, lane):
     m = mixer(*phases, V=3, seed=9)
     start = data.draw(st.integers(0, 1500))
@@ -98,7 +99,7 @@ def test_counts_are_those_of_the_rows_one_by_one(data, phases, lane):
 
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 def test_counts_are_those_of_fractions_written_out(mix, lane, block):
     """The same with exact fractions instead of bounds: points k - u on the line of buckets."""
     frac = Fraction((block * 0x9E3779B97F4A7C15 + lane * 0x6A09E667F3BCC909) % 2**64, 2**64)
@@ -333,7 +334,7 @@ def test_a_phase_of_no_rows_and_an_unknown_bucket_are_told_with_their_lines_late
 # ---- stored and compared --------------------------------------------------------------------------------------------
 
 @given(st.lists(st.tuples(st.integers(1, 2**62), mixes), min_size=1, max_size=4), st.integers(0, 9), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 def test_a_curriculum_survives_json_whole(phases, limit, flag):
     plain = curriculum(*phases)
     c = curriculum(*phases, max_epochs={plain.buckets[0]: limit}, allow_bucket_exhaustion=flag)
@@ -342,7 +343,7 @@ def test_a_curriculum_survives_json_whole(phases, limit, flag):
 
 
 @given(mixes, mixes)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 def test_equal_identities_are_equal_shares(one, other):
     assume(set(one) & set(other))
     same = exact_shares(one) == exact_shares(other)

@@ -355,12 +355,11 @@ def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens)
     V = validation_config(source, 32).V
     assert V == 8
     reference, _ = val_rows(source, 32, device_batch_size=1, num_tokens=num_tokens)
-    for W in (1, 2, 3, 5, 8, 11):
-        for B in (1, 4, 50):
-            ranks = [val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
-                     for r in range(W)]
-            assert sum((rows for rows, _ in ranks), Counter()) == reference
-            assert all(batches == 0 for _, batches in ranks[V:]), "ranks beyond the lanes have none"
+    for W, B in ((1, 4), (1, 50), (2, 1), (3, 4), (5, 50), (8, 1), (11, 4)):
+        ranks = [val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
+                 for r in range(W)]
+        assert sum((rows for rows, _ in ranks), Counter()) == reference
+        assert all(batches == 0 for _, batches in ranks[V:]), "ranks beyond the lanes have none"
     rows = sum(reference.values())
     assert rows == (8 if num_tokens == 1 else 16 if num_tokens == 600 else rows)
 

@@ -36,10 +36,11 @@ from nanochat.encoders import (
     is_odd,
 )
 from nanochat.tokenizer import SPLIT_PATTERN, RustBPETokenizer
+from tests.toy import examples
 
 needs_fastokens = pytest.mark.skipif(importlib.util.find_spec("fastokens") is None,
                                      reason="fastokens is not installed (extra `fast`)")
-FAST = settings(max_examples=150, deadline=None)
+FAST = settings(max_examples=examples(1.2))
 PATTERNS = {  # of tiktoken's own encodings, as published with them
     "ours": SPLIT_PATTERN,
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
@@ -125,7 +126,7 @@ def test_ids_of_all_of_unicode_are_tiktokens(pair, texts, first):
 
 
 @needs_fastokens
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(0.16))
 @given(text=LONG)
 def test_ids_of_very_long_pieces_are_tiktokens(pair, text):
     assert_same(pair, [text, "a"])

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -160,35 +159,6 @@ def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], func
     assert_equal(reference)
 
 
-# ---- signals --------------------------------------------------------------------------------------------------------
-
-def signal_rank(rank: int, step: int, number: int) -> None:
-    """A hook: one rank signals itself in the middle of a step."""
-    calls, wanted = iter(range(1000)), training.base_train.DataLoader.__next__
-
-    def watched(self: Any) -> Any:
-        if next(calls) == step and os.environ["RANK"] == str(rank):
-            os.kill(os.getpid(), number)
-        return wanted(self)
-
-    training.base_train.DataLoader.__next__ = watched  # type: ignore[method-assign]
-
-
-def test_sigterm_to_one_rank_of_two_stops_both_after_the_same_step(reference: dict[str, Any]) -> None:
-    training.finish(2, model_tag="whole", device_batch_size=4)
-    told = training.finish(2, hook=partial(signal_rank, 1, 5, signal.SIGTERM), device_batch_size=4)
-    assert "stopped: SIGTERM (rank 1); step 6 of 12 is saved" in told
-    assert [name for name in checkpoints() if "shutdown" in name] == ["checkpoint-6-shutdown"]
-    assert max(steps()) == 5 and not [name for name in checkpoints() if name.startswith(".")]
-    state = run_state.read_state(training.run_dir())
-    assert state is not None and state["status"] == "stopped" and run_state.exit_code(state) == 10
-    training.finish(2)
-    assert resumed_at() == 6
-    assert state_of(training.run_dir() / "checkpoints" / "final") == state_of(
-        training.run_dir("whole") / "checkpoints" / "final")
-    assert losses() == losses("whole") and digests() == digests("whole") == reference["digests"]
-
-
 # ---- damaged checkpoints --------------------------------------------------------------------------------------------
 
 def tear(path: Path) -> None:
@@ -323,6 +293,7 @@ def pause(step: int, flag: Path) -> None:
 def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str, Any], tmp_path: Path) -> None:
     first = training.start(hook=partial(pause, 5, tmp_path / "flag"))
     wait_until((tmp_path / "flag").exists)
+    wait_until(lambda: checkpoints() == ["checkpoint-2", "checkpoint-4"])
     time.sleep(0.2)  # the save of step 4 is done
     before = {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
     second = training.start()

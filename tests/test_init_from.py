@@ -25,14 +25,14 @@ ORIGIN_STEPS = 12
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that the others begin with: 12 steps, saved every 4."""
-    with training.workplace(tmp_path_factory.mktemp("origin")):
+    with training.workplace(tmp_path_factory.mktemp("origin"), **training.SMALL):
         succeed(model_tag="origin", num_iterations=ORIGIN_STEPS, embedding_lr=0.4)
         return training.run_dir("origin")
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, origin: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path) as path:
+    with training.workplace(tmp_path, **training.SMALL) as path:
         shutil.copytree(origin, training.run_dir("origin"))
         yield path
 

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat.packing import BestFit, Concat
+from tests.toy import examples
 
 # the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide
-LAW = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(0.8), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 OVERLAPS = st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12))
 
 
@@ -92,7 +93,7 @@ def test_law_every_row_has_exactly_T_plus_1_tokens_and_the_ledger_balances_at_ev
         assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1  # nothing is left that could fill a row
 
     law()
-    assert seen["rows"] > 100 and seen["cropped" if kind == "crop" else "repeated"]
+    assert seen["rows"] > 50 and seen["cropped" if kind == "crop" else "repeated"]
 
 
 @pytest.mark.parametrize("kind", ["crop", "split"])
@@ -417,7 +418,7 @@ class Naive:
 def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
     seen = Counter()
 
-    @settings(LAW, max_examples=200)
+    @settings(LAW, max_examples=examples(2))
     @given(streams(), st.integers(0, 5), st.integers(0, 6))
     def law(stream, overlap, max_wait):
         T, lengths, buffer = stream
@@ -427,7 +428,7 @@ def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
         seen.update(row=len(real), three=any(len(row) > 2 for row in real), near=near)
 
     law()
-    assert seen["row"] > 500 and seen["three"] > 20 and (seen["near"] or kind == "split")
+    assert seen["row"] > 250 and seen["three"] > 10 and (seen["near"] or kind == "split")
 
 
 def test_crop_stays_near_the_floor_on_log_normal_lengths():
@@ -468,7 +469,7 @@ def test_law_documents_pushed_together_make_the_rows_of_documents_pushed_one_by_
             seen.update({"rows": many.row, "many lengths": len(set(part)) > 8, "twice": len(set(part)) < len(part)})
 
     law()
-    assert seen["rows"] > 100 and seen["many lengths"] and seen["twice"]
+    assert seen["rows"] > 50 and seen["many lengths"] and seen["twice"]
 
 
 def test_law_concat_rows_are_stretches_of_all_that_is_left_of_the_documents():
@@ -496,4 +497,4 @@ def test_law_concat_rows_are_stretches_of_all_that_is_left_of_the_documents():
                 seen.update(rows=1)
 
     law()
-    assert seen["rows"] > 100 and seen["started"] > 20
+    assert seen["rows"] > 50 and seen["started"] > 20

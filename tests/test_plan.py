@@ -20,7 +20,7 @@ from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
 from nanochat.sources import ParquetSource, find_files, scan
 from nanochat.stream import Stream, ledger
-from tests.toy import ByteTokenizer, some_texts, write_parquet
+from tests.toy import ByteTokenizer, examples, some_texts, write_parquet
 
 EOD = 256
 LAYOUTS: list[dict[str, Any]] = [
@@ -93,7 +93,7 @@ def curriculum(T: int, V: int, rows: list[int], mixes: list[dict[str, float]], *
 documents = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_size=1, max_size=3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.5))
 @given(st.data())
 def test_the_plan_is_what_happens(tmp_path_factory, data):
     kwargs = data.draw(st.sampled_from(LAYOUTS))
@@ -165,7 +165,7 @@ def test_without_limits_nothing_is_dry_and_passes_are_counted(tmp_path):
 
 # ---- totals first ---------------------------------------------------------------------------------------------------
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(st.data())
 def test_no_feed_gives_fewer_rows_than_its_totals_promise(tmp_path_factory, data):
     kwargs = data.draw(st.sampled_from(LAYOUTS))

@@ -1,6 +1,5 @@
 """What ranks tell each other: values and errors reach all of them, and one sentence is said. Real gloo processes."""
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from nanochat import ranks
 from nanochat.common import run_main
 from nanochat.ranks import agree, broadcast, gather, gather_all, on_rank0, same
-from tests.training import as_bytes
+from tests.training import as_bytes, server
 
 PATIENCE_S = 60
 SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -73,9 +72,7 @@ def launch(folder: Path, world_size: int, job: Callable[[int], Any]) -> Result:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.training", "torch._dynamo", "numpy.random"])
-    processes = [context.Process(target=rank_main, args=(rank, world_size, port, job, str(folder)), daemon=True)
+    processes = [server().Process(target=rank_main, args=(rank, world_size, port, job, str(folder)), daemon=True)
                  for rank in range(world_size)]
     for process in processes:
         process.start()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanochat.pretokenize import Windows
 from nanochat.shard_set import Input, ShardSet, deal, find_inputs
+from tests.toy import examples
 
 TOKENIZER = {"fingerprint": "f", "eod": 0, "vocab_size": 10}
 
@@ -80,7 +81,7 @@ def fake(name, size):
     return Input(None, name, "train", "b", name, size, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(1))
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6), st.randoms())
 def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, num_tasks, random):
     inputs = [fake(str(n), size) for n, size in enumerate(sizes)]

@@ -30,10 +30,10 @@ from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, new_manifest
 from nanochat.sources import ParquetSource, find_files, scan
 from nanochat.stream import Cursor, Row, Stream, ledger
-from tests.toy import BOS, ByteTokenizer, digest_of_row, json_copy, load_steps, row_arrays
+from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
-LAW = settings(max_examples=20, deadline=None, derandomize=True, database=None,
+LAW = settings(max_examples=examples(0.2), deadline=None, derandomize=True, database=None,
                suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -365,7 +365,7 @@ def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests() -> No
                 digests.append(digest)
         return digests, str(end.value)
 
-    @settings(LAW, max_examples=10)
+    @settings(LAW, max_examples=examples(0.15))
     @given(worlds("split"))
     def law(world: World) -> None:
         with tempfile.TemporaryDirectory() as folder:

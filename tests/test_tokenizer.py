@@ -31,6 +31,7 @@ from nanochat.tokenizer import (
     runs_with_tokenizer,
 )
 from scripts import tok_eval, tok_train
+from tests.toy import examples
 
 VOCAB_SIZE = 1024
 CORPUS = [*pydoc_data.topics.topics.values(),
@@ -39,7 +40,7 @@ CORPUS = [*pydoc_data.topics.topics.values(),
 PIECES = st.sampled_from([*SPECIAL_TOKENS, "<|endoftext|>", "<|", "\r\n", " " * 40, "\u3000", "\x1c", "12345", "don't",
                           "I'LL", "한국어", "👨‍👩‍👧", "e\u0301", "\ufeff", "\x00", "a" * 300, "\n\n\n  x"])
 TEXTS = st.one_of(st.text(), st.lists(st.one_of(PIECES, st.text(max_size=5)), max_size=8).map("".join))
-FAST = settings(max_examples=50, deadline=None)
+FAST = settings(max_examples=examples(1))
 
 
 @pytest.fixture(scope="session")

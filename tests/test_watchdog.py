@@ -1,7 +1,6 @@
 """A rank that hangs, is stopped, dies or fails takes the others down, and they name it. Real processes, real gloo."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import pytest
 from nanochat import watchdog
 from nanochat.run_state import RunState, acquire, identify, read_state
 from nanochat.watchdog import Watchdog, open_store
+from tests.training import server
 
 PATIENCE_S = 60
 BAD_STEP = 5
@@ -106,10 +106,8 @@ def start(folder: Path, how: str, *, bad: int = 2, timeout_s: float = 1.5, world
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "tests.test_watchdog"])
-    processes = [context.Process(target=rank_main, daemon=True,
-                                 args=(rank, world_size, port, how, bad, str(folder), timeout_s))
+    processes = [server().Process(target=rank_main, daemon=True,
+                                  args=(rank, world_size, port, how, bad, str(folder), timeout_s))
                  for rank in range(world_size)]
     for process in processes:
         process.start()
@@ -358,8 +356,7 @@ def test_a_bad_timeout_is_refused():
 
 def test_a_single_process_needs_no_store_and_ends_when_it_hangs(tmp_path):
     assert open_store(1) is None
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=hang_alone, args=(str(tmp_path / "out"),))
+    process = server().Process(target=hang_alone, args=(str(tmp_path / "out"),))
     process.start()
     process.join(PATIENCE_S)
     assert process.exitcode == 1

@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hypothesis import settings
 
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
 from nanochat.stream import Cursor, Row, Stream
 
 BOS = 256
+
+
+def examples(share: float) -> int:
+    """How many examples a law gets that takes a share of what the profile (tests/conftest.py) gives."""
+    return round(settings.default.max_examples * share)
 
 
 class ByteTokenizer:

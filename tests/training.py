@@ -41,12 +41,16 @@ from scripts import base_train
 VOCAB_SIZE = 320
 PATIENCE_S = 120  # a child that takes longer than this hangs
 
-SETTINGS: dict[str, Any] = {  # of a run that takes a second: sliding windows, value embeddings, documents that are cut
+SETTINGS: dict[str, Any] = {  # of a run of two seconds: sliding windows, value embeddings, documents that are cut
     "depth": 2, "aspect_ratio": 12, "head_dim": 12, "window_pattern": "SL", "max_seq_len": 160, "device_type": "cpu",
     "total_batch_size": 160 * 8, "device_batch_size": 4, "lanes": 4, "buffer_size": 16, "overlap": 32,
-    "tokenizer_threads": 1, "num_iterations": 30, "warmup_steps": 2, "eval_every": -1, "eval_tokens": 160 * 16,
+    "tokenizer_threads": 1, "num_iterations": 24, "warmup_steps": 2, "eval_every": -1, "eval_tokens": 160 * 16,
     "sample_every": -1, "save_every": 4, "model_tag": "run",
 }
+T = 64
+STEP = T * 8
+SMALL: dict[str, Any] = {  # half as dear: rows of T tokens, which no window is shorter than; STEP of them in a step
+    "max_seq_len": T, "total_batch_size": STEP, "overlap": 16, "eval_tokens": T * 16}
 
 
 # ---- what the runs need ---------------------------------------------------------------------------------------------
@@ -76,11 +80,12 @@ def _assets() -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
-def workplace(path: Path) -> Iterator[Path]:
+def workplace(path: Path, **changed: Any) -> Iterator[Path]:
     """A base directory of its own with data/ and tokenizer/ in it, used by what runs inside; one CPU thread, and
-    nothing of torchrun in the environment."""
+    nothing of torchrun in the environment. `changed`: settings that runs have while inside."""
     shutil.copytree(_assets().name, path, dirs_exist_ok=True)
-    kept, threads = dict(os.environ), torch.get_num_threads()
+    kept, threads, settings = dict(os.environ), torch.get_num_threads(), dict(SETTINGS)
+    SETTINGS.update(changed)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(NANOCHAT_BASE_DIR=str(path), OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
@@ -93,6 +98,7 @@ def workplace(path: Path) -> Iterator[Path]:
         os.environ.clear()
         os.environ.update(kept)
         torch.set_num_threads(threads)
+        SETTINGS.update(settings)
 
 
 def flags(**changed: Any) -> list[str]:
@@ -154,15 +160,17 @@ def refuse(**changed: Any) -> str:
 # ---- in processes of their own --------------------------------------------------------------------------------------
 
 @functools.cache
-def _server() -> Any:
-    """The context whose processes are forked from one that has torch and this module loaded."""
+def server() -> Any:
+    """The context whose processes are forked from one that has torch and this module loaded. There is one such process
+    for all tests: the first to start it decides what is loaded, so tests that need one take it from here."""
     context = multiprocessing.get_context("forkserver")
     lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them when first used
     context.set_forkserver_preload(["pytest", "tests.training", *lazy])
     return context
 
 
-def _child(argv: list[str], env: dict[str, str], hook: Callable[[], None] | None, output: str) -> None:
+def _child(main: Callable[[list[str]], Any], argv: list[str], env: dict[str, str], hook: Callable[[], None] | None,
+           output: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -174,7 +182,7 @@ def _child(argv: list[str], env: dict[str, str], hook: Callable[[], None] | None
     gc.freeze()
     if hook is not None:
         hook()
-    run_main(lambda: base_train.main(argv))
+    run_main(lambda: main(argv))
 
 
 @dataclass
@@ -212,23 +220,30 @@ class Group:
         return "".join(path.read_text() for path in self.outputs if path.exists())
 
 
-def start(world_size: int = 1, *, hook: Callable[[], None] | None = None, **changed: Any) -> Group:
-    """Run the job in processes of its own, as torchrun sets them up if there are several. `hook` is called in each
-    before it begins: a function that can be pickled."""
-    base = Path(os.environ["NANOCHAT_BASE_DIR"])
-    outputs = [base / f"output-{time.monotonic_ns()}-{rank}.txt" for rank in range(world_size)]
-    env = dict(os.environ)
-    if world_size > 1:
+def launch(main: Callable[[list[str]], Any], argvs: list[list[str]], envs: list[dict[str, str]],
+           hook: Callable[[], None] | None = None) -> Group:
+    """Run a script's `main` in processes of their own, one for each argv, whose environment has `envs` added, as
+    torchrun sets them up if there are several. `hook` is called in each before it begins: a function that can be
+    pickled."""
+    common = dict(os.environ)
+    if len(argvs) > 1:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(world_size))
+            common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(len(argvs)))
+    base = Path(os.environ["NANOCHAT_BASE_DIR"])
+    outputs = [base / f"output-{time.monotonic_ns()}-{rank}.txt" for rank in range(len(argvs))]
     processes = []
-    for rank, output in enumerate(outputs):
-        ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-        processes.append(_server().Process(target=_child, daemon=True,
-                                           args=(flags(**changed), {**env, **ranked}, hook, str(output))))
+    for rank, (argv, env, output) in enumerate(zip(argvs, envs, outputs, strict=True)):
+        ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if len(argvs) > 1 else {}
+        processes.append(server().Process(target=_child, daemon=True,
+                                          args=(main, argv, {**common, **ranked, **env}, hook, str(output))))
         processes[-1].start()
     return Group(processes, outputs)
+
+
+def start(world_size: int = 1, *, hook: Callable[[], None] | None = None, **changed: Any) -> Group:
+    """`launch` of the job."""
+    return launch(base_train.main, [flags(**changed)] * world_size, [{}] * world_size, hook)
 
 
 def finish(world_size: int = 1, **changed: Any) -> str:

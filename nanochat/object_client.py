@@ -125,9 +125,8 @@ class ObstoreClient:
             self.store = open_store(f"{scheme}://{bucket}", client_options=options, retry_config={"max_retries": 0},
                                     **({"endpoint": endpoint} if endpoint else {}))
         except (obstore.exceptions.BaseError, ValueError):
-            raise ValueError(f"{scheme}://{bucket}: the environment does not tell how to reach it; set "
-                             f"{', '.join(('AWS_ENDPOINT_URL',) if scheme == 's3' else ())} {KEYS_HINT[scheme]}"
-                             ) from None
+            raise ValueError(f"{scheme}://{bucket}: the environment does not tell how to reach it; check "
+                             f"{KEYS_HINT[scheme]}{', AWS_ENDPOINT_URL' if scheme == 's3' else ''}") from None
 
     def head(self, key: str) -> Found:
         try:

@@ -76,6 +76,9 @@ def url(path: AnyPath) -> str:
 
 def split(path: AnyPath) -> tuple[str, str, str]:
     """(scheme, bucket, key) of a remote path. ValueError for another path or one without a bucket."""
+    if re.match(r"\w+:/+[^/]*@", url(path)):
+        raise ValueError("a path of object storage with @ in its bucket: credentials do not belong into a path, which "
+                         "is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     match = re.fullmatch(rf"({'|'.join(SCHEMES)})://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
         raise ValueError(f"{url(path)}: expected {'://BUCKET/KEY, '.join(SCHEMES)}://BUCKET/KEY")

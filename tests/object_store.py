@@ -61,6 +61,7 @@ class Seen:
     path: str
     range: tuple[int, int] | None
     fault: Fault | None
+    if_match: str | None
 
 
 class Proxy(ThreadingHTTPServer):
@@ -124,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         fault = self.server.pop_fault(self.command, self.path)
         span = (int(asked[1]), int(asked[2]) + 1) if asked else None
-        self.server.seen.append(Seen(self.command, self.path, span, fault))
+        self.server.seen.append(Seen(self.command, self.path, span, fault, self.headers.get("If-Match")))
         if self.server.latency_s:
             time.sleep(self.server.latency_s)
         headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in NOT_FORWARDED}

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -83,6 +84,9 @@ def test_paths_are_text_or_pathlib_and_local_ones_are_not_remote():
     assert url(Path("gs://b/x")) == "gs://b/x" and join("s3://b/x/", "y", "z.bin") == "s3://b/x/y/z.bin"
     with pytest.raises(ValueError, match="expected s3://BUCKET/KEY"):
         split("s3://")
+    with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+        split("s3://key:secret@bucket/x")
+    assert "key:secret" not in str(e.value)
 
 
 def test_local_runs_do_not_import_a_client():
@@ -100,6 +104,7 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra(monkeypatch):
             head(path)
 
 
+@settings(max_examples=40)
 @given(st.lists(ranges_below(1000, 50), max_size=30), st.integers(0, 40), st.integers(1, 200))
 def test_runs_of_near_ranges(ranges, gap, longest):
     runs = near_runs(ranges, gap=gap, longest=longest)
@@ -186,7 +191,8 @@ def test_the_cache_keeps_its_bound_and_lets_go_what_nobody_touches(store, monkey
 
 
 @pytest.mark.parametrize("announce", [False, True])
-def test_lanes_that_want_more_than_there_is_do_not_push_each_other_out(store, announce):
+def test_lanes_that_want_more_than_there_is_do_not_push_each_other_out(store, monkeypatch, announce):
+    monkeypatch.setattr(store.proxy, "kept", {})
     tokens = np.tile(TOKENS, 5)
     store.put("a/lanes.bin", tokens.tobytes())
     r = RemoteReader(store.path("a/lanes.bin"), np.uint16, cache=reader(store).cache)
@@ -351,6 +357,57 @@ def test_waits_grow_and_are_spread(monkeypatch):
     assert all(c / 2 <= w <= c for w, c in zip(waits, ceilings, strict=True)) and len(set(waits)) > 30
 
 
+class FakeMsc:
+    """What we use of multi-storage-client 1.3, over a dict."""
+
+    def __init__(self):
+        self.objects, self.short, self.types = {}, 0, SimpleNamespace(Range=lambda offset, size: (offset, size))
+
+    def resolve_storage_client(self, path):
+        if not path.startswith("msc://mine/"):
+            raise ValueError("a text that nobody should see")
+        return self, ""
+
+    def info(self, path):
+        if path not in self.objects:
+            raise FileNotFoundError("a text that nobody should see")
+        return SimpleNamespace(key=path, content_length=len(self.objects[path]), etag=str(sum(self.objects[path])))
+
+    def list(self, path):
+        return (self.info(key) for key in self.objects if key.startswith(f"{path}/"))
+
+    def read(self, path, byte_range):
+        self.short -= 1
+        return self.objects[path][byte_range[0]:sum(byte_range) - (self.short >= 0)]
+
+    def write(self, path, body):
+        self.objects[path] = bytes(body)
+
+    def delete(self, path):
+        del self.objects[path]
+
+
+def test_profiles_of_multi_storage_client_and_a_client_that_gives_too_little(monkeypatch):
+    fake = FakeMsc()
+    monkeypatch.setattr(patience, "PATIENCE", QUICK)
+    monkeypatch.setitem(sys.modules, "multistorageclient", fake)
+    monkeypatch.setenv("MSC_CONFIG", "a client of its own for this test")
+    remote.write("msc://mine/x/t.bin", TOKENS[:5000].tobytes())
+    r = RemoteReader("msc://mine/x/t.bin", np.uint16, cache=BlockCache())
+    fake.short = 2
+    assert (r.read(10, 400) == TOKENS[10:400]).all() and fake.short < 0
+    assert list_files("msc://mine/x") == [r.stat]
+    with pytest.raises(FileNotFoundError, match=r"^msc://mine/x/none: no such object$"):
+        head("msc://mine/x/none")
+    with pytest.raises(ValueError, match="msc://yours: no such profile; MSC_CONFIG names"):
+        head("msc://yours/x")
+    remote.write("msc://mine/x/t.bin", lambda: io.BytesIO(TOKENS[:5000].tobytes()[::-1][:-1] + b"!"))
+    with pytest.raises(ValueError, match="it changed since this run began"):
+        r.read_many([(0, 10)])
+    remote.delete("msc://mine/x/t.bin")
+    assert fake.objects == {}
+
+
 # ---- faults that do not pass ----------------------------------------------------------------------------------------
 
 def test_a_swapped_object_is_an_error_that_names_it(store):
@@ -361,7 +418,7 @@ def test_a_swapped_object_is_an_error_that_names_it(store):
         store.proxy.faults.append(fault)
         with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it changed since this run began \(ETag"):
             r.read(100_000, 100_010)
-        assert fault.times == 0
+        assert fault.times == 0 and store.proxy.gets()[-1].if_match == r.stat.etag
         assert (r.read(0, 10) == TOKENS[:10]).all()  # what was read before it is what it was
         store.put("a/tokens.bin", TOKENS.tobytes())
 

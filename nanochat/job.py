@@ -15,12 +15,12 @@ import torch
 
 from nanochat.common import print0
 from nanochat.curriculum import Curriculum, load
+from nanochat.data_files import data_folder
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
 from nanochat.packing import VERSION
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
-from nanochat.sources import data_folder
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 

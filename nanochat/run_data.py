@@ -15,10 +15,11 @@ from typing import Any
 
 from nanochat.common import read_json, write_json
 from nanochat.curriculum import Curriculum
+from nanochat.data_files import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, scan, split_train_val
+from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, scan
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import hash_json, read_json, write_bytes
+from nanochat.data_files import FORMATS
 from nanochat.pretokenize import Tokenizer, Windows
 from nanochat.shards import MANIFEST_NAME, new_manifest
-from nanochat.sources import FORMATS
 
 ENDINGS = FORMATS["text"]
 RECORDS = ".records"

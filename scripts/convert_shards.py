@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from nanochat.common import read_json, run_main, write_bytes
 from nanochat.convert import back_to_gpts, back_to_megatron, checksums, to_gpts, to_megatron
+from nanochat.data_files import data_folder, find_files
 from nanochat.indexed import Documents
 from nanochat.pairs import open_entries, scan_file
 from nanochat.shards import MANIFEST_NAME, Index, ends_follow, new_manifest, read_manifest
-from nanochat.sources import data_folder, find_files
 
 FORMAT, VERSION = "nanochat-conversion", 1
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of what is made

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nanochat import readers
+from nanochat.data_files import find_files, split_train_val
 from nanochat.dataloader import DataLoader
 from nanochat.indexed import HEADER, IndexedDatasetBuilder
 from nanochat.order import StreamConfig
@@ -16,7 +17,7 @@ from nanochat.plan import make_plan
 from nanochat.run_data import find_data, open_data
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
-from nanochat.sources import find_files, scan, split_train_val
+from nanochat.sources import scan
 from tests.toy import BOS, ByteTokenizer, json_copy, load_steps
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -122,6 +123,8 @@ def test_units_give_documents_of_their_own_unless_they_are_views_of_the_map(fold
     expected = [d.tolist() for unit in range(20) for d in mapped.fetch(0, unit, 32)]
     assert sum(not d.flags.owndata for d in mapped.fetch(0, 3, 32)) > 20
     assert sum(len(d) == 1 for d in mapped.fetch(0, 1, 32)), "the case: an empty one"
+    scattered = source_of(folders["scattered"])
+    assert all(d.base is None for d in scattered.fetch(0, 10, 32)) and list(scattered._blocks.values()) == [None]
     monkeypatch.setenv(readers.ENVIRONMENT, "pread")
     reads, read = [], readers.PreadReader.read
     monkeypatch.setattr(readers.PreadReader, "read", lambda self, a, b: (reads.append((a, b)), read(self, a, b))[1])

@@ -20,7 +20,7 @@ that another lane will fetch once more, and the next units are there before they
 Memory: CACHE_BYTES a process for all files together, requests under way included, and what callers hold. Spans read to
 their end go first, then those that STALE_READS reads have not touched. Where no more can go, a read fetches exactly its
 range and keeps nothing: lanes that found room are served from it, the others cost a request a unit. Letting go by age
-alone was rejected: 64 lanes that in turn need a little more than there is always miss, at 8 times their bytes.
+alone was rejected: lanes that in turn need a little more than there is always miss (measured: 1.8 times the bytes).
 Arrays that are returned have memory of their own: a view would keep a whole span alive for as long as one of its
 documents waits for a row.
 """

@@ -318,22 +318,22 @@ def test_head_list_and_whole_objects_are_tried_again(store):
 
 
 def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, caplog):
-    monkeypatch.setattr(patience, "PATIENCE", replace(QUICK, give_up_s=0.25, log_after_s=0.05, log_every_s=0.1))
+    monkeypatch.setattr(patience, "PATIENCE", replace(QUICK, give_up_s=0.6, log_after_s=0.05, log_every_s=0.2))
     store.proxy.faults.append(Fault(status=503, code="SlowDown", times=-1))
     r = reader(store)
     gave_up = pytest.raises(OSError, match=r"no answer in .* tries; the last: HTTP 503 SlowDown")
     with caplog.at_level(logging.WARNING), gave_up:
         r.read(0, 10)
     lines = [m for m in caplog.messages if "waiting for the store" in m]
-    assert 2 <= len(lines) <= 4 and "s3://bucket/a/tokens.bin bytes 0 to" in lines[0]
+    assert 1 <= len(lines) <= 4 and "s3://bucket/a/tokens.bin bytes 0 to" in lines[0]
     store.proxy.faults.clear()
     assert (r.read(0, 10) == TOKENS[:10]).all()  # what failed is not remembered
 
 
 def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatch, caplog):
-    monkeypatch.setattr(patience, "PATIENCE", replace(QUICK, silence_s=10.0, log_after_s=0.1, log_every_s=10.0))
+    monkeypatch.setattr(patience, "PATIENCE", replace(QUICK, silence_s=10.0, log_after_s=0.4, log_every_s=10.0))
     store.proxy.faults.append(Fault(stall=True, times=4))
-    threading.Timer(0.4, store.proxy.released.set).start()
+    threading.Timer(0.8, store.proxy.released.set).start()
     r = reader(store)
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
         for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):

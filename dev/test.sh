@@ -3,6 +3,7 @@
 #
 #   bash dev/test.sh                              # all of it
 #   bash dev/test.sh -x -k cursor tests/test_stream.py   # arguments go to pytest
+#   bash dev/test.sh --hypothesis-profile=thorough       # laws get ten times as many examples
 #
 # Tests run on all cores (at most 8); `-n 0` runs them in one process, for a debugger or to see what they print.
 # Cost: nothing. Hardware: any, no GPU needed. Duration: under 5 minutes on 2 cores, setup aside.

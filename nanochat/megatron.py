@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_PAD = -1  # the id of padding where the tokenizer has none: no token has it
-WORTH_STORING = 1 << 18  # entries of document_index and shuffle_index; fewer are shuffled faster than files are opened
+WORTH_STORING = 1 << 19  # entries of document_index and shuffle_index; fewer are shuffled faster than files are opened
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, weights
 
@@ -315,10 +315,11 @@ class GPTDataset:
         ids = np.zeros((stop - start, self._T + 1), self.dtype)
         out = ids if self._extra else np.zeros((stop - start, width), self.dtype)
         sizes = self._fill(start, stop, out)
-        ids[:, :width] = out
-        absent = np.arange(self._T + 1) >= sizes[:, None]
-        if not (self.config.eod_mask_loss or self._pad >= 0 or absent.any()):
+        if not self._extra:
+            ids[:, :width] = out
+        if self._extra and (sizes == width).all() and not self.config.eod_mask_loss and self._pad < 0:
             return ids, None
+        absent = np.arange(self._T + 1) >= sizes[:, None]
         padding = absent | (ids == self._pad)
         live = ~padding[:, 1:]
         if self.config.eod_mask_loss:

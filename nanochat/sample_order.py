@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 STRIDE = 64  # documents to a running sum
-CHUNK = 1 << 16  # documents whose lengths are summed up at once
+CHUNK = 1 << 15  # documents whose lengths are summed up at once: what the allocator has ready
 APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
 
 

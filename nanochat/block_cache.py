@@ -29,7 +29,7 @@ import functools
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +86,7 @@ class BlockCache:
             if missing and missing[-1] == blocks[-1]:
                 missing += self._following(stat, blocks[-1] + 1, missing[0] + reach // self.block_bytes)
             runs = near_runs([(b, b + 1) for b in missing], gap=0, longest=max(1, PART_BYTES // self.block_bytes))
-            if not self._make_room(len(missing) * self.block_bytes, keep=spans):
+            if not self._make_room(len(missing) * self.block_bytes):
                 return None
             for run in runs:
                 spans.add(self._fetch(stat, missing[run[0]], missing[run[-1]], stat.size if reach else end))
@@ -113,7 +113,7 @@ class BlockCache:
                 del self._spans[span]
                 self._read[span] = None
 
-    def _make_room(self, num_bytes: int, keep: Set[Span]) -> bool:
+    def _make_room(self, num_bytes: int) -> bool:
         """Let go what has been read or is stale, until so many bytes more may come. Returns whether they may."""
         if num_bytes == 0:
             return True
@@ -121,8 +121,7 @@ class BlockCache:
         for span in itertools.chain(list(self._read), stale):
             if self.bytes + num_bytes <= self.max_bytes:
                 break
-            if span not in keep:
-                self._drop(span)
+            self._drop(span)
         return self.bytes + num_bytes <= self.max_bytes
 
     def _drop(self, span: Span) -> None:

@@ -190,6 +190,14 @@ def test_the_cache_keeps_its_bound_and_lets_go_what_nobody_touches(store, monkey
     assert (long == TOKENS).all() and r.cache.bytes <= 16 * REACH
 
 
+def test_a_lane_asks_once_for_each_reach_however_long_the_file(store):
+    r = reader(store)
+    for a in range(0, len(TOKENS), BLOCK):
+        assert (r.read(a, min(a + BLOCK, len(TOKENS))) == TOKENS[a:a + BLOCK]).all()
+    assert TOKENS.nbytes > 1.5 * r.cache.max_bytes
+    assert len(store.proxy.gets()) == -(-TOKENS.nbytes // REACH)
+
+
 @pytest.mark.parametrize("announce", [False, True])
 def test_lanes_that_want_more_than_there_is_do_not_push_each_other_out(store, monkeypatch, announce):
     monkeypatch.setattr(store.proxy, "kept", {})

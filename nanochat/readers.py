@@ -118,6 +118,8 @@ class PreadReader:
                 os.close(self._file)
                 self._file = None
 
+    __del__ = close
+
 
 def read_near(read: Callable[[int, int], np.ndarray], ranges: Sequence[Range], *, near: int = NEAR_IDS
               ) -> list[np.ndarray]:

@@ -191,6 +191,7 @@ def test_nothing_is_there_before_the_end_and_nothing_after_an_error(tmp_path):
         with pytest.raises(ValueError, match=message):
             act(builder)
         assert not {"a.bin", "a.idx"} & set(os.listdir(tmp_path))
+        assert "behind" not in message or not os.listdir(tmp_path), "finalize is the end, well or not"
         builder.abandon()
         assert os.listdir(tmp_path) == []
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)

@@ -36,6 +36,7 @@ from nanochat.common import get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig, block
 from nanochat.rows import Row
+from nanochat.sample_stream import AnyRow, Config, open_stream
 from nanochat.sources import ParquetSource, Source, scan
 from nanochat.stream import Cursor, Stream, ledger, row_digest
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
@@ -149,7 +150,7 @@ class _Slot:
         self.all_live = True
         self.copied: torch.cuda.Event | None = None
 
-    def fill(self, rows: Sequence[Row], buckets: Sequence[str], *, first: int | None = None) -> int:
+    def fill(self, rows: Sequence[AnyRow], buckets: Sequence[str], *, first: int | None = None) -> int:
         """Write up to B rows, dead ones after them. With `first`, the first row's index in its step, returns the sum
         of the rows' digests, else 0. Waits for the copy of what the slot held."""
         if self.copied is not None:
@@ -208,12 +209,13 @@ class _Filled:
 class DataLoader:
     """Endless iterator over this rank's micro-batches; where epochs are limited it ends by raising `Dry`.
 
-    `cursors`: of all V lanes, or of this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`; `skips`: {step:
-    how many steps' rows are passed over before it}. What goes wrong
-    while prefetching is raised by the `next` that would have had the batch. Close it, or use it as a context manager.
+    `config` says which order it is: lanes, or Megatron's (`nanochat.sample_stream`). `cursors`: of all V lanes, or of
+    this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`; `skips`: {step: how many steps' rows are passed
+    over before it}. What goes wrong while prefetching is raised by the `next` that would have had the batch. Close it,
+    or use it as a context manager.
     """
 
-    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
+    def __init__(self, config: Config, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, prefetch: int = 8, with_doc_ids: bool = False,
@@ -222,9 +224,9 @@ class DataLoader:
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device, self.with_digest = config, torch.device(device), with_digest
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
-        self.stream = Stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
-                             num_threads=num_threads, drop_dry=drop_dry, new_curriculum=new_curriculum)
-        self.buckets = list(self.stream.feeds)  # what MicroBatch.buckets counts
+        self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
+                                  num_threads=num_threads, drop_dry=drop_dry, new_curriculum=new_curriculum)
+        self.buckets = self.stream.buckets  # what MicroBatch.buckets counts
         self.skips, self.vocab_size = skips or {}, getattr(tokenizer, "get_vocab_size", lambda: 1 << 32)()
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0
@@ -275,7 +277,7 @@ class DataLoader:
                 self._filled.put(_Filled(slot, batch, step, index - 1, end))
         return True
 
-    def _next_rows(self, step: int) -> list[Row]:
+    def _next_rows(self, step: int) -> Sequence[AnyRow]:
         """The rows of a step. Raises Dry."""
         n, lanes = self.layout.rows_per_lane, self.layout.lanes
         rows = self.stream.next_rows(n)
@@ -292,14 +294,11 @@ class DataLoader:
                 continue
         return None
 
-    def _outside(self, rows: Sequence[Row], tokens: np.ndarray) -> str:
+    def _outside(self, rows: Sequence[AnyRow], tokens: np.ndarray) -> str:
         """Where the first id outside the vocabulary comes from."""
         i, at = np.argwhere(tokens.view(np.uint32) >= self.vocab_size)[0].tolist()
-        row = rows[i]
-        ends = np.cumsum([length for _, _, length, _ in row.placements])
-        _, group, document = row.placements[int(np.searchsorted(ends, at, side="right"))][0]
-        name, local = row.feed.source.locate(group)
-        return (f"{name}: entry {document} of group {local} holds the id {tokens[i, at]:,}, outside the vocabulary of "
+        where = self.stream.whereabouts(rows[i], at)
+        return (f"{where} holds the id {tokens[i, at]:,}, outside the vocabulary of "
                 f"{self.vocab_size:,}; python -m scripts.verify tells which there are; then delete this shard and make "
                 f"it again with scripts.tok_shards")
 
@@ -465,6 +464,7 @@ def _nanochat_loader(tokenizer: RustBPETokenizer, B: int, split: str, config: St
                     cursors=None if state is None else state["cursors"]) as loader:
         for batch in loader:
             cursors = loader.cursors()
+            assert isinstance(loader.stream, Stream)
             name, row_group = source.locate(loader.stream.position(split, cursors[0]))
             yield batch.inputs, batch.targets, {
                 "pq_idx": names.index(name), "rg_idx": row_group, "epoch": cursors[0]["buckets"][split]["epoch"] + 1,

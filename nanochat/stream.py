@@ -50,6 +50,28 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     return total
 
 
+def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any], *,
+                  new_curriculum: bool = False) -> None:
+    """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is told.
+    `new_curriculum`: their curriculum may be another one, of other buckets."""
+    for cursor in cursors:
+        lane, theirs = cursor["lane"], cursor["stream"]
+        if cursor["format"] != FORMAT:
+            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}")
+        differ = {k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k)}
+        if new_curriculum and "order" not in theirs:
+            differ -= {"curriculum", *(k for k in differ if k not in theirs or k not in identity)}
+        if differ:
+            told = [f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in sorted(differ)]
+            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(told)}); start a new run "
+                             f"(--model-tag)")
+    found = [cursor["lane"] for cursor in cursors]
+    if missing := set(lanes) - set(found):
+        raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a checkpoint")
+    if len(found) > len(set(found)):
+        raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
+
+
 class Stream:
     """Some lanes of the stream: those of a rank, or all of them.
 
@@ -81,30 +103,16 @@ class Stream:
                                              pool=self.pool) for lane in self.lanes}
         self.only = next(iter(self.feeds.values())) if self.mixer is None else None  # feeds of a single bucket
         self.mapped = all(source.mapped for source in sources.values())
-        for cursor in cursors or ():
-            self._restore(cursor, new_curriculum)
-        found = [cursor["lane"] for cursor in cursors or ()]
-        if cursors is not None and (missing := set(self.lanes) - set(found)):
-            raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a checkpoint")
-        if len(found) > len(set(found)):
-            raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
+        if cursors is not None:
+            check_cursors(cursors, self.lanes, self.identity, new_curriculum=new_curriculum)
+            for cursor in cursors:
+                if cursor["lane"] in self.rows:
+                    self._restore(cursor)
 
-    def _restore(self, cursor: Cursor, new_curriculum: bool) -> None:
+    def _restore(self, cursor: Cursor) -> None:
         lane = cursor["lane"]
-        if cursor["format"] != FORMAT:
-            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}")
-        theirs = cursor["stream"]
-        differ = {k for k in {*theirs, *self.identity} if theirs.get(k) != self.identity.get(k)}
-        if new_curriculum:
-            differ -= {"curriculum", *(k for k in differ if k not in theirs or k not in self.identity)}
-        if differ:
-            told = [f"{k}: {theirs.get(k)} there, {self.identity.get(k)} here" for k in sorted(differ)]
-            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(told)}); start a new run "
-                             f"(--model-tag)")
-        if lane not in self.rows:
-            return
         self.rows[lane] = cursor["row"]
-        if theirs["curriculum"] == self.identity["curriculum"]:
+        if cursor["stream"]["curriculum"] == self.identity["curriculum"]:
             self.dropped[lane] = frozenset(cursor["dropped"])
         for bucket, feed in cursor["buckets"].items():
             if bucket in self.feeds:
@@ -138,6 +146,18 @@ class Stream:
                 feed = self.feeds[bucket][lane]  # type: ignore[index]
                 if not feed.packer.ready:
                     feed.read_ahead()
+
+    @property
+    def buckets(self) -> list[str]:
+        """Those that rows come from."""
+        return list(self.feeds)
+
+    def whereabouts(self, row: Row, at: int) -> str:
+        """The file and document of a row's token."""
+        ends = np.cumsum([length for _, _, length, _ in row.placements])
+        _, group, document = row.placements[int(np.searchsorted(ends, at, side="right"))][0]
+        name, local = row.feed.source.locate(group)
+        return f"{name}: entry {document} of group {local}"
 
     def position(self, bucket: str, cursor: Cursor) -> int:
         """The group that a lane reads next."""

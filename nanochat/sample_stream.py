@@ -1,0 +1,211 @@
+"""
+The stream in Megatron's order: row i of the run is sample i of the (blended) data set, for ever.
+
+    step s: R rows = samples sR .. sR + R - 1;    lane l of V gives n = R / V of them, those from sR + ln on
+
+    W = 1     rank 0: 0 1 2 3 4 5 6 7         (V = 4, n = 2)
+    W = 2     rank 0: 0 1 2 3   rank 1: 4 5 6 7
+
+So the rows are the same for every number of processes, lanes and micro-batch. Lanes are kept as the atom of who
+computes what, so that leaves, digests and bits are as everywhere; they have no share of the data and no buffer. What
+they have in common is one number, how many samples the run has had, and that is what a cursor holds, beside how many
+rows of each bucket its lane gave: the batch size may change at a resume, and the next sample goes on.
+
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs (`nanochat.sample_order`). The first T
+are its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`, whichever of the two
+comes first in the shuffled order. So every token of the stream is read once, when its sample comes, and again in each
+epoch; nothing is inserted, cropped, padded or pending. `epoch` counts whole passes' worth of samples: epochs are
+shuffled together, so none has an end. Documents are not counted: samples cut them anywhere (`SampleStream.describe`).
+
+**Documents in a row.** With --attention-mode other than causal a token attends to its own document; it ends with its
+EOD (Megatron's reset_attention_mask). reset_position_ids has no counterpart: positions are rotary, so inside a document
+only distances count.
+
+A step's samples are read when its first row is copied, all of a rank in one go. So passing over steps costs next to
+nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import hash_json
+from nanochat.order import StreamConfig
+from nanochat.rows import Row
+from nanochat.sample_data import SampleConfig, Samples, count_samples, open_samples, pairs_of, parts_of
+from nanochat.sources import Source
+from nanochat.stream import FORMAT, Cursor, Stream, check_cursors
+
+
+class Block:
+    """Neighbouring samples, read when they are first asked for."""
+
+    def __init__(self, samples: Samples, first: int, stop: int):
+        self.samples, self.first, self.stop = samples, first, stop
+        self._read: tuple[np.ndarray, np.ndarray | None] | None = None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """(ids (n, T + 1), which targets count (n, T) bool, or None for all). ValueError for ids that the loader, which
+        counts with 32 bits, would take for others."""
+        if self._read is None:
+            self._read = self.samples.rows(self.first, self.stop)
+            ids = self._read[0]
+            if ids.itemsize > 4 and ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31:
+                raise ValueError(f"samples {self.first:,} to {self.stop:,} hold ids {ids.min():,} to {ids.max():,}, "
+                                 f"outside every vocabulary; python -m scripts.verify tells in which file")
+        return self._read
+
+
+@dataclass(slots=True)
+class SampleRow:
+    """A row: one sample of a block."""
+
+    lane: int
+    index: int  # of this lane's rows
+    bucket: str
+    block: Block
+    at: int  # in the block
+
+    @property
+    def sample(self) -> int:
+        """Which row of the run it is."""
+        return self.block.first + self.at
+
+    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+        """As `PlacedRow.copy`. `bos` is the EOD as well."""
+        ids, mask = self.block.read()
+        tokens[...] = ids[self.at]
+        if mask is not None:
+            live[1:] = mask[self.at]
+        if doc_ids is not None:
+            ends = tokens == bos[0]
+            doc_ids[...] = np.cumsum(ends) - ends
+
+
+class SampleStream:
+    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. `sources`: a
+    `ShardSource` of one pair for each bucket. Shuffles, or finds the shuffles in the index cache, at once. ValueError
+    for cursors of another stream, and for data that have too few samples."""
+
+    mixer = None
+
+    def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
+                 cursors: Sequence[Cursor] | None = None):
+        self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
+        self.files = [source.manifest["files"][0]["name"] for source in pairs_of(sources)]
+        self.samples = open_samples(config, sources)
+        self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
+                         "samples": hash_json(self.samples.identity()),
+                         **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.taken = self.row = 0  # samples that all lanes have given; rows of each lane
+        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane from each bucket
+        if cursors is not None:
+            self._restore(cursors)
+        for part in parts_of(self.samples):
+            part.shuffle_index  # noqa: B018  before the first step, where nobody waits for it with a time-out
+
+    def _restore(self, cursors: Sequence[Cursor]) -> None:
+        check_cursors(cursors, self.lanes, self.identity)
+        mine = {cursor["lane"]: cursor for cursor in cursors}
+        found = {(cursor["samples"], cursor["row"]) for cursor in cursors}
+        if len(found) > 1:
+            raise ValueError(f"cursors of different steps, after {sorted(n for n, _ in found)} samples; give those of "
+                             f"one checkpoint")
+        self.taken, self.row = found.pop()
+        for lane, counts in zip(self.lanes, self.counts):
+            counts[:] = [mine[lane]["buckets"][bucket]["row"] for bucket in self.buckets]
+
+    def next_rows(self, num_rows: int) -> list[SampleRow]:
+        """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are used up."""
+        if self.taken + num_rows * self.config.V > self.config.num_samples:
+            return []
+        block = Block(self.samples, self.taken + num_rows * self.lanes[0],
+                      self.taken + num_rows * (self.lanes[-1] + 1))
+        which = self._buckets_of(block)
+        flat = np.repeat(np.arange(len(self.lanes)), num_rows) * len(self.buckets) + which
+        self.counts += np.bincount(flat, minlength=self.counts.size).reshape(self.counts.shape)
+        rows = [SampleRow(self.lanes[i // num_rows], self.row + i % num_rows, self.buckets[bucket], block, i)
+                for i, bucket in enumerate(which.tolist())]
+        self.taken += num_rows * self.config.V
+        self.row += num_rows
+        return rows
+
+    def _buckets_of(self, block: Block) -> np.ndarray:
+        """Which bucket each sample of a block is of, (n,)."""
+        if len(self.buckets) == 1:
+            return np.zeros(block.stop - block.first, np.int16)
+        return self.samples.dataset_index[block.first:block.stop]  # type: ignore[union-attr]
+
+    def dry_bucket(self, lane: int) -> None:
+        """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
+
+    # ---- state
+
+    def snapshot(self) -> list[tuple[Any, ...]]:
+        """The state of all lanes, for `cursors`; cheap enough for every step."""
+        counts = self.counts.tolist()
+        return [(lane, self.row, frozenset(), (self.taken, counts[i])) for i, lane in enumerate(self.lanes)]
+
+    def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
+        found = []
+        epochs: list[int] = []
+        for lane, row, _, (taken, counts) in self.snapshot() if snapshot is None else snapshot:
+            epochs = epochs or [n * self.config.T // part.num_tokens_per_epoch for n, part in
+                                zip(count_samples(self.samples, taken), parts_of(self.samples))]
+            accounts = {bucket: account(n, epoch, self.config.T)
+                        for bucket, n, epoch in zip(self.buckets, counts, epochs)}
+            found.append({"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": [],
+                          "samples": taken, "buckets": accounts})
+        return found
+
+    def close(self) -> None:
+        """Nothing runs that would have to be stopped."""
+
+    # ---- for people
+
+    def whereabouts(self, row: SampleRow, at: int) -> str:
+        """The file and document of a row's token."""
+        place = next(p for p in reversed(self.describe(row)) if p["at"] <= at)
+        return f"{place['file']}: document {place['document']}"
+
+    def describe(self, row: SampleRow) -> list[dict[str, Any]]:
+        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1
+        `of` so many. Ids as they are stored, an EOD at the end."""
+        number, dataset = self.buckets.index(row.bucket), parts_of(self.samples)[self.buckets.index(row.bucket)]
+        own = row.sample if len(self.buckets) == 1 else int(
+            self.samples.dataset_sample_index[row.sample])  # type: ignore[union-attr]
+        pieces, at, found = dataset.pieces(own, own + 1), 0, []
+        edges, lengths = dataset.dataset.document_indices, dataset.dataset.sequence_lengths
+        for sequence, offset, length in zip(pieces.sequences.tolist(), pieces.offsets.tolist(),
+                                            pieces.lengths.tolist()):
+            document = int(np.searchsorted(edges, sequence, side="right")) - 1
+            first, end = edges[document:document + 2].tolist()
+            start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
+            found.append({"at": at, "tokens": length, "file": self.files[number], "document": document,
+                          "start": start, "stop": start + length, "of": int(lengths[first:end].sum(dtype=np.int64))})
+            at += length
+        return found
+
+
+def account(rows: int, epoch: int, T: int) -> dict[str, int]:
+    """A bucket's part of a cursor, by the names that `stream.ledger` adds up."""
+    return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, "inserted": 0, "cropped": 0, "padded": 0,
+            "pending": 0, "documents": 0}
+
+
+# ---- either order ---------------------------------------------------------------------------------------------------
+
+Config = StreamConfig | SampleConfig
+AnyStream = Stream | SampleStream
+AnyRow = Row | SampleRow
+
+
+def open_stream(config: Config, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
+                cursors: Sequence[Cursor] | None = None, **lanes_only: Any) -> AnyStream:
+    """Some lanes of the stream that a configuration describes; `lanes_only`: what else `Stream` takes."""
+    if isinstance(config, SampleConfig):
+        return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)
+    return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)

@@ -70,13 +70,14 @@ def store(path: Path | str, array: np.ndarray) -> None:
 
 
 def cached(paths: Sequence[Path], build: Callable[[], tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
-    """The arrays at `paths`, mapped; where one is not there or torn, all are built and that one is stored."""
+    """The arrays at `paths`, mapped, so that all processes of a machine share them; where one is not there or torn, all
+    are built and that one is stored. In memory only where the disk would not take them."""
     found = [load(path) for path in paths]
-    arrays = tuple(array for array in found if array is not None)
-    if len(arrays) == len(paths):
-        return arrays
-    built = build()
-    for path, old, array in zip(paths, found, built, strict=True):
-        if old is None:
-            store(path, array)
-    return built
+    if any(array is None for array in found):
+        built = build()
+        for i, path in enumerate(paths):
+            if found[i] is None:
+                store(path, built[i])
+                mapped = load(path)
+                found[i] = built[i] if mapped is None else mapped
+    return tuple(array for array in found if array is not None)

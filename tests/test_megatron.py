@@ -183,6 +183,16 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
     assert (np.ones((len(shuffle), T), bool) if live is None else live).tolist() == targets
 
 
+def test_a_partial_sample_ends_with_the_last_document_even_if_that_is_empty() -> None:
+    for seed in range(9):
+        dataset = make(Memory([5, 0, 0]), split=Split.valid, T=4, seed=seed, add_extra_token_to_sequence=False,
+                       drop_last_partial_validation_sequence=False)
+        if dataset.document_index[-1] != 0:
+            break
+    assert dataset.document_index[-1] != 0 and len(dataset) == 2
+    assert dataset.sample_index[2].tolist() == [2, 0]
+
+
 def test_order_of_many_epochs_apart_and_not() -> None:
     """100 tokens an epoch, T = 10: 9 samples an epoch. The last is apart when fewer than int(0.8 * 9) are used."""
     def plan(tokens: int, num_samples: int) -> tuple[int, bool]:

@@ -22,8 +22,7 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import iter_log
 from scripts import base_train, compare_runs, tok_shards
 from tests import training
-from tests.test_long_runs import a_step_is_a_second, after_step
-from tests.training import as_bytes, die_after_step, steps
+from tests.training import a_step_is_a_second, after_step, as_bytes, die_after_step, send, steps
 
 K = 4
 WORLD_SIZES = (1, 2, 4)
@@ -59,36 +58,26 @@ def enter_everything() -> None:
 Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and the run's flags
 
 
-def _run_jobs(rank: int, world_size: int, jobs: list[Job], ports: list[int], env: dict[str, str], output: str) -> None:
-    os.environ.clear()
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    torch.set_num_threads(1)
+def _main(jobs: list[Job], ports: list[int], argv: list[str]) -> int:
     for (mutation, changed), port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
         settings = {**RUN, **changed}
         with everything(), MUTATIONS[mutation][0]() if mutation else contextlib.nullcontext():
             assert base_train.main(training.flags(**settings)) == 0
+    return 0
 
 
-def run_jobs(world_size: int, jobs: list[Job]) -> None:
+def run_jobs(world_size: int, jobs: list[Job]) -> str:
     """All jobs, one after another, in one set of processes, which takes far less time than a set for each."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in jobs]
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         ports = [s.getsockname()[1] for s in sockets]
-    base = Path(os.environ["NANOCHAT_BASE_DIR"])
-    outputs = [base / f"jobs-{world_size}-{rank}.txt" for rank in range(world_size)]
-    context = training._server()
-    group = training.Group([context.Process(target=_run_jobs, daemon=True, args=(
-        rank, world_size, jobs, ports, dict(os.environ), str(output))) for rank, output in enumerate(outputs)], outputs)
-    for process in group.processes:
-        process.start()
+    group = training.launch(partial(_main, jobs, ports), [[]] * world_size, [{}] * world_size)
     assert group.wait() == [0] * world_size, group.text()
+    return group.text()
 
 
 def result(tag: str) -> dict[str, Any]:
@@ -117,22 +106,20 @@ def no_environment() -> Iterator[None]:
 # ---- on any number of processes --------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Every case on every number of processes: runs "W CASE"."""
-    with training.workplace(tmp_path_factory.mktemp("matrix")) as path:
-        for world_size in WORLD_SIZES:
-            run_jobs(world_size, [("", {**changed, "model_tag": f"{world_size} {case}"})
-                                  for case, changed in CASES.items()])
-        yield path
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
+    """Every case on every number of processes: runs "W CASE". What was printed, by W."""
+    with training.workplace(tmp_path_factory.mktemp("matrix")):
+        yield {world_size: run_jobs(world_size, [("", {**changed, "model_tag": f"{world_size} {case}"})
+                                                 for case, changed in CASES.items()]) for world_size in WORLD_SIZES}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_every_bit_is_the_same_on_any_number_of_processes(matrix: Path, case: str, world_size: int) -> None:
+def test_every_bit_is_the_same_on_any_number_of_processes(matrix: dict[int, str], case: str, world_size: int) -> None:
     assert parted(f"1 {case}", f"{world_size} {case}") == set()
 
 
-def test_the_cases_are_what_they_say(matrix: Path) -> None:
+def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
     for case, changed in CASES.items():
         found = result(f"1 {case}")
         assert len(set(found["digests"])) == len(set(found["losses"])) == RUN["num_iterations"]
@@ -140,8 +127,8 @@ def test_the_cases_are_what_they_say(matrix: Path) -> None:
         assert found["losses"][-1] < found["losses"][0]
         dtypes = {dtype for dtype, _, _ in found["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
-        lines = (matrix / "jobs-1-0.txt").read_text().splitlines()
-        told = [line for line in lines if line.startswith(f"step: {ROWS} rows from {V} lanes; 1 process(es) x ")]
+        began = f"step: {ROWS} rows from {V} lanes; 1 process(es) x "
+        told = [line for line in matrix[1].splitlines() if line.startswith(began)]
         number = K * int(case[0])
         assert any(f" x {number} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves" in t for t in told)
     weights = found["weights"]
@@ -161,10 +148,6 @@ def test_the_cases_are_what_they_say(matrix: Path) -> None:
 def chain(*hooks: Callable[[], None]) -> None:
     for hook in (enter_everything, *hooks):
         hook()
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -192,7 +175,7 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, d
     assert straight.wait() == [0], straight.text()
 
     training.start(4, hook=partial(chain, partial(die_after_step, 7)), **flags).wait_for_death()
-    one = training.start(1, hook=partial(chain, partial(after_step, 13, terminate)), **flags)
+    one = training.start(1, hook=partial(chain, partial(after_step, 13, partial(send, signal.SIGTERM))), **flags)
     assert one.wait() == [0] and "stopped: SIGTERM; step 15 of 30" in one.text(), one.text()
     two = training.start(2, hook=partial(chain, a_step_is_a_second), **flags, max_runtime_seconds=6.5,
                          walltime_reserve_seconds=0)

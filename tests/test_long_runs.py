@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import pkgutil
 import shutil
 import signal
 import sys
@@ -19,14 +18,25 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
-from nanochat.run_dir import TrainLog, iter_log, read_log
+from nanochat.run_dir import iter_log, read_log
 from nanochat.run_state import liveness, read_state
 from nanochat.shutdown import StopWatch
 from nanochat.sources import BUCKET
 from nanochat.stream import ledger
 from scripts import inspect_data, status, stop, tok_shards
 from tests import training
-from tests.training import checkpoints, die_after_step, digests, losses, state_of, steps
+from tests.training import (
+    a_step_is_a_second,
+    after_step,
+    before,
+    checkpoints,
+    die_after_step,
+    digests,
+    losses,
+    send,
+    state_of,
+    steps,
+)
 
 STEPS = 18  # of a run, unless a test says otherwise
 run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) for command in (
@@ -87,48 +97,6 @@ def assert_nothing_torn() -> None:
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
-
-def a_step_is_a_second() -> None:
-    """The walltime passes by one second each time that the run looks at it, however long steps take."""
-    wanted = StopWatch.wanted
-
-    def watched(self: Any, now: float | None = None, *, ahead: Any = ()) -> str:
-        self.looks = getattr(self, "looks", 0) + 1
-        began = 0.0 if self._deadline is None else self._deadline.at - self._deadline.total_s
-        return wanted(self, began + self.looks, ahead=ahead)
-
-    StopWatch.wanted = watched  # type: ignore[method-assign]
-
-
-def after_step(step: int, act: Callable[[], None]) -> None:
-    """Act once this step is in the log."""
-    write = TrainLog.write
-
-    def watched(self: TrainLog, **record: Any) -> None:
-        write(self, **record)
-        if record.get("step") == step and "event" not in record:
-            act()
-
-    TrainLog.write = watched  # type: ignore[method-assign]
-
-
-def before(function: str, call: int, act: Callable[[], None]) -> None:
-    """Act when a function, named like "os.rename", is about to be called for the so-manieth time."""
-    place, name = function.rsplit(".", 1)
-    owner = pkgutil.resolve_name(place)
-    original, calls = getattr(owner, name), iter(range(1, call + 1))
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, None) == call:
-            act()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, watched)
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
-
 
 def send_twice(number: int) -> None:
     send(number)

@@ -1,7 +1,6 @@
 """Bits per byte: the definition, and what it must not depend on."""
 
 import math
-import multiprocessing
 import types
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+from tests import training
 
 TOKEN_BYTES = torch.tensor([1, 2, 3, 7, 1, 4, 0, 0])  # the last two are special
 
@@ -113,7 +113,7 @@ def evaluate_as_rank(rank, share, folder):
 def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path):
     x, y = make_rows(4, 7, 30)
     batches = in_batches(x, y, 2)
-    other = multiprocessing.get_context("spawn").Process(target=evaluate_as_rank, args=(1, [], tmp_path))
+    other = training.server().Process(target=evaluate_as_rank, args=(1, [], tmp_path))
     other.start()
     evaluate_as_rank(0, batches, tmp_path)
     other.join(60)

@@ -19,6 +19,7 @@ from nanochat.optim import (
     reduce_variance,
 )
 from tests import _optim_worker as worker
+from tests import training
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -270,7 +271,8 @@ def assert_states_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, Any]]:
     """Results of tests/_optim_worker.py by (W, rank)."""
     folder: Path = tmp_path_factory.mktemp("optim")
-    mp.spawn(worker.work, (str(folder),), nprocs=max(worker.WORLD_SIZES))
+    training.server()  # imports torch once for all four processes
+    mp.start_processes(worker.work, (str(folder),), nprocs=max(worker.WORLD_SIZES), start_method="forkserver")
     return {(W, rank): torch.load(folder / f"{W}-{rank}.pt", weights_only=True)
             for W in worker.WORLD_SIZES for rank in range(W)}
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator, add_in_tree_order, tree_reduce
+from tests import training
 
 SHAPES = {"matrix": (48, 40), "cut": (67, 61), "tail": (13,), "scalar": (), "narrow": (67, 31), "absent": (5,)}
 WORLD_SIZES = (1, 2, 4, 8)
@@ -297,9 +298,9 @@ def process(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[dict[Any, Any]]]]:
-    """By W, then rank. A fork server imports once for all eight processes (the optimizer wants _dynamo: 2 s each)."""
+    """By W, then rank."""
     folder = tmp_path_factory.mktemp("reduce")
-    mp.get_context("forkserver").set_forkserver_preload(["tests.test_reduce", "torch._dynamo"])
+    training.server()  # imports torch once for all eight processes
     mp.start_processes(process, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
     yield {W: [torch.load(Path(folder) / f"{W}-{rank}.pt", weights_only=True) for rank in range(W)]
            for W in (*WORLD_SIZES, UNEVEN)}

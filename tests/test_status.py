@@ -17,7 +17,7 @@ from nanochat.run_state import RunState, acquire, exit_code, identify, read_stat
 from nanochat.shutdown import stop_requested
 from scripts import status, stop
 from tests import training
-from tests.test_long_runs import a_step_is_a_second
+from tests.training import a_step_is_a_second
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120

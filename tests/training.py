@@ -35,6 +35,7 @@ import torch
 from nanochat import checkpoint as checkpoint_module
 from nanochat.common import run_main
 from nanochat.run_dir import TrainLog, read_log
+from nanochat.shutdown import StopWatch
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train
 
@@ -165,7 +166,7 @@ def server() -> Any:
     for all tests: the first to start it decides what is loaded, so tests that need one take it from here."""
     context = multiprocessing.get_context("forkserver")
     lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them when first used
-    context.set_forkserver_preload(["pytest", "tests.training", *lazy])
+    context.set_forkserver_preload(["pytest", "hypothesis", "tests.training", *lazy])
     return context
 
 
@@ -254,36 +255,66 @@ def finish(world_size: int = 1, **changed: Any) -> str:
     return group.text()
 
 
-# ---- hooks: where a process kills itself ----------------------------------------------------------------------------
+# ---- hooks: what happens to a process --------------------------------------------------------------------------------
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def a_step_is_a_second() -> None:
+    """The walltime passes by one second each time that the run looks at it, however long steps take."""
+    wanted = StopWatch.wanted
+
+    def watched(self: Any, now: float | None = None, *, ahead: Any = ()) -> str:
+        self.looks = getattr(self, "looks", 0) + 1
+        began = 0.0 if self._deadline is None else self._deadline.at - self._deadline.total_s
+        return wanted(self, began + self.looks, ahead=ahead)
+
+    StopWatch.wanted = watched  # type: ignore[method-assign]
 
 
-def die_after_step(step: int, delay_s: float = 0.0) -> None:
-    """Kill the process once this step is in the log, and so much later, wherever it is by then."""
+def after_step(step: int, act: Callable[[], None]) -> None:
+    """Act once this step is in the log."""
     write = TrainLog.write
 
     def watched(self: TrainLog, **record: Any) -> None:
         write(self, **record)
         if record.get("step") == step and "event" not in record:
-            threading.Timer(delay_s, die).start() if delay_s else die()
+            act()
 
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
-def die_in(function: str, call: int) -> None:
-    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
+def before(function: str, call: int, act: Callable[[], None]) -> None:
+    """Act when a function, named like "os.rename", is about to be called for the so-manieth time."""
     place, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(place)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, call) == call:
-            die()
+        if next(calls, None) == call:
+            act()
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_later(delay_s: float) -> None:
+    threading.Timer(delay_s, die).start()
+
+
+def die_after_step(step: int, delay_s: float = 0.0) -> None:
+    """Kill the process once this step is in the log, and so much later, wherever it is by then."""
+    after_step(step, functools.partial(die_later, delay_s) if delay_s else die)
+
+
+def die_in(function: str, call: int) -> None:
+    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
+    before(function, call, die)
 
 
 # ---- what a run left ------------------------------------------------------------------------------------------------

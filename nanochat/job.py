@@ -20,6 +20,7 @@ from nanochat.dataloader import Layout, default_leaves
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
 from nanochat.packing import VERSION
+from nanochat.sample_data import check_order, parse_weights, settle_split
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
@@ -33,12 +34,15 @@ def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenize
 def command_settings(flags: dict[str, Any], tokenizer: RustBPETokenizer, world_size: int, device_type: str
                      ) -> dict[str, Any]:
     """The settings that a command stands for: its flags, what its curriculum file says, where it runs. What a
-    curriculum allows stands apart from what it mixes."""
+    curriculum allows stands apart from what it mixes. How many samples a run in Megatron's order has is settled when
+    its horizon is known (`start_run.settle_samples`)."""
     mix = None if flags["curriculum"] is None else load(flags["curriculum"])
     plain = None if mix is None else replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False).to_json()
     return {**flags, "curriculum": plain, "allow_budget_mismatch": mix is not None and mix.allow_budget_mismatch,
             "allow_bucket_exhaustion": flags["allow_bucket_exhaustion"] or bool(mix and mix.allow_bucket_exhaustion),
             "vocab_size": tokenizer.get_vocab_size(), "tokenizer_fingerprint": tokenizer.fingerprint,
+            "blend_weights": parse_weights(flags["blend_weights"]),
+            "num_samples": -1 if flags["order"] == "megatron" else 0,
             "world_size": world_size, "packer_version": VERSION, "device_type": device_type,
             "cpu_threads": torch.get_num_threads() if device_type == "cpu" else None}
 
@@ -54,6 +58,7 @@ def build_model(settings: dict[str, Any], depth: int) -> GPT:
 
 def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tuple[dict[str, Any], Horizon, GPT]:
     """Settle what was left to the program. Returns (settings, horizon, the model on the meta device)."""
+    check_order(settings)
     model = build_model(settings, settings["depth"])
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -74,7 +79,7 @@ def resolve(settings: dict[str, Any], world_size: int, dtype: torch.dtype) -> tu
         Curriculum.from_json(settings["curriculum"]).phase_rows(settings["max_seq_len"], lanes)  # and so does this
     check_budget(settings, horizon)
     return {**settings, "total_batch_size": horizon.total_batch_size, "lanes": lanes, "leaves": leaves,
-            "dtype": str(dtype).removeprefix("torch.")}, horizon, model
+            "split": settle_split(settings), "dtype": str(dtype).removeprefix("torch.")}, horizon, model
 
 
 def curriculum_tokens(settings: dict[str, Any]) -> int:

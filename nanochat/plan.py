@@ -83,6 +83,7 @@ class Plan:
     allowed: bool  # whether dry buckets are dropped
     phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
     buckets: dict[str, BucketPlan]
+    samples: dict[str, Any] | None = None  # of Megatron's order, see nanochat.sample_plan; None for lanes
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import read_json, write_json
+from nanochat.common import get_base_dir, read_json, write_json
 from nanochat.curriculum import Curriculum
 from nanochat.data_files import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
+from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
+from nanochat.sample_stream import Config
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, scan
 from nanochat.tokenizer import RustBPETokenizer
@@ -35,14 +37,16 @@ class RunData:
 
 
 def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, val_path: Path | str | None = None, *,
-              data_format: str = "text", curriculum: Curriculum | None = None, strict: bool = False
-              ) -> dict[str, dict[str, Manifest]]:
+              data_format: str = "text", curriculum: Curriculum | None = None, strict: bool = False,
+              shares: str | None = None) -> dict[str, dict[str, Manifest]]:
     """What a run reads: {"train": {bucket: manifest}, "val": ...}. `old`: what it has pinned before ({} for a new one):
     the files of its buckets in use are compared with those below the given paths, and buckets that the curriculum did
-    not mix before are added.
+    not mix before are added. `shares`: --split of Megatron's order; None for lanes.
 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
+    if not old and shares is not None:
+        return find_prefixes(data_path, val_path, shares)
     roots = {"train": Path(data_path), "val": Path(data_path if val_path is None else val_path)}
     manifests = {split: dict(buckets) for split, buckets in old.items()}
     for split, buckets in old.items():
@@ -91,6 +95,8 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
 
 def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
     """The source of a manifest's files; `as_stored`: entries of shards keep their end-of-document id."""
+    if "documents" in manifest:
+        return DocumentRange(manifest, tokenizer)
     if manifest["files"][0]["name"].endswith(".bin"):
         return ShardSource(manifest, tokenizer, keep_eod=as_stored)
     if as_stored:
@@ -106,9 +112,16 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBP
     return RunData(tokenizer, train, {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()})
 
 
-def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None) -> StreamConfig:
+def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None) -> Config:
     """The stream of a run's resolved settings (config.json), by the names its flags have. `curriculum`: in place of the
     one that the run began with."""
+    if settings.get("order") == "megatron":
+        weights = settings["blend_weights"]
+        return SampleConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
+                            num_samples=settings["num_samples"], split=settings["split"],
+                            weights=None if weights is None else tuple(weights),
+                            eod_mask_loss=settings["eod_mask_loss"],
+                            index_cache=str(settings["index_cache"] or get_base_dir() / "index_cache"))
     mix = curriculum or settings["curriculum"]
     return StreamConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
                         layout=settings["packing"], long_docs=settings["long_docs"], overlap=settings["overlap"],
@@ -117,7 +130,7 @@ def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | N
                         packer_version=settings["packer_version"])
 
 
-def open_run(run_dir: Path) -> tuple[RunData, StreamConfig, dict[str, Any]]:
+def open_run(run_dir: Path) -> tuple[RunData, Config, dict[str, Any]]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
     the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = read_config(run_dir), pinned_data(run_dir)

@@ -21,9 +21,11 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.common import print0, read_json
 from nanochat.plan import BucketPlan, Plan, make_plan, plan_key
 from nanochat.rehearsal import with_lengths
-from nanochat.run_data import open_source, stream_config
+from nanochat.run_data import open_data, open_source, stream_config
 from nanochat.run_dir import PLAN_NAME
-from nanochat.start_run import Start, find_run_data
+from nanochat.sample_data import SampleConfig
+from nanochat.sample_plan import plan_samples
+from nanochat.start_run import Start, find_run_data, samples_taken
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,11 @@ def make_run_plan(run_dir: Path, start: Start, settings: Mapping[str, Any], toke
     nothing. `more` goes to `make_plan`. FileNotFoundError or ValueError for files that are gone, changed or broken."""
     config = stream_config(settings)
     manifests = find_run_data(run_dir, start, settings)["train"]
-    sources = {bucket: open_source(manifests[bucket], tokenizer, as_stored=config.layout == "binned")
+    if isinstance(config, SampleConfig):
+        return plan_samples(config, open_data({"train": manifests, "val": {}}, tokenizer).train, num_steps=num_steps,
+                            rows_per_step=settings["total_batch_size"] // config.T,
+                            taken=samples_taken(start, settings, num_steps)[0])
+    sources = {bucket: open_source(manifests[bucket], tokenizer, as_stored=not config.framed)
                for bucket in (config.curriculum.buckets if config.curriculum else manifests)}
     given: dict[str, Any] = {
         "rows_per_step": settings["total_batch_size"] // config.T, "num_steps": num_steps,
@@ -116,6 +122,9 @@ def describe(plan: Plan) -> list[str]:
     total, T = plan.rows_per_step * plan.T, plan.T
     lines = [f"plan: {plan.num_steps:,} steps of {total:,} tokens from {plan.V} lanes"
              + (", estimated from a sample of the text" if plan.estimate else "")]
+    if plan.samples is not None:
+        lines += [f"Megatron's order: {plan.samples['taken']:,} samples of {T:,} tokens, {plan.samples['there']:,} are "
+                  f"there over {plan.samples['epochs']} epochs of the prefixes"]
     names = list(plan.buckets)
     if len(plan.phases) > 1 or len(names) > 1:
         rows = [[str(i), f"{phase['first_step']:,}", f"{phase['tokens']:,}",

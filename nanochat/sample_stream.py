@@ -209,3 +209,9 @@ def open_stream(config: Config, sources: Mapping[str, Source], lanes: Sequence[i
     if isinstance(config, SampleConfig):
         return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)
     return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)
+
+
+def build_indices(config: Config, sources: Mapping[str, Source]) -> None:
+    """Have the index cache hold what a stream in Megatron's order will look for there; nothing to do for lanes."""
+    if isinstance(config, SampleConfig):
+        SampleStream(config, sources, [0], tokenizer="")

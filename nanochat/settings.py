@@ -41,6 +41,7 @@ _STREAM = Rule(False, "decides which tokens come in which order")
 _RATE = Rule(False, "what a step computes")
 _INTERVAL = Rule(True, "how often the run looks at itself, not what it learns")
 _HORIZON = Rule(True, "moves the end of the run: schedules stretch or shrink from here on", notify=True)
+_OLD = {"order": "lanes", "num_samples": 0, "eod_mask_loss": False}  # settings that older runs do not know
 _FILES = Rule(True, "a folder may move: the files are pinned by relative name and hash")
 _LIMIT = Rule(True, "when this launch ends, not what it computes")
 _ORIGIN = Rule(False, "what the run began with")
@@ -110,6 +111,13 @@ SETTINGS: dict[str, Rule] = {
     "overlap": _STREAM,
     "buffer_size": _STREAM,
     "packer_version": _STREAM,
+    "order": _STREAM,
+    "split": Rule(False, "decides which documents train and which validate", auto=None),
+    "blend_weights": _STREAM,
+    "eod_mask_loss": Rule(False, "decides which targets count"),
+    "num_samples": Rule(False, "Megatron's order is a shuffle of so many samples: another number is another order",
+                        auto=-1),
+    "index_cache": Rule(True, "speed only"),
     "curriculum": Rule(False, "decides which bucket a row comes from; --allow-curriculum-change allows it"),
     "allow_curriculum_change": Rule(True, "asks for this very resume"),
     "allow_bucket_exhaustion": Rule(True, "a lane whose bucket has run dry goes on with the others, or halts the run",
@@ -164,7 +172,7 @@ def compare_settings(old: dict[str, Any], new: dict[str, Any], *, defaults: dict
     `defaults` fills in what one side does not know (a setting that is newer than the run); without a default it counts
     as None. A batch size that the run's lanes do not divide is refused.
     """
-    old, new = {**(defaults or {}), **old}, {**(defaults or {}), **new}
+    old, new = {**_OLD, **(defaults or {}), **old}, {**_OLD, **(defaults or {}), **new}
     settled = inherit_settings(old, new)
     allowed: list[Change] = []
     refused: list[Change] = []

@@ -41,10 +41,12 @@ from nanochat.run_dir import (
     write_config,
 )
 from nanochat.run_state import Owner, check_free, claim
+from nanochat.sample_data import SampleConfig, open_samples
+from nanochat.sample_stream import open_stream
+from nanochat.schedule import Horizon
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.shutdown import FLAG_NAME
 from nanochat.sources import Manifest, Source
-from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,33 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=generation)
 
 
+def samples_taken(start: Start, settings: Mapping[str, Any], num_steps: int) -> tuple[int, int]:
+    """Of a run of `num_steps` steps in Megatron's order: (samples that it will have taken in the end, those of another
+    run that it goes on with included; samples that its data were shuffled for, by that run or else the same)."""
+    cursors = [] if start.position is None else load_checkpoint(start.position, verify=False).cursors
+    before = cursors[0] if cursors else {}
+    steps = num_steps - start.step + sum(n for step, n in start.skips.items() if step >= start.step)
+    needed = before.get("samples", 0) + steps * (settings["total_batch_size"] // settings["max_seq_len"])
+    return needed, before.get("stream", {}).get("num_samples", needed)
+
+
+def settle_samples(start: Start, settings: dict[str, Any], horizon: Horizon) -> dict[str, Any]:
+    """The resolved settings with the number of samples of a run in Megatron's order: those that its steps take when it
+    starts, and its own ever after; what goes on with another run's data has that one's. ValueError for a horizon that
+    takes more."""
+    if settings["order"] != "megatron":
+        return settings
+    needed, pinned = samples_taken(start, settings, horizon.num_iterations)
+    number = pinned if settings["num_samples"] == -1 else settings["num_samples"]
+    if needed > number:
+        last = horizon.num_iterations - -(-(needed - number) * settings["max_seq_len"] // horizon.total_batch_size)
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has {number:,}, as many as it "
+                         f"asked for when it began: another number would shuffle all of Megatron's order anew; end at "
+                         f"--num-iterations {last}, or start a new run with --model-tag NAME (with --order lanes runs "
+                         f"can be made longer)")
+    return {**settings, "num_samples": number}
+
+
 def check_home(run_dir: Path, *, at_rank0: bool) -> None:
     """ValueError where this machine has the run and rank 0's has not, which would start it anew."""
     if is_run_dir(run_dir) and not at_rank0:
@@ -217,6 +246,8 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     manifests of its data."""
     manifests = find_run_data(run_dir, start, settings)
     data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # what cannot be, binds nobody
+    if isinstance(config := stream_config(settings), SampleConfig):
+        open_samples(config, data.train)
     if start.checkpoint is None and start.position is not None:
         _check_position(start.position, data.train, settings, tokenizer)
     owner = claim(run_dir, start.generation)
@@ -245,7 +276,7 @@ def find_run_data(run_dir: Path, start: Start, settings: Mapping[str, Any]) -> d
     old = pinned_data(run_dir) if is_run_dir(run_dir) and not start.wipe else {}
     curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
     return find_data(old, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                     curriculum=curriculum, strict=settings["strict"])
+                     curriculum=curriculum, strict=settings["strict"], shares=settings["split"])
 
 
 def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str, Any], tokenizer: RustBPETokenizer
@@ -253,8 +284,8 @@ def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str
     """ValueError unless the data can go on where another run's was."""
     config = stream_config(settings)
     try:
-        Stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, new_curriculum=True, num_threads=1,
-               cursors=load_checkpoint(origin, verify=False).cursors).close()
+        open_stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, new_curriculum=True,
+                    num_threads=1, cursors=load_checkpoint(origin, verify=False).cursors).close()
     except ValueError as e:
         raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
 

@@ -40,10 +40,10 @@ from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
-from nanochat.order import StreamConfig
 from nanochat.ranks import on_rank0
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import list_runs, read_config
+from nanochat.sample_stream import Config
 from nanochat.tokenizer import RustBPETokenizer
 from scripts.sample import PROMPTS
 
@@ -96,7 +96,7 @@ def add_over_ranks(counts: np.ndarray, device: torch.device) -> np.ndarray:
     return total.cpu().numpy()
 
 
-def count_training_tokens(data: RunData, config: StreamConfig, num_tokens: int) -> np.ndarray:
+def count_training_tokens(data: RunData, config: Config, num_tokens: int) -> np.ndarray:
     """How often each token is a target in the first rows of the run's stream, as many rows from each lane, together at
     least `num_tokens` tokens: (vocab_size,) int64."""
     counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
@@ -107,7 +107,7 @@ def count_training_tokens(data: RunData, config: StreamConfig, num_tokens: int) 
     return counts
 
 
-def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig, *, eval_tokens: int,
+def measure_bpb(model: Any, data: RunData, stored: RunData, config: Config, *, eval_tokens: int,
                 device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1,
                 num_leaves: int = 1) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram
@@ -124,7 +124,7 @@ def measure_bpb(model: Any, data: RunData, stored: RunData, config: StreamConfig
     val, buckets = evaluate_buckets(model, {name: batches(source, eval_tokens // len(data.val), seen)
                                             for name, source in data.val.items()}, token_bytes)
     train = {name: evaluate_bpb(model, batches(source, eval_tokens, np.zeros_like(seen)), None, token_bytes)
-             for name, source in data.train.items()}
+             for name, source in data.train.items() if len(source.groups)}
     seen = add_over_ranks(seen, device)
     trained = on_rank0(lambda: count_training_tokens(stored, config, unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=data.tokenizer.token_dtype), seen)

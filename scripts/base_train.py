@@ -40,6 +40,7 @@ from nanochat.common import (
     run_main,
     setup_logging,
 )
+from nanochat.data_files import FORMATS
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.engine import Engine
@@ -55,11 +56,12 @@ from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
 from nanochat.run_state import RunState, identify
+from nanochat.sample_data import DEFAULT_SPLIT, ORDERS
+from nanochat.sample_stream import build_indices
 from nanochat.saving import Code, Outcome, Saver
 from nanochat.schedule import Horizon, Schedule
 from nanochat.shutdown import StopWatch, deadline, join_reasons
-from nanochat.sources import FORMATS
-from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settled
+from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples, settled
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
 from nanochat.watch import Watch
@@ -96,9 +98,20 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--window-pattern", default="SSSL", help="attention windows, tiled over layers: L full, S a quarter")
     g = p.add_argument_group("data")
     g.add_argument("--data-path", help=f"folder of text files (default: the {DEFAULT_DATASET.name} download)")
-    g.add_argument("--val-path", help="validation files (default: the last file below --data-path)")
+    g.add_argument("--val-path", help="validation files (default: the last file below --data-path; with --order "
+                   "megatron the whole documents of the valid split)")
     g.add_argument("--data-format", default="text", choices=list(FORMATS), help="text: parquet, jsonl, jsonl.gz | "
-                   "shards: what scripts.tok_shards makes")
+                   "shards: what scripts.tok_shards makes | megatron: Megatron's pairs of .bin and .idx")
+    g.add_argument("--order", default="lanes", choices=ORDERS, help="lanes: documents, packed | megatron: its own "
+                   "samples in its own shuffled order, row i of the run is sample i. Instead of reset_attention_mask: "
+                   "--attention-mode; reset_position_ids would change nothing")
+    g.add_argument("--split", help=f"with --order megatron: shares of training, validation, test (default: "
+                   f"{DEFAULT_SPLIT}; all for training where validation has data of its own)")
+    g.add_argument("--blend-weights", metavar="A,B", help="with --order megatron: the weight of each prefix (default: "
+                   "all of each prefix once; of a single one as much as it takes)")
+    g.add_argument("--eod-mask-loss", action="store_true", help="with --order megatron: no loss where the input is EOD")
+    g.add_argument("--index-cache", metavar="DIR", help="where shuffled indices of --order megatron are kept (default: "
+                   "<base dir>/index_cache)")
     g.add_argument("--curriculum", help="YAML file: which buckets (subfolders of the data) are mixed when")
     g.add_argument("--allow-bucket-exhaustion", action="store_true", help="go on without a bucket that has run dry")
     g.add_argument("--allow-curriculum-change", action="store_true", help="take up another curriculum at a restart")
@@ -403,6 +416,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         print0(f"{run_dir}: halted ({start.checkpoint}): {start.halted}; {WAY_ON}")
         return EXIT_HALTED
     on_rank0(lambda: check_model(start, model.config))
+    settings = on_rank0(lambda: settle_samples(start, settings, horizon))
     config = agree(lambda: stream_config(settings))
     schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
                                       args.final_lr_frac, horizon.weight_decay_scaled))
@@ -422,7 +436,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         if rank == 0:
             stop.clear(run_dir)
         agree(lambda: check_files(manifests))
-        data = agree(lambda: open_data(manifests, tokenizer, as_stored=config.layout == "binned"))
+        data = agree(lambda: open_data(manifests, tokenizer, as_stored=not config.framed))
 
         # model, optimizer, progress: fresh, another run's, or as they were saved
         model.to_empty(device=device)
@@ -448,12 +462,16 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
         watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
         stack.callback(watch.close)
-        loader = stack.enter_context(DataLoader(
-            config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
-            device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
-            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
-            drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed or start.checkpoint is None))
+        with dog.patience(LONG_S):  # Megatron's indices: rank 0 keeps them in the cache, or every rank shuffles
+            if world_size > 1:
+                on_rank0(lambda: build_indices(config, data.train))
+            loader = stack.enter_context(DataLoader(
+                config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
+                device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
+                num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
+                num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
+                drop_dry=settings["allow_bucket_exhaustion"],
+                new_curriculum=start.changed or start.checkpoint is None))
         saver = Saver(good=start.checkpoint, asynchronous=not args.sync_save, prune=lambda path: prune(
             run_dir, good=path, keep_last_k=args.keep_last_k, keep_milestone_every=args.keep_milestone_every))
         stack.callback(saver.close)

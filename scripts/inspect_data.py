@@ -31,16 +31,20 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from nanochat import sample_stream
 from nanochat.common import EXIT_FAILED, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
+from nanochat.data_files import FORMATS, split_train_val
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.run_data import open_run, open_source
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
-from nanochat.sources import FORMATS, Source, scan, split_train_val
-from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger
+from nanochat.sample_data import ORDERS, SampleConfig, check_order, find_prefixes, parse_weights, settle_split
+from nanochat.sample_stream import AnyRow, Config, SampleRow, SampleStream
+from nanochat.sources import Source, scan
+from nanochat.stream import LEDGER, Cursor, Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -48,7 +52,8 @@ log = logging.getLogger(__name__)
 DEFAULTS = {"max_seq_len": 2048, "seed": 42, "total_batch_size": 524288, "lanes": -1}  # else StreamConfig's
 CONFIG_FLAGS = {"max_seq_len": "T", "seed": "seed", "packing": "layout", "long_docs": "long_docs",
                 "overlap": "overlap", "buffer_size": "buffer_size", "pack": "pack"}  # flag -> field of StreamConfig
-STREAM_FLAGS = (*CONFIG_FLAGS, "data_path", "val_path", "data_format", "curriculum", "tokenizer",
+SAMPLE_FLAGS = {"order": "lanes", "split": None, "blend_weights": None, "eod_mask_loss": False, "num_samples": 0}
+STREAM_FLAGS = (*CONFIG_FLAGS, *SAMPLE_FLAGS, "data_path", "val_path", "data_format", "curriculum", "tokenizer",
                 "total_batch_size", "rows_per_step", "lanes")
 
 
@@ -92,7 +97,7 @@ class History:
 class Opened:
     """A stream that can be entered at any step."""
 
-    config: StreamConfig
+    config: Config
     sources: dict[str, Source]
     tokenizer: RustBPETokenizer
     base_rows: int  # of a step, where no log tells
@@ -122,17 +127,19 @@ class Opened:
                 return rows
         return self.base_rows
 
-    def config_at(self, step: int) -> StreamConfig:
+    def config_at(self, step: int) -> Config:
         """The stream's settings in a step: its curriculum may have been changed on the way."""
         mixes = [mix for since, mix in sorted(self.history.mixes.items()) if since <= step]
-        return replace(self.config, curriculum=mixes[-1]) if mixes else self.config
+        if mixes and isinstance(self.config, StreamConfig):
+            return replace(self.config, curriculum=mixes[-1])
+        return self.config
 
-    def stream(self, cursors: Sequence[Cursor] | None, step: int) -> Stream:
+    def stream(self, cursors: Sequence[Cursor] | None, step: int) -> Stream | SampleStream:
         """All lanes at a step, from their cursors or from the start."""
-        return Stream(self.config_at(step), self.sources, range(self.config.V), tokenizer=self.tokenizer.fingerprint,
-                      cursors=cursors, drop_dry=True, new_curriculum=True)
+        return sample_stream.open_stream(self.config_at(step), self.sources, range(self.config.V), cursors=cursors,
+                                         tokenizer=self.tokenizer.fingerprint, drop_dry=True, new_curriculum=True)
 
-    def advance(self, stream: Stream, steps: range) -> None:
+    def advance(self, stream: Stream | SampleStream, steps: range) -> None:
         """Pack what these steps take, the rows that they pass over too."""
         for step in tqdm(steps, desc=f"packing from step {steps.start}", unit=" steps", disable=None):
             for _ in range(1 + self.history.skips.get(step, 0)):
@@ -179,6 +186,9 @@ def open_flags(flags: dict[str, Any]) -> Opened:
     rows, rest = divmod(flags.get("rows_per_step", 0) * T or flags["total_batch_size"], T)
     if rest or rows < 1:
         raise ValueError(f"--total-batch-size: expected a multiple of {T} (--max-seq-len), got {rows * T + rest}")
+    if flags.get("order", "lanes") == "megatron":
+        return open_samples_of(flags, rows)
+    check_order({"data_format": "text", **SAMPLE_FLAGS, **flags})
     fields = {field: flags[name] for name, field in CONFIG_FLAGS.items() if name in flags}
     mix = load(flags["curriculum"]) if "curriculum" in flags else None
     lanes = default_lanes(rows) if flags["lanes"] == -1 else flags["lanes"]
@@ -189,6 +199,26 @@ def open_flags(flags: dict[str, Any]) -> Opened:
                             by_bucket=mix is not None)["train"]
     sources = {bucket: open_source(scan(path, found), tokenizer, as_stored=not config.framed)
                for bucket, found in files.items()}
+    return Opened(config, sources, tokenizer, rows)
+
+
+def open_samples_of(flags: dict[str, Any], rows: int) -> Opened:
+    """The same for --order megatron."""
+    path, val_path = flags.get("data_path", DEFAULT_DATASET.data_dir), flags.get("val_path")
+    flags = {"data_format": "text", "packing": "bestfit", "pack": True, "long_docs": "crop", "curriculum": None,
+             **SAMPLE_FLAGS, **flags, "data_path": path, "val_path": val_path}
+    check_order(flags)
+    if flags["num_samples"] < 1:
+        raise ValueError("--num-samples: needed with --order megatron, the steps of the run times the rows of a step")
+    weights, split = parse_weights(flags["blend_weights"]), settle_split(flags)
+    assert split is not None
+    lanes = default_lanes(rows) if flags["lanes"] == -1 else flags["lanes"]
+    config = SampleConfig(T=flags["max_seq_len"], V=lanes, seed=flags["seed"], num_samples=flags["num_samples"],
+                          split=split, weights=None if weights is None else tuple(weights),
+                          eod_mask_loss=flags["eod_mask_loss"])
+    tokenizer = find_tokenizer(flags.get("tokenizer"), path)
+    sources = {bucket: open_source(manifest, tokenizer)
+               for bucket, manifest in find_prefixes(path, val_path, split)["train"].items()}
     return Opened(config, sources, tokenizer, rows)
 
 
@@ -228,9 +258,17 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     return EXIT_FAILED if wrong else 0
 
 
-def describe(opened: Opened, row: Row, *, with_text: bool) -> list[dict[str, Any]]:
+def describe(opened: Opened, stream: Stream | SampleStream, row: AnyRow, *, with_text: bool
+             ) -> list[dict[str, Any]]:
     """Where each placement of a row comes from. `start` and `stop` count the document's tokens, BOS being token 0; a
-    continuation has a BOS of its own in front, which is in `tokens` but not in that range."""
+    continuation has a BOS of its own in front, which is in `tokens` but not in that range. Of Megatron's order: as
+    `SampleStream.describe` says."""
+    if isinstance(row, SampleRow) and isinstance(stream, SampleStream):
+        places = stream.describe(row)
+        ids = row.block.read()[0][row.at].tolist() if with_text else []
+        return [{**place, "text": opened.tokenizer.decode(ids[place["at"]:place["at"] + place["tokens"]])} if with_text
+                else place for place in places]
+    assert not isinstance(row, SampleRow)
     source, tokenizer, at, found = opened.sources[row.bucket], opened.tokenizer, 0, []
     tokens = np.zeros(opened.config.T + 1, np.uint32)
     if with_text:
@@ -262,7 +300,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
         for number, row in enumerate(stream.next_rows(num_rows // opened.config.V)):
             if args.row in (None, number):
                 head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
-                found = describe(opened, row, with_text=args.text)
+                found = describe(opened, stream, row, with_text=args.text)
                 if args.json:
                     print(json.dumps({**head, "documents": found}, ensure_ascii=False))
                 lines += [head | place for place in found]
@@ -335,6 +373,11 @@ def stream_flags() -> argparse.ArgumentParser:
             (["--overlap"], int, "tokens of context of a continuation (default: {overlap})"),
             (["--buffer-size"], int, "documents that wait in a lane (default: {buffer_size})")):
         flags.add_argument(*names, type=kind, metavar=kind.__name__.upper(), help=text.format(**default))
+    flags.add_argument("--order", choices=ORDERS, help="default: lanes; with megatron also:")
+    flags.add_argument("--num-samples", type=int, metavar="N", help="of the whole run, which decides their order")
+    flags.add_argument("--split", metavar="A,B,C", help="as of base_train")
+    flags.add_argument("--blend-weights", metavar="A,B", help="as of base_train")
+    flags.add_argument("--eod-mask-loss", action="store_true", help="as of base_train")
     flags.add_argument("--no-pack", dest="pack", action="store_false", help="with --packing binned: one entry a row")
     return parent
 

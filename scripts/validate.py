@@ -28,7 +28,7 @@ from nanochat.job import command_settings, find_tokenizer, resolve
 from nanochat.plan import BUDGET, Plan
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import describe, make_run_plan, problem, warnings
-from nanochat.start_run import begin
+from nanochat.start_run import begin, settle_samples
 from scripts import base_train
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, horizon, model = resolve(start.settings, args.world_size, get_compute_dtype(device, args.dtype))
     ok(f"configuration: {horizon.num_iterations:,} steps of {horizon.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
+    settings = settle_samples(start, settings, horizon)
     told = "a new run" if start.checkpoint is None and not is_run_dir(run_dir) else (
         f"goes on from {start.checkpoint}" if start.checkpoint else "starts again from step 0")
     ok(f"run directory {run_dir}: {told}")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat import readers
 from nanochat.dataloader import OFF, DataLoader, Dry
 from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.sample_data import (
@@ -211,6 +212,16 @@ def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
     assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 6
     assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
+
+
+def test_files_that_are_read_and_not_mapped_give_the_same_rows(pairs, monkeypatch):
+    expected = rows_of(stream_of(config_of(), sources_of(pairs)), 20)
+    monkeypatch.setenv(readers.ENVIRONMENT, "pread")
+    reads: list[int] = []
+    honest = readers.PreadReader.read
+    monkeypatch.setattr(readers.PreadReader, "read", lambda self, a, b: reads.append(b - a) or honest(self, a, b))
+    assert rows_of(stream_of(config_of(), sources_of(pairs)), 20) == expected
+    assert 0 < len(reads) < len(expected) / 4, "neighbours are read together"
 
 
 def test_cursors_of_other_data_or_of_two_checkpoints_are_refused(pairs, tmp_path):

@@ -1,0 +1,259 @@
+"""--order megatron through the commands: killed, resumed on other processes, looked into; what cannot be is refused."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanochat.common import read_json, run_main
+from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.megatron import GPTDataset
+from nanochat.run_data import open_run
+from nanochat.run_dir import iter_log
+from nanochat.sample_data import count_samples, open_samples
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import inspect_data, validate
+from tests import training
+from tests.toy import digest_of_row
+from tests.training import checkpoints, die_after_step, flags, run_dir, state_of, steps, succeed
+
+T, R, STEPS = 32, 8, 10
+SETTINGS: dict[str, Any] = {
+    "data_format": "megatron", "order": "megatron", "blend_weights": "30,70", "split": "90,10", "eod_mask_loss": True,
+    "max_seq_len": T, "total_batch_size": T * R, "num_iterations": STEPS, "save_every": 4, "eval_every": 5,
+    "eval_tokens": 16 * T, "depth": 1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a and b, pairs; the whole run of all tests here."""
+    folder = tmp_path_factory.mktemp("made")
+    with training.workplace(folder):
+        tokenizer = RustBPETokenizer.from_directory(folder / "tokenizer")
+        for seed, name in enumerate("ab"):
+            builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16)
+            for text in training.texts(60, seed=seed):
+                ids = [*tokenizer.encode(text), tokenizer.get_bos_token_id()]
+                builder.add_document(ids, [len(ids)])
+            builder.finalize(folder / f"{name}.idx")
+        succeed(**command(folder))
+    return folder
+
+
+def command(base: Path, **changed: Any) -> dict[str, Any]:
+    return {**SETTINGS, "data_path": f"{base / 'a'},{base / 'b'}", **changed}
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, made: Path) -> Iterator[dict[str, Any]]:
+    """The command, with the pairs somewhere else, and no run yet."""
+    with training.workplace(tmp_path) as base:
+        for name in "ab":
+            for ending in ("bin", "idx"):
+                (base / f"{name}.{ending}").hardlink_to(made / f"{name}.{ending}")
+        yield command(base)
+
+
+def take_over(made: Path, *names: str, tag: str = "run") -> None:
+    """Have the whole run here as it was when it had only these checkpoints."""
+    shutil.copytree(made / "runs" / "run", run_dir(tag))
+    for path in (run_dir(tag) / "checkpoints").iterdir():
+        if path.name not in names:
+            shutil.rmtree(path)
+
+
+def events(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
+    return [r for r in iter_log((folder or run_dir()) / "logs" / "train.jsonl") if r.get("event") == name]
+
+
+def digests_from(made: Path, sample: int, rows: int, num: int) -> list[str]:
+    """The digests of steps of so many rows, by DESIGN's words, from GPTDataset's samples."""
+    data, config, _ = open_run(made / "runs" / "run")
+    samples, found = open_samples(config, data.train), []  # type: ignore[arg-type]
+    for at in range(sample, sample + num * rows, rows):
+        total = 0
+        for i in range(rows):
+            s = samples[at + i]
+            total += digest_of_row(i, [*s["tokens"].tolist(), int(s["labels"][-1])], s["loss_mask"].int().tolist())
+        found.append(f"{total % 2**64:016x}")
+    return found
+
+
+def digests_of(first: int = 0, tag: str = "run", folder: Path | None = None) -> list[str]:
+    log = {r["step"]: r["digest"] for r in iter_log((folder or run_dir(tag)) / "logs" / "train.jsonl") if "digest" in r}
+    return [log[step] for step in range(first, max(log) + 1)]
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+def test_a_run_sees_the_samples_of_the_blend(made):
+    path = made / "runs" / "run"
+    assert digests_of(folder=path) == digests_from(made, 0, R, STEPS)
+    config, manifest = read_json(path / "config.json"), read_json(path / "data_manifest.json")
+    assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
+    assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {
+        "train": {"a": [0, 54], "b": [0, 54]}, "val": {"a": [54, 60], "b": [54, 60]}}
+    lines = [r for r in iter_log(path / "logs" / "train.jsonl") if "digest" in r]
+    assert all(line["loss/a"] != line["loss/b"] for line in lines)
+    assert set(events("val", path)[0]["buckets"]) == {"a", "b"}
+
+
+def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_the_same_run(made, workplace):
+    training.start(hook=partial(die_after_step, 6), leaves=2, sync_save=True, **workplace).wait_for_death()
+    assert checkpoints() == ["checkpoint-4"] and len(steps()) == 7
+    training.finish(2, device_batch_size=2, **workplace)
+    assert digests_of() == digests_of(folder=made / "runs" / "run")
+    written = [r["step"] for r in iter_log(run_dir() / "logs" / "train.jsonl") if "digest" in r]
+    assert written == [*range(7), *range(4, 10)]
+    ours, whole = (state_of(path / "checkpoints" / "final") for path in (run_dir(), made / "runs" / "run"))
+    assert ours["cursors"] == whole["cursors"]
+    vals, expected = (events("val", path) for path in (None, made / "runs" / "run"))
+    assert [v["step"] for v in vals] == [0, 5, 5, 10] and expected[0]["bpb"] == vals[0]["bpb"]
+    assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-5)
+
+
+def test_with_another_batch_size_the_next_sample_goes_on(made, workplace):
+    take_over(made, "checkpoint-4")
+    assert "would take 128 samples and has 80" in training.refuse(**{**workplace, "total_batch_size": 2 * R * T})
+    succeed(**{**workplace, "total_batch_size": 2 * R * T, "num_iterations": 7})
+    assert digests_of(4) == [*digests_from(made, 4 * R, 2 * R, 3), *digests_of(7, folder=made / "runs" / "run")]
+
+
+def test_steps_are_passed_over_and_the_run_is_that_much_shorter(made, workplace):
+    take_over(made, "checkpoint-4")
+    assert f"end at --num-iterations {STEPS - 2}" in training.refuse(**workplace, skip_steps="5:7")
+    succeed(**{**workplace, "num_iterations": STEPS - 2}, skip_steps="5:7")
+    everything = digests_of(folder=made / "runs" / "run")
+    assert [steps()[step]["digest"] for step in range(8)] == [*everything[:5], *everything[7:]]
+
+
+def test_a_new_run_goes_on_with_the_data_of_another(made, workplace):
+    take_over(made, "checkpoint-4", tag="origin")
+    more = {"init_from": "origin", "init_data": "continue"}
+    said = training.refuse(**{**workplace, "num_iterations": 7}, **more)
+    assert "would take 88 samples and has 80" in said and "end at --num-iterations 6" in said
+    succeed(**{**workplace, "num_iterations": 3}, **more)
+    assert digests_of() == digests_of(4, folder=made / "runs" / "run")[:3]
+    assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
+    said = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
+    assert re.search(r"--init-data continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", said)
+
+
+# ---- longer, shorter, other -----------------------------------------------------------------------------------------
+
+def test_a_run_cannot_be_made_longer_and_says_why(made, workplace):
+    take_over(made, "final")
+    said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
+    assert said == ("--num-iterations: the run would take 120 samples and has 80, as many as it asked for when it "
+                    "began: another number would shuffle all of Megatron's order anew; end at --num-iterations 10, or "
+                    "start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
+    assert "nothing to do" in succeed(**workplace).out
+    assert not (run_dir() / ".owner-000002.json").exists()
+
+
+@pytest.mark.parametrize("changed, message", [
+    ({"split": "80,20"}, "--split: the run has '90,10', the command says '80,20'"),
+    ({"blend_weights": "1,1"}, r"--blend-weights: the run has \[30.0, 70.0\], the command says \[1.0, 1.0\]"),
+    ({"eod_mask_loss": None}, "--eod-mask-loss: the run has True"),
+    ({"order": None, "blend_weights": None, "split": None, "eod_mask_loss": None}, "--order: the run has 'megatron'")])
+def test_what_decides_the_samples_may_not_change(made, workplace, changed, message):
+    take_over(made, "checkpoint-4")
+    assert re.search(message, training.refuse(**{**workplace, **changed}))
+
+
+@pytest.mark.parametrize("changed, message", [
+    ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
+    ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
+    ({"long_docs": "split"}, "--long-docs: it does nothing with --order megatron"),
+    ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
+    ({"order": None, "split": None}, "--blend-weights: it does nothing with --order lanes"),
+    ({"blend_weights": "1,2,3"}, r"--blend-weights: got 3 for 2 prefixes \(a, b\), expected one for each"),
+    ({"blend_weights": "0,2"}, "--blend-weights: got 0,2, expected numbers above 0"),
+    ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
+    ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
+    ({"split": "none"}, "--split: got 'none', expected shares of"),
+    ({"seed": -3}, "--seed: got -3, expected 0 to")])
+def test_what_cannot_be_is_refused_and_leaves_no_trace(workplace, changed, message):
+    said = training.refuse(**{**workplace, **changed})
+    assert re.search(message, said) and "\n" not in said
+    assert not run_dir().exists()
+
+
+def test_a_curriculum_has_no_place_in_megatrons_order(workplace, tmp_path):
+    (tmp_path / "mix.yaml").write_text("curriculum:\n- duration_tokens: 2560\n  mix: {a: 1, b: 1}\n")
+    said = training.refuse(**workplace, curriculum=tmp_path / "mix.yaml")
+    assert said.startswith("--curriculum: Megatron's order has one mix for the whole run (--blend-weights)")
+
+
+def test_a_file_that_changed_under_a_run_is_named(made, workplace, tmp_path):
+    take_over(made, "checkpoint-4")
+    data = bytearray((tmp_path / "b.idx").read_bytes())
+    (tmp_path / "b.idx").unlink()
+    data[40] ^= 1
+    (tmp_path / "b.idx").write_bytes(data)
+    assert "b.bin: changed since this run began" in training.refuse(**workplace)
+
+
+# ---- looked into ----------------------------------------------------------------------------------------------------
+
+def looked(capsys: pytest.CaptureFixture[str], *argv: Any, code: int = 0) -> str:
+    capsys.readouterr()
+    assert inspect_data.main([*map(str, argv)]) == code
+    return capsys.readouterr().out
+
+
+def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys, monkeypatch):
+    monkeypatch.setattr(GPTDataset, "rows", None)
+    monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it is shuffled")))
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and not run_dir().exists()
+    assert "Megatron's order: 80 samples of 32 tokens, 80 are there over [1, 1] epochs of the prefixes" in out
+    head, *rows = out.splitlines()[-3:]
+    found = [dict(zip(re.split(r"\s{2,}", head.strip()), re.split(r"\s{2,}", row.strip()))) for row in rows]
+    assert [f["trained"] for f in found] == [f"{n * T:,}" for n in (24, 56)]
+    assert [f["bucket"] for f in found] == ["a", "b"] and all(f["passes"].endswith(" of 1") for f in found)
+    assert [float(f["passes"].split()[0]) for f in found] == [
+        pytest.approx(n * T / int(f["tokens there"].replace(",", "")), abs=0.005) for n, f in zip((24, 56), found)]
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: validate.main(flags(**{**workplace, "blend_weights": None, "num_iterations": 500})))
+    assert end.value.code == 1 and "each prefix is gone over once" in capsys.readouterr().err
+
+
+def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, capsys):
+    path = made / "runs" / "run"
+    lines = [json.loads(x) for x in looked(capsys, "digest", f"--run={path}", "--steps=3:10", "--world-size=3"
+                                           ).splitlines()]
+    assert [line["match"] for line in lines] == [True] * 7
+    by_flags = [f"--data-path={workplace['data_path']}", f"--tokenizer={made / 'tokenizer'}", f"-T={T}", "--lanes=4",
+                f"--rows-per-step={R}", "--data-format=megatron", "--order=megatron", f"--num-samples={R * STEPS}",
+                "--blend-weights=30,70", "--split=90,10", "--eod-mask-loss"]
+    again = [json.loads(x) for x in looked(capsys, "digest", "--steps=3:10", *by_flags).splitlines()]
+    assert [line["digest"] for line in again] == [line["digest"] for line in lines]
+    (row,) = [json.loads(x) for x in looked(capsys, "rows", f"--run={path}", "--step=7", "--row=5", "--json", "--text"
+                                            ).splitlines()]
+    data, config, _ = open_run(path)
+    samples = open_samples(config, data.train)  # type: ignore[arg-type]
+    sample = samples[7 * R + 5]
+    ids = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+    assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
+    assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
+    assert sum(place["tokens"] for place in row["documents"]) == T + 1
+    assert "document" in looked(capsys, "rows", f"--run={path}", "--step=0").splitlines()[0]
+    balanced = looked(capsys, "ledger", f"--run={path}").splitlines()
+    rows = {line.split()[0]: [int(x.replace(",", "")) for x in line.split()[1:-1]] for line in balanced[2:]}
+    for name, count in zip("ab", count_samples(samples, R * STEPS)):
+        read, bos, repeated, emitted, cropped, pending, _, given, *_, balance = rows[name]
+        assert (read, repeated, emitted, given) == (count * T, count, count * (T + 1), count)
+        assert bos == cropped == pending == balance == 0
+    with pytest.raises(ValueError, match="--num-samples: needed with --order megatron"):
+        inspect_data.main(["digest", "--steps=0:1", *[f for f in by_flags if "num-samples" not in f]])
+    with pytest.raises(ValueError, match="--split: it does nothing with --order lanes"):
+        inspect_data.main(["digest", "--steps=0:1", f"--data-path={made / 'data'}", "--split=9,1"])

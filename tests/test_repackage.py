@@ -143,7 +143,7 @@ def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsy
 
 @pytest.mark.parametrize("name, content, says", [
     ("a.parquet", b"PAR1 rubbish", "not a readable parquet"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000)[:-20], "broken gzip"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "broken gzip"),
     ("a.jsonl.gz", b"not gzip", "broken gzip"),
     ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
     ("a.txt", b"text", "found no"),

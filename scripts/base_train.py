@@ -462,16 +462,15 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
         watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
         stack.callback(watch.close)
-        with dog.patience(LONG_S):  # Megatron's indices: rank 0 keeps them in the cache, or every rank shuffles
-            if world_size > 1:
-                on_rank0(lambda: build_indices(config, data.train))
-            loader = stack.enter_context(DataLoader(
-                config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
-                device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-                num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
-                num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
-                drop_dry=settings["allow_bucket_exhaustion"],
-                new_curriculum=start.changed or start.checkpoint is None))
+        if world_size > 1:  # of Megatron's order: rank 0 shuffles and keeps the indices, the others find them
+            on_rank0(lambda: build_indices(config, data.train))
+            dog.beat()
+        loader = stack.enter_context(DataLoader(
+            config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
+            device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
+            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
+            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
+            drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed or start.checkpoint is None))
         saver = Saver(good=start.checkpoint, asynchronous=not args.sync_save, prune=lambda path: prune(
             run_dir, good=path, keep_last_k=args.keep_last_k, keep_milestone_every=args.keep_milestone_every))
         stack.callback(saver.close)

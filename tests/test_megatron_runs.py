@@ -99,6 +99,8 @@ def test_a_run_sees_the_samples_of_the_blend(made):
     assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
     assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {
         "train": {"a": [0, 54], "b": [0, 54]}, "val": {"a": [54, 60], "b": [54, 60]}}
+    data = open_run(path)[0]
+    assert [int(s.groups.sum()) for s in (*data.train.values(), *data.val.values())] == [54, 54, 6, 6]
     lines = [r for r in iter_log(path / "logs" / "train.jsonl") if "digest" in r]
     assert all(line["loss/a"] != line["loss/b"] for line in lines)
     assert set(events("val", path)[0]["buckets"]) == {"a", "b"}
@@ -154,7 +156,19 @@ def test_a_run_cannot_be_made_longer_and_says_why(made, workplace):
                     "began: another number would shuffle all of Megatron's order anew; end at --num-iterations 10, or "
                     "start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
     assert "nothing to do" in succeed(**workplace).out
+    shutil.rmtree(run_dir() / "checkpoints")
+    assert training.refuse(**{**workplace, "num_iterations": STEPS + 5}) == said, "nor before its first checkpoint"
     assert not (run_dir() / ".owner-000002.json").exists()
+
+
+def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
+    flags = {**workplace, "split": None, "blend_weights": None, "val_path": workplace["data_path"].split(",")[1]}
+    succeed(**{**flags, "num_iterations": 2, "eval_every": -1})
+    assert read_json(run_dir() / "config.json")["split"] == "1,0,0"
+    data = open_run(run_dir())[0]
+    assert [int(s.groups.sum()) for s in (*data.train.values(), *data.val.values())] == [60, 60, 60]
+    shutil.rmtree(run_dir() / "checkpoints")
+    assert "completed: 256 tokens" in succeed(**{**flags, "num_iterations": 1, "eval_every": -1}).out
 
 
 @pytest.mark.parametrize("changed, message", [
@@ -174,6 +188,7 @@ def test_what_decides_the_samples_may_not_change(made, workplace, changed, messa
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
     ({"order": None, "split": None}, "--blend-weights: it does nothing with --order lanes"),
     ({"blend_weights": "1,2,3"}, r"--blend-weights: got 3 for 2 prefixes \(a, b\), expected one for each"),
+    ({"blend_weights": "1", "plan": "off"}, "--blend-weights: got 1 for 2 prefixes"),
     ({"blend_weights": "0,2"}, "--blend-weights: got 0,2, expected numbers above 0"),
     ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),

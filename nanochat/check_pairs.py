@@ -21,6 +21,7 @@ from tqdm import tqdm
 from nanochat.common import hash_file
 from nanochat.indexed import Documents
 from nanochat.pairs import blocks, open_entries, read_entries
+from nanochat.places import local
 from nanochat.readers import open_reader
 from nanochat.shards import MANIFEST_NAME, Index
 
@@ -103,7 +104,7 @@ def check_pair(path: Path, expected: Expected, T: int, bar: tqdm) -> tuple[Facts
             bin_hash = check_ids(index, expected if ascending else None, facts, problems, bar)
         if expected.record is not None:
             found = {"entries": len(index), "tokens": index.num_tokens, "bin_bytes": path.stat().st_size,
-                     "bin_hash": bin_hash, "idx_hash": hash_file(path.with_suffix(".idx")),
+                     "bin_hash": bin_hash, "idx_hash": hash_file(local(path.with_suffix(".idx"))),
                      **({"documents": facts.documents} if ascending else {})}
             compare_record(found, expected.record, problems)
     except (ValueError, OSError) as e:
@@ -163,7 +164,7 @@ def ends_by_index(index: Index, first: int, last: int) -> np.ndarray:
 def check_ids(index: Any, expected: Expected | None, facts: Facts, problems: Problems, bar: tqdm) -> str:
     """Read .bin in blocks; gives back its checksum. Nothing but that if `expected` is None."""
     digest, at = hashlib.blake2b(digest_size=16), 0
-    with open(index.path, "rb") as f:
+    with index.path.open("rb") as f:
         eod = None if expected is None else last_id(f, index) if expected.eod is None else expected.eod
         while data := f.read(BLOCK_BYTES):
             digest.update(data)

@@ -9,8 +9,9 @@ Which files are data: those of a format below a folder, split for training and v
     DIR/web/a.bin  DIR/web/b.bin                                      train: web [a];            val: web [b]
     PREFIX,PREFIX                                                     paths of pairs without their endings, in order
 
-What is hidden is not looked at. A folder that has pairs of both formats is refused: which of them were meant nobody can
-tell, and to leave one kind out would make the data silently less.
+Each of these paths may be of object storage (places.py). What is hidden is not looked at. A folder that has pairs of
+both formats is refused: which of them were meant nobody can tell, and to leave one kind out would make the data
+silently less.
 """
 
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from nanochat.dataset import list_parquet_files, pinned_dataset
 from nanochat.indexed import pair_paths
 from nanochat.pairs import open_entries, pair_format
+from nanochat.places import fetch, place
+from nanochat.remote import is_remote
 
 FORMATS = {"text": (".parquet", ".jsonl", ".jsonl.gz"), "shards": (".bin",), "megatron": (".bin",)}
 BUCKET = "data"  # the name of the bucket where there is only one
@@ -27,17 +30,18 @@ BUCKET = "data"  # the name of the bucket where there is only one
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """All files of a format below a folder in the order of their relative paths; a single file is itself. Of pairs
     also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order given."""
-    path = Path(path)
+    path = place(path)
     if path.is_file():
         return [path]
     if is_prefixes(path):
-        return [_pair_at(Path(prefix), data_format) for prefix in str(path).split(",")]
+        return [_pair_at(place(prefix), data_format) for prefix in str(path).split(",")]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours")
     there = [f for f in path.rglob("*") if f.name.endswith((*FORMATS[data_format], ".idx")) and f.is_file()
              and not any(part.startswith(".") for part in f.relative_to(path).parts)]
     files = [f for f in there if f.name.endswith(FORMATS[data_format])]
+    fetch(f for f in there if f.suffix == ".idx")
     if data_format != "text":
         for idx in sorted({f for f in there if f.suffix == ".idx"} - {f.with_suffix(".idx") for f in files}):
             open_entries(idx)  # raises: a lost .bin must not make the data silently less
@@ -65,7 +69,7 @@ def _of_format(folder: Path, files: list[Path], data_format: str) -> list[Path]:
 
 def is_prefixes(path: Path | str) -> bool:
     """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them."""
-    return not Path(path).exists() and ("," in str(path) or any(p.exists() for p in pair_paths(path)))
+    return not place(path).exists() and ("," in str(path) or any(p.exists() for p in pair_paths(path)))
 
 
 def _pair_at(prefix: Path, data_format: str) -> Path:
@@ -84,9 +88,13 @@ def _pair_at(prefix: Path, data_format: str) -> Path:
 
 def data_folder(path: Path | str) -> Path:
     """What the names of files below a --data-path are relative to: itself, or the folder of a file or of prefixes."""
-    path = Path(path)
+    path = place(path)
     if is_prefixes(path):
-        return Path(os.path.commonpath([Path(prefix).parent for prefix in str(path).split(",")]))
+        folders = [place(prefix).parent for prefix in str(path).split(",")]
+        if len({f.parts[:2] if is_remote(f) else () for f in folders}) > 1:
+            raise ValueError(f"{path}: prefixes of several buckets, or of a bucket and this machine; the data of a run "
+                             f"lie in one of them")
+        return place(os.path.commonpath(folders))
     return path.parent if path.is_file() else path
 
 
@@ -102,11 +110,11 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     `val_path` names validation files in place of the last ones; each of its subfolders is a bucket of its own.
     ValueError or FileNotFoundError where files for one of the two are missing.
     """
-    root = Path(data_path)
+    root = place(data_path)
     if pinned_dataset(root):
         list_parquet_files(root)  # insists on the validation shard of a known data set
     laid_out = (root / "train").is_dir()
-    val = None if val_path is None else _buckets(Path(val_path), data_format)
+    val = None if val_path is None else _buckets(place(val_path), data_format)
     if laid_out and val is None:
         if not (root / "val").is_dir():
             raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")

@@ -38,6 +38,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from nanochat.common import fsync_dir, get_base_dir, read_json, run_main, setup_logging, write_json
+from nanochat.places import local, place
 
 log = logging.getLogger(__name__)
 
@@ -112,10 +113,10 @@ def read_texts(file: pq.ParquetFile, group: int, name: str) -> list[str]:
 def pinned_dataset(data_dir: Path | str) -> Dataset | None:
     """The known data set that a folder holds, by the marker that the downloader left there or by its place; None for
     any other folder, in which simply the last file is validation."""
-    marker = Path(data_dir) / MARKER
+    marker = place(data_dir) / MARKER
     if not marker.exists():
-        return next((d for d in DATASETS.values() if d.data_dir.resolve() == Path(data_dir).resolve()), None)
-    name = read_json(marker).get("name")
+        return next((d for d in DATASETS.values() if d.data_dir.resolve() == place(data_dir).resolve()), None)
+    name = read_json(local(marker)).get("name")
     if name not in DATASETS:
         raise ValueError(f"{marker}: unknown data set {name!r}, expected one of {', '.join(DATASETS)}")
     return DATASETS[name]
@@ -125,7 +126,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: the default data set's) in the order of their relative
     paths; the last one is validation. FileNotFoundError where there is none, or where the folder holds a known data
     set without its validation shard; ValueError where that shard would not be the last."""
-    root = Path(data_dir) if data_dir is not None else DEFAULT_DATASET.data_dir
+    root = place(data_dir) if data_dir is not None else DEFAULT_DATASET.data_dir
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.parquet") if p.is_file())
     names = [n for n in names if not any(part.startswith(".") for part in n.split("/"))]
     pinned = pinned_dataset(root)

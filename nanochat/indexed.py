@@ -23,6 +23,7 @@ Rejected: the offsets of shards.py made of lengths at opening, which would be on
 bytes a document and takes seconds at 10^8.
 """
 
+import contextlib
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.readers import IdReader, MappedReader, PreadReader, Range, map_file
+from nanochat.places import local, place
+from nanochat.readers import IdReader, Range, map_file, open_reader
 from nanochat.shards import PairFiles, ShardWriter
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -62,7 +64,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 def pair_paths(path_prefix: Path | str) -> tuple[Path, Path]:
     """(.bin, .idx) of a prefix, which may have dots in it."""
-    prefix = Path(path_prefix)
+    prefix = place(path_prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
 
@@ -73,7 +75,7 @@ class Index:
 
     def __init__(self, path: Path | str, *, multimodal: bool = False):
         """ValueError or FileNotFoundError naming the file if it is no whole index."""
-        self.path = path = Path(path)
+        self.path = path = place(path)
         self.dtype, n, boundaries, size = read_header(path)
         expected = HEADER.size + 12 * n + 8 * boundaries
         if size - expected not in ((n,) if multimodal else (0, n)):
@@ -81,7 +83,7 @@ class Index:
                              f"{boundaries:,} document boundaries{' with modes' * multimodal}; it was cut short or is "
                              f"of another kind: fetch or make it again")
         self.has_modes = n > 0 and size == expected + n  # whether read or not
-        data, at = map_file(path), HEADER.size
+        data, at = map_file(local(path)), HEADER.size
         self.sequence_lengths = np.frombuffer(data, "<i4", n, at)
         self.sequence_pointers = np.frombuffer(data, "<i8", n, at + 4 * n)
         self.document_indices = np.frombuffer(data, "<i8", boundaries, at + 12 * n)
@@ -121,9 +123,10 @@ class Index:
         return found
 
 
-def _open(path: Path) -> Any:
+@contextlib.contextmanager
+def _missing_told(path: Path) -> Iterator[None]:
     try:
-        return open(path, "rb")
+        yield
     except FileNotFoundError:
         other = path.with_name(path.name[:-4] + (".bin" if path.suffix == ".idx" else ".idx"))
         why = (f"but {other.name} is there; bring it back (Megatron's files are pairs of .bin and .idx)"
@@ -134,7 +137,7 @@ def _open(path: Path) -> Any:
 def read_header(path: Path) -> tuple[np.dtype, int, int, int]:
     """(type of the ids, sequences, document boundaries, bytes of the file) of an .idx, from its first 34 bytes.
     ValueError if it is none."""
-    with _open(path) as f:
+    with _missing_told(path), open(local(path), "rb") as f:
         header, size = f.read(HEADER.size), f.seek(0, 2)
     if len(header) < HEADER.size:
         raise ValueError(f"{path}: {len(header)} bytes, expected a header of {HEADER.size}; it was cut short: fetch or "
@@ -165,10 +168,10 @@ class IndexedDataset:
         self.path_prefix, self.multimodal = str(path_prefix), multimodal
         self.bin_path, idx_path = pair_paths(path_prefix)
         self.index = Index(idx_path, multimodal=multimodal)
-        with _open(self.bin_path) as f:
-            self.file_bytes = f.seek(0, 2)
+        with _missing_told(self.bin_path):
+            self.file_bytes = self.bin_path.stat().st_size
         self.index.checked(np.array([0, -1], np.int64)[:2 * len(self)], self.file_bytes)
-        self.reader: IdReader = (MappedReader if mmap else PreadReader)(self.bin_path, self.dtype)
+        self.reader: IdReader = open_reader(self.bin_path, self.dtype, mapped=mmap)
 
     @property
     def dtype(self) -> np.dtype:
@@ -264,8 +267,8 @@ class Documents:
 def open_documents(path: Path) -> Documents:
     """The documents of a pair, given by its .bin. Errors as of `IndexedDataset`."""
     index = Index(path.with_name(path.name[:-4] + ".idx"))
-    with _open(path) as f:
-        file_bytes = f.seek(0, 2)
+    with _missing_told(path):
+        file_bytes = path.stat().st_size
     index.checked(np.array([0, -1], np.int64)[:2 * len(index)], file_bytes)
     if len(index.document_indices) == 1:
         raise ValueError(f"{index.path}: no document in it; delete the pair or make it again")

@@ -17,6 +17,7 @@ import numpy as np
 
 from nanochat import indexed, shards
 from nanochat.common import hash_bytes
+from nanochat.places import etag_of, local
 from nanochat.readers import IdReader, Range
 from nanochat.shards import MANIFEST_NAME, REDO, ShardWriter, read_index, read_manifest, record_groups
 
@@ -52,7 +53,7 @@ class Entries(Protocol):
 def pair_format(path: Path) -> str | None:
     """The name of a pair's format, given either file; None if its index is not there or begins with nothing known."""
     try:
-        with open(path.with_suffix(".idx"), "rb") as f:
+        with open(local(path.with_suffix(".idx")), "rb") as f:
             head = f.read(max(map(len, MAGICS.values())))
     except FileNotFoundError:
         return None
@@ -100,9 +101,9 @@ def read_entries(entries: Entries, reader: IdReader, first: int, last: int
 
 
 def scan_file(path: Path, name: str) -> dict[str, Any]:
-    """What pins a pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups"}. `footer` hashes
-    size, header and both ends of the .idx. ValueError or FileNotFoundError naming the file if the pair is not whole
-    or not what manifest.json says."""
+    """What pins a pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups", and in a store the
+    "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx. ValueError or FileNotFoundError naming
+    the file if the pair is not whole or not what manifest.json says."""
     index = open_entries(path)
     manifest = read_manifest(path.parent)
     record = None if manifest is None else manifest["shards"].get(path.stem)
@@ -116,12 +117,12 @@ def scan_file(path: Path, name: str) -> dict[str, Any]:
     if sum(groups) != len(index) or min(groups) < 1:
         raise ValueError(f"{path}: the groups in {MANIFEST_NAME} hold {sum(groups):,} entries, the file "
                          f"{len(index):,}; {REDO}")
-    return {"name": name, "size": size, "footer": _footer(path.with_suffix(".idx")), "groups": groups}
+    return {"name": name, "size": size, "footer": _footer(path.with_suffix(".idx")), "groups": groups, **etag_of(path)}
 
 
 def _footer(idx: Path) -> str:
     start = (indexed if pair_format(idx) == "megatron" else shards).HEADER.size
-    with open(idx, "rb") as f:
+    with open(local(idx), "rb") as f:
         size = f.seek(0, 2)
         f.seek(0)
         header, head = f.read(start), f.read(EDGE_BYTES)

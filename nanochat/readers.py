@@ -3,7 +3,7 @@ Readers: the ids of a file of tokens, wherever the file lies.
 
     MappedReader   memory map          read() is a view and costs nothing; the default
     PreadReader    pread, no map       for file systems on which page faults stall or a truncated file must not kill
-    (remote.py)    object storage      byte ranges over HTTP
+    RemoteReader   object storage      byte ranges over HTTP (block_cache.py)
 
 All three are an `IdReader`: read-only elements begin .. end - 1, by one range or by many. Whoever reads asks `mapped`
 once: what is not mapped is worth reading ahead, in another thread, and in stretches as long as can be.
@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from nanochat.places import StorePath, stat_of
+
 ENVIRONMENT = "NANOCHAT_READER"
 NEAR_IDS = 1 << 14  # what a read may take along unasked, to be one instead of two
 Range = tuple[int, int]  # begin, end
@@ -38,6 +40,9 @@ class IdReader(Protocol):
 
     def read_many(self, ranges: Sequence[Range]) -> list[np.ndarray]:
         """`read` of each range, in their order; neighbours are read together."""
+
+    def will_need(self, ranges: Sequence[Range]) -> None:
+        """Ranges that `read` will be asked for soon; returns at once."""
 
     def close(self) -> None:
         """Give back what is held open; arrays that were given out stay."""
@@ -66,6 +71,9 @@ class MappedReader:
     def read_many(self, ranges: Sequence[Range]) -> list[np.ndarray]:
         """Views."""
         return [self._ids[begin:end] for begin, end in ranges]
+
+    def will_need(self, ranges: Sequence[Range]) -> None:
+        """Nothing to do: the kernel reads ahead."""
 
     def close(self) -> None:
         """Nothing to do: the map goes with its last view."""
@@ -111,6 +119,9 @@ class PreadReader:
         """Elements of each range; views where ranges were read together."""
         return read_near(self.read, ranges)
 
+    def will_need(self, ranges: Sequence[Range]) -> None:
+        """Nothing to do: the kernel reads ahead."""
+
     def close(self) -> None:
         """Close the file; the next read opens it again."""
         with self._lock:
@@ -147,12 +158,18 @@ def read_near(read: Callable[[int, int], np.ndarray], ranges: Sequence[Range], *
 
 def is_mapped(path: Path) -> bool:
     """Whether `open_reader` maps a file. ValueError if the environment names no reader."""
+    if isinstance(path, StorePath):
+        return False
     kind = os.environ.get(ENVIRONMENT) or "mmap"
     if kind not in ("mmap", "pread"):
         raise ValueError(f"{ENVIRONMENT}={kind}: expected mmap or pread")
     return kind == "mmap"
 
 
-def open_reader(path: Path, dtype: np.dtype) -> IdReader:
-    """The reader of a file of ids that this process should use."""
-    return MappedReader(path, dtype) if is_mapped(path) else PreadReader(path, dtype)
+def open_reader(path: Path, dtype: np.dtype, *, mapped: bool | None = None) -> IdReader:
+    """The reader of a file of ids that this process should use; `mapped`: which of the two for a file on disk."""
+    if isinstance(path, StorePath):
+        from nanochat.block_cache import RemoteReader
+
+        return RemoteReader(path, dtype, stat=stat_of(path))
+    return (MappedReader if (is_mapped(path) if mapped is None else mapped) else PreadReader)(path, dtype)

@@ -16,6 +16,7 @@ first remote path is used. Retries, time-outs and log lines are patience.py's, r
 
 import contextlib
 import fcntl
+import functools
 import io
 import os
 import re
@@ -36,6 +37,7 @@ SCHEMES = ("s3", "gs", "az", "msc")
 PART_BYTES = 4 << 20  # the largest range that is asked for at once
 PARTS_AHEAD = 8  # of a file that is read from end to end
 TAIL_BYTES = 1 << 18  # of a RemoteFile, read together: a parquet footer, mostly
+KEPT_TAILS = 128  # 32 MB
 GONE = "bring the old object back, or start a new run (--model-tag)"
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
@@ -70,8 +72,8 @@ def is_remote(path: AnyPath) -> bool:
 
 
 def url(path: AnyPath) -> str:
-    """A remote path as text, with the two slashes that a pathlib.Path loses."""
-    return re.sub(rf"^({'|'.join(SCHEMES)}):/+", r"\1://", os.fspath(path))
+    """A remote path, or several with commas between them, as text with the two slashes that a pathlib.Path loses."""
+    return re.sub(rf"(^|,)({'|'.join(SCHEMES)}):/+", r"\1\2://", os.fspath(path))
 
 
 def split(path: AnyPath) -> tuple[str, str, str]:
@@ -147,16 +149,24 @@ def iter_parts(stat: Stat, begin: int, end: int) -> Iterator[memoryview]:
 
 # ---- objects --------------------------------------------------------------------------------------------------------
 
-def head(path: AnyPath) -> Stat:
-    """Look at an object. FileNotFoundError where it, or its bucket, is not there."""
-    def ask(client: Client, key: str) -> Found:
+def find(path: AnyPath) -> Stat | None:
+    """Look at an object; None where it is not there. FileNotFoundError where its bucket is not."""
+    def ask(client: Client, key: str) -> Found | None:
         try:
             return client.head(key)
         except FileNotFoundError:
             client.list(key)  # raises: a HEAD does not tell a missing bucket from a missing object
-            raise
+            return None
     found = _ask(path, ask)
-    return Stat(url(path), found.size, found.etag)
+    return None if found is None else Stat(url(path), found.size, found.etag)
+
+
+def head(path: AnyPath) -> Stat:
+    """Look at an object. FileNotFoundError where it, or its bucket, is not there."""
+    stat = find(path)
+    if stat is None:
+        raise FileNotFoundError(f"{url(path)}: no such object")
+    return stat
 
 
 def list_files(prefix: AnyPath) -> list[Stat]:
@@ -241,15 +251,19 @@ def _alone(lock: Path, what: str) -> Iterator[None]:
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=KEPT_TAILS)
+def _tail(stat: Stat) -> bytes:
+    return read_bytes(stat.path, max(0, stat.size - TAIL_BYTES), stat=stat)
+
+
 class RemoteFile(io.RawIOBase):
     """An object as a file that pyarrow reads: each read is a byte range (a long one several at once), the last
-    TAIL_BYTES are read together and kept."""
+    TAIL_BYTES are read together, and kept for the KEPT_TAILS files used last: each row group begins at the footer."""
 
     def __init__(self, path: AnyPath, *, stat: Stat | None = None):
         super().__init__()
         self.stat = stat or head(path)
         self._at = 0
-        self._tail: bytes | None = None
 
     def readable(self) -> bool:
         return True
@@ -280,9 +294,7 @@ class RemoteFile(io.RawIOBase):
         tail = max(0, self.stat.size - TAIL_BYTES)
         if begin < tail:
             return read_bytes(self.stat.path, begin, end, stat=self.stat)
-        if self._tail is None:
-            self._tail = read_bytes(self.stat.path, tail, stat=self.stat)
-        return self._tail[begin - tail:end - tail]
+        return _tail(self.stat)[begin - tail:end - tail]
 
     def readall(self) -> bytes:
         return self.read()

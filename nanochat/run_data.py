@@ -17,6 +17,8 @@ from nanochat.common import get_base_dir, read_json, write_json
 from nanochat.curriculum import Curriculum
 from nanochat.data_files import split_train_val
 from nanochat.order import StreamConfig
+from nanochat.places import begin, etag_of, fetch, place
+from nanochat.remote import is_remote
 from nanochat.run_dir import read_config
 from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
 from nanochat.sample_stream import Config
@@ -47,7 +49,7 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
     """
     if not old and shares is not None:
         return find_prefixes(data_path, val_path, shares)
-    roots = {"train": Path(data_path), "val": Path(data_path if val_path is None else val_path)}
+    roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
     manifests = {split: dict(buckets) for split, buckets in old.items()}
     for split, buckets in old.items():
         for bucket, manifest in buckets.items():
@@ -83,14 +85,20 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
     """Whether this machine has the files of a run's manifests, by their sizes; rank 0 has compared more (`find_data`).
     FileNotFoundError or ValueError names the first that is missing or of another size."""
     for manifest in (m for buckets in manifests.values() for m in buckets.values()):
+        root = place(manifest["root"])
+        if is_remote(root):
+            root.is_dir()  # list it once
+            fetch((root / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
         for entry in manifest["files"]:
-            path = Path(manifest["root"]) / entry["name"]
+            path = root / entry["name"]
             if not path.exists():
                 raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the data itself: copy or "
                                         f"mount the same files there under the same path")
             if (size := as_parquet(path).stat().st_size) != entry["size"]:  # jsonl is converted on each machine
                 raise ValueError(f"{path}: {size:,} bytes, the run's manifest says {entry['size']:,}; each machine of "
                                  f"a launch needs the same files under the same path: copy it there again")
+            if (found := etag_of(path).get("etag")) != entry.get("etag", found):
+                raise ValueError(f"{path}: it changed since this launch began (ETag {entry['etag']} then, {found} now)")
 
 
 def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
@@ -134,6 +142,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Config, dict[str, Any]]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
     the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = read_config(run_dir), pinned_data(run_dir)
+    begin(settings.get("object_storage_cache"))
     if not manifests:
         raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any data; start it first")
     for buckets in manifests.values():

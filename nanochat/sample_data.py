@@ -31,6 +31,7 @@ from nanochat.common import hash_json
 from nanochat.data_files import data_folder, find_files, split_train_val
 from nanochat.indexed import Index
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, split_matrix
+from nanochat.places import place
 from nanochat.readers import is_mapped
 from nanochat.shard_source import ShardSource
 from nanochat.shards import GROUP_ENTRIES
@@ -127,13 +128,13 @@ def settle_split(settings: Mapping[str, Any]) -> str | None:
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether validation has files of its own: those of --val-path, or of DIR/val beside DIR/train."""
-    return val_path is not None or (Path(data_path) / "train").is_dir()
+    return val_path is not None or (place(data_path) / "train").is_dir()
 
 
 def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and of it "documents" says from which
     to which they belong to that part. ValueError or FileNotFoundError naming what is bad or not there."""
-    parts, root = training_part(split), Path(data_path)
+    parts, root = training_part(split), place(data_path)
     folder = root / "train" if (root / "train").is_dir() else root
     pairs: dict[str, Manifest] = {}
     for file in find_files(folder, "megatron"):
@@ -144,7 +145,7 @@ def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
     found = {"train": _documents(pairs, parts[0])}
     if has_own_val(data_path, val_path):
         files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
-        where = root if val_path is None else Path(val_path)
+        where = root if val_path is None else place(val_path)
         return {**found, "val": {bucket: scan(where, some) for bucket, some in files.items()}}
     val = {name: manifest for name, manifest in _documents(pairs, parts[1]).items()
            if manifest["documents"][0] < manifest["documents"][1]}
@@ -166,7 +167,7 @@ def _documents(pairs: Mapping[str, Manifest], part: tuple[float, float] | None) 
 
 
 def _prefix(manifest: Manifest) -> str:
-    return str(Path(manifest["root"]) / manifest["files"][0]["name"]).removesuffix(".bin")
+    return str(place(manifest["root"]) / manifest["files"][0]["name"]).removesuffix(".bin")
 
 
 class DocumentRange(ShardSource):
@@ -221,7 +222,7 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> Samples
     wanted = GPTDatasetConfig(
         random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights), split=config.split,
         tokenizer=_Ends(pairs[0].eod), path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
-        mmap_bin_files=all(is_mapped(Path(f"{prefix}.bin")) for prefix in prefixes))
+        mmap_bin_files=all(is_mapped(place(f"{prefix}.bin")) for prefix in prefixes))
     try:
         samples = _Training(GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted).samples()
     except ValueError as e:

@@ -118,6 +118,7 @@ SETTINGS: dict[str, Rule] = {
     "num_samples": Rule(False, "Megatron's order is a shuffle of so many samples: another number is another order",
                         auto=-1),
     "index_cache": Rule(True, "speed only"),
+    "object_storage_cache": Rule(True, "where copies of indices lie, not what they say"),
     "curriculum": Rule(False, "decides which bucket a row comes from; --allow-curriculum-change allows it"),
     "allow_curriculum_change": Rule(True, "asks for this very resume"),
     "allow_bucket_exhaustion": Rule(True, "a lane whose bucket has run dry goes on with the others, or halts the run",

@@ -19,13 +19,13 @@ import bisect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanochat.common import hash_json
 from nanochat.pairs import Entries, open_entries, read_dtype
+from nanochat.places import place
 from nanochat.readers import IdReader, Range, is_mapped, open_reader
 from nanochat.shards import REDO, ends_follow, read_manifest
 
@@ -74,13 +74,14 @@ class ShardSource:
         self.eod = tokenizer.get_bos_token_id()
         files = manifest["files"]
         self.fingerprint = hash_json([[e["size"], e["footer"], e["groups"]] for e in files])  # sources.fingerprint
-        self._paths = [Path(manifest["root"]) / e["name"] for e in files]
+        self._paths = [place(manifest["root"]) / e["name"] for e in files]
         self.mapped = all(map(is_mapped, self._paths))
         self.groups = np.array([n for e in files for n in e["groups"]], np.int64)
         self._first_group = [0, *np.cumsum([len(e["groups"]) for e in files]).tolist()]
         self._first_entry = np.concatenate([np.cumsum([0, *e["groups"][:-1]]) for e in files])
         self._shards: list[_Shard | None] = [None] * len(files)
         self._blocks: dict[tuple[int, int], _Block | None] = {}  # those used last; None: its entries are scattered
+        self._announced: dict[int, set[int]] = {}  # units of a group that were, and are not read yet
         self._lock = threading.Lock()
         get_vocab_size = getattr(tokenizer, "get_vocab_size", lambda: self.eod + 1)
         self._check(tokenizer.fingerprint, get_vocab_size())
@@ -194,6 +195,8 @@ class ShardSource:
         sees them: BOS and ids, or as they are stored with `keep_eod`. Views where ids are mapped; an entry is copied
         where no EOD, the same id as BOS, happens to stand before it. ValueError naming the file for entries that
         cannot be."""
+        if not self.mapped:
+            self._announce(group, unit, unit_size, keep)
         block, span = self._unit(group, unit, unit_size)
         ids, begins, ends = block.ids, block.begins[span].tolist(), block.ends[span].tolist()
         if block.framed is None:
@@ -203,6 +206,20 @@ class ShardSource:
             found = [ids[a:b] if f else np.concatenate((bos, ids[a + 1:b]))
                      for a, b, f in zip(begins, ends, block.framed[span].tolist())]
         return found if block.views else [d.copy() if d.base is not None else d for d in found]
+
+    def _announce(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]]) -> None:
+        """Tell the reader what the lane reads of a group, at its first unit."""
+        announced = self._announced.pop(group, set())
+        coming = {unit, *(announced or keep())}
+        if len(coming) > 1:
+            self._announced[group] = coming - {unit}
+        if unit in announced or len(coming) == 1:
+            return
+        shard, first, _ = self._entries(group, min(coming), unit_size)
+        _, _, last = self._entries(group, max(coming), unit_size)
+        starts, ends, stretches = shard.index.spans(first, last)
+        if stretches is None:
+            shard.reader.will_need([(int(starts[0]), int(ends[-1]))])
 
     def lengths(self, group: int, unit: int, unit_size: int) -> np.ndarray:
         """How many tokens `fetch` gives for each entry, (n,) int64; does not read .bin where the index tells."""

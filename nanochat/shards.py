@@ -31,7 +31,7 @@ import contextlib
 import functools
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -40,6 +40,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nanochat.common import atomic_open, fsync_dir, read_json
+from nanochat.places import local, place
 from nanochat.readers import Range, map_file
 
 MAGIC, VERSION = b"GPTS", 1
@@ -207,9 +208,10 @@ class Index:
         return self.prefixes[first:last]
 
 
-def _open(path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def _missing_told(path: Path) -> Iterator[None]:
     try:
-        return open(path, "rb")
+        yield
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
         why = (f"not there, but {other.name} needs it; bring it back, or delete {other.name} and rerun "
@@ -220,7 +222,7 @@ def _open(path: Path) -> BinaryIO:
 
 def read_header(path: Path) -> tuple[np.dtype, int]:
     """(type of the ids, number of entries) from the first 16 bytes of an .idx; ValueError if it is none or empty."""
-    with _open(path) as f:
+    with _missing_told(path), open(local(path), "rb") as f:
         data = f.read(HEADER.size)
     if len(data) < HEADER.size:
         raise ValueError(f"{path}: {len(data)} bytes, expected a header of {HEADER.size}; {REDO}")
@@ -242,18 +244,18 @@ def read_index(path: Path | str) -> Index:
 
     Raises FileNotFoundError or ValueError naming the file: a missing sibling, no GPTS header, a wrong size.
     """
-    idx, bin = Path(path).with_suffix(".idx"), Path(path).with_suffix(".bin")
+    idx, bin = place(path).with_suffix(".idx"), place(path).with_suffix(".bin")
     dtype, n = read_header(idx)
     size, expected = idx.stat().st_size, HEADER.size + 8 * (n + 1) + 2 * n
     if size != expected:
         raise ValueError(f"{idx}: {size:,} bytes, expected {expected:,} for {n:,} entries; {REDO}")
-    data = map_file(idx)
+    data = map_file(local(idx))
     offsets = np.frombuffer(data, "<i8", n + 1, HEADER.size)
     prefixes = np.frombuffer(data, "<u2", n, HEADER.size + 8 * (n + 1))
     if offsets[0] != 0:
         raise ValueError(f"{idx}: the first offset is {offsets[0]:,}, expected 0; {REDO}")
-    with _open(bin) as f:
-        size = f.seek(0, 2)
+    with _missing_told(bin):
+        size = bin.stat().st_size
     if size != int(offsets[-1]) * dtype.itemsize:
         raise ValueError(f"{bin}: {size / dtype.itemsize:,.10g} tokens on disk, header says {offsets[-1]:,}; {REDO}")
     return Index(bin, dtype, offsets, prefixes)
@@ -279,8 +281,9 @@ def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any], sha
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
     """The manifest of a folder of shards, None where it has none; do not change it, it may be shared. ValueError if
     it is broken or of another format."""
-    path = Path(folder) / MANIFEST_NAME
+    path = place(folder) / MANIFEST_NAME
     try:
+        path = local(path)
         stat = path.stat()
     except FileNotFoundError:
         return None

@@ -12,10 +12,11 @@ want are kept compressed until they are fetched (`keep`). A small bucket, whose 
 compressed whole.
 
 A run must see the same files for ever. `scan` makes the manifest: for each file its relative name, size, a hash of
-its footer and the rows of its groups. `check` compares it with the disk and names the file that changed or went.
-Files that came later are not in the manifest and so not in the stream. Hashing whole files at each start would take
-hours on large data sets; the footer holds offsets, sizes and statistics of every column chunk, so a rewritten file
-does not keep it.
+its footer and the rows of its groups, and of an object its ETag. `check` compares it with the disk or the store and
+names the file that changed or went. Files that came later are not in the manifest and so not in the stream. Hashing
+whole files at each start would take hours on large data sets; the footer holds offsets, sizes and statistics of every
+column chunk, so a rewritten parquet file does not keep it. ETags count where a manifest's data still lie where they
+lay: another store gives the same bytes another one.
 
 jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
 """
@@ -41,6 +42,8 @@ from nanochat.data_files import data_folder, find_files
 from nanochat.data_files import split_train_val as split_train_val
 from nanochat.jsonl import read_jsonl
 from nanochat.pairs import scan_file as scan_pair
+from nanochat.places import etag_of, fetch, local, place
+from nanochat.remote import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -83,16 +86,17 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
     `text` column and at least one document, FileNotFoundError when it is not there."""
     size = 0
     try:
-        with open(path, "rb") as f:
+        with path.open("rb") as f:
             size = f.seek(0, 2)
             f.seek(max(0, size - 8))
             tail = f.read(8)
             f.seek(max(0, size - 8 - int.from_bytes(tail[:4], "little")))
             footer = f.read()
-        metadata = pq.read_metadata(path)
+            metadata = pq.read_metadata(f if is_remote(path) else path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run (--model-tag)") from None
     except (pa.ArrowInvalid, OSError) as e:
+        _raise_of_store(path, e)
         raise ValueError(f"{path}: not a whole parquet file ({size:,} bytes; {e}); delete it and fetch or make it again"
                          ) from e
     schema = metadata.schema.to_arrow_schema()
@@ -103,6 +107,12 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
     if metadata.num_rows == 0:
         raise ValueError(f"{path}: an empty parquet file (0 rows); delete it")
     return metadata, footer
+
+
+def _raise_of_store(path: Path, e: Exception) -> None:
+    """What a store says of itself is told as it is: the file is not to blame."""
+    if is_remote(path) and not (isinstance(e, pa.ArrowException) or str(e).startswith("Corrupt")):
+        raise e
 
 
 def _scan_file(path: Path, name: str) -> dict[str, Any]:
@@ -118,7 +128,7 @@ def _scan_file(path: Path, name: str) -> dict[str, Any]:
         if statistics is not None and statistics.has_null_count and statistics.null_count:
             raise ValueError(_null_error(path, g, statistics.null_count))
         counts.append(group.num_rows)
-    return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts}
+    return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts, **etag_of(path)}
 
 
 def _null_error(path: Path | str, group: int, count: int) -> str:
@@ -149,18 +159,22 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     folder = data_folder(root or manifest["root"])
     names = [e["name"] for e in manifest["files"]]
     paths = [folder / name for name in names]
+    folder.is_dir()  # of a store: list it once
+    fetch(path.with_suffix(".idx") for path in paths if path.suffix == ".bin")
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a new run with "
                                     f"other data (--model-tag)")
     with ThreadPoolExecutor(8) as pool:
         now = list(pool.map(_scan_file, [as_parquet(p, strict=strict) for p in paths], names))
+    here = str(folder.resolve())
     for old, new, path in zip(manifest["files"], now, paths, strict=True):
-        if old != new:
-            what = next(k for k in ("size", "footer", "groups") if old[k] != new[k])
-            raise ValueError(f"{path}: changed since this run began ({what}: {old[what]} then, {new[what]} now); bring "
-                             f"the old file back, or start a new run (--model-tag)")
-    return {**manifest, "root": str(folder.resolve())}
+        keys = ("size", "etag", "footer", "groups") if here == manifest["root"] else ("size", "footer", "groups")
+        for what in keys:
+            if old.get(what) != new.get(what):
+                raise ValueError(f"{path}: changed since this run began ({what}: {old.get(what)} then, {new.get(what)} "
+                                 f"now); bring the old file back, or start a new run (--model-tag)")
+    return {**manifest, "root": here, "files": now}
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------
@@ -170,6 +184,7 @@ def as_parquet(path: Path, *, strict: bool = False) -> Path:
     change). Broken lines are counted and reported with their numbers; with `strict` the first is a ValueError."""
     if path.name.endswith((".parquet", ".bin")) or not path.exists():
         return path
+    path = local(path)
     stat = path.stat()
     key = hash_json([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
     folder = get_base_dir() / "converted" / key
@@ -233,7 +248,7 @@ class ParquetSource:
         self.fingerprint = fingerprint(manifest)
         per_file = [len(e["groups"]) for e in manifest["files"]]
         self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
-        self._paths = [as_parquet(Path(manifest["root"]) / e["name"]) for e in manifest["files"]]
+        self._paths = [as_parquet(place(manifest["root"]) / e["name"]) for e in manifest["files"]]
         self._first_group = np.concatenate([[0], np.cumsum(per_file)])
         self._kept: dict[tuple[int, int, int], tuple[int, bytes, np.ndarray]] = {}  # units, compressed; see _pop
         self.small = sum(e["size"] for e in manifest["files"]) <= SMALL_BYTES
@@ -288,15 +303,15 @@ class ParquetSource:
 
     def _decode(self, group: int, unit: int, unit_size: int, keep: set[int]) -> tuple[Any, np.ndarray]:
         """Read a group from its beginning, as far as needed, unit by unit."""
-        file, local = self._place(group)
+        file, number = self._place(group)
         path = self._paths[file]
         found = None
         try:
-            with pq.ParquetFile(path, pre_buffer=False) as f:
-                batches = f.iter_batches(batch_size=unit_size, row_groups=[local], columns=["text"], use_threads=False)
+            with pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False) as f:
+                batches = f.iter_batches(batch_size=unit_size, row_groups=[number], columns=["text"], use_threads=False)
                 for index, batch in enumerate(batches):
                     if self.small or index == unit or index in keep:
-                        data, offsets = _texts_of(batch.column(0), path, local)
+                        data, offsets = _texts_of(batch.column(0), path, number)
                         if index == unit:
                             found = (data.to_pybytes(), offsets)
                         if self.small or index != unit:
@@ -308,10 +323,11 @@ class ParquetSource:
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, start again") from None
         except (pa.ArrowException, OSError) as e:
-            raise ValueError(f"{path}: row group {local} cannot be read ({e}); fetch the file again (python -m "
+            _raise_of_store(path, e)
+            raise ValueError(f"{path}: row group {number} cannot be read ({e}); fetch the file again (python -m "
                              f"nanochat.dataset --verify checks all)") from e
         if found is None:
-            raise ValueError(f"{path}: row group {local} has no documents from {unit * unit_size:,} on; the file "
+            raise ValueError(f"{path}: row group {number} has no documents from {unit * unit_size:,} on; the file "
                              f"changed since the run began")
         with self._lock:
             self.decoded += 1

@@ -41,6 +41,7 @@ from nanochat.encoders import (
     format_ranks,
     replace_surrogates,
 )
+from nanochat.places import local, place
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it
@@ -117,14 +118,14 @@ class RustBPETokenizer:
 
         Raises FileNotFoundError where there is no tokenizer, ValueError (naming the file) where it has changed.
         """
-        json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
+        json_path, rank_path = place(tokenizer_dir) / JSON_FILE, place(tokenizer_dir) / RANK_FILE
         saved = read_description(tokenizer_dir)
         if saved is None:
             raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
                                     f"--output-dir {tokenizer_dir}")
         if not rank_path.is_file():
             raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {_RESTORE}")
-        rank_bytes = rank_path.read_bytes()
+        rank_bytes = local(rank_path).read_bytes()
         if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
             raise ValueError(f"{rank_path}: changed since it was saved: hash {hash_bytes(rank_bytes)}, {JSON_FILE} "
                              f"says {saved['rank_file_hash']}; {_RESTORE}")
@@ -299,10 +300,10 @@ def _parse_ranks(data: bytes) -> dict[bytes, int]:
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     """What tokenizer.json says, None where there is none; ValueError if it is broken. Does not look at the ranks."""
-    path = Path(tokenizer_dir) / JSON_FILE
+    path = place(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
-    saved = read_json(path)
+    saved = read_json(local(path))
     keys = {"format", "version", "fingerprint", "bos_token", "special_tokens", "pattern", "rank_file_hash", "training"}
     missing = keys - set(saved if isinstance(saved, dict) else ())
     if missing or (saved["format"], saved["version"]) != (FORMAT, VERSION):

@@ -49,6 +49,8 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import LAYOUTS
+from nanochat.places import begin as begin_data
+from nanochat.places import place
 from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.reduce import LeafAccumulator
 from nanochat.retention import check_retention, prune
@@ -97,7 +99,8 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--attention-mode", default="causal", choices=list(MODES), help="the last two keep it in a document")
     g.add_argument("--window-pattern", default="SSSL", help="attention windows, tiled over layers: L full, S a quarter")
     g = p.add_argument_group("data")
-    g.add_argument("--data-path", help=f"folder of text files (default: the {DEFAULT_DATASET.name} download)")
+    g.add_argument("--data-path", help="folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their "
+                   f"paths without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)")
     g.add_argument("--val-path", help="validation files (default: the last file below --data-path; with --order "
                    "megatron the whole documents of the valid split)")
     g.add_argument("--data-format", default="text", choices=list(FORMATS), help="text: parquet, jsonl, jsonl.gz | "
@@ -112,13 +115,16 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--eod-mask-loss", action="store_true", help="with --order megatron: no loss where the input is EOD")
     g.add_argument("--index-cache", metavar="DIR", help="where shuffled indices of --order megatron are kept (default: "
                    "<base dir>/index_cache)")
+    g.add_argument("--object-storage-cache", metavar="DIR", help="where indices of data in a store are copied to "
+                   "(default: <base dir>/object_storage)")
     g.add_argument("--curriculum", help="YAML file: which buckets (subfolders of the data) are mixed when")
     g.add_argument("--allow-bucket-exhaustion", action="store_true", help="go on without a bucket that has run dry")
     g.add_argument("--allow-curriculum-change", action="store_true", help="take up another curriculum at a restart")
     g.add_argument("--plan", default="error", choices=["error", "warn", "off"], help="where the data end before "
                    "the run does, which is computed first: do not start | warn | do not compute it")
     g.add_argument("--strict", action="store_true", help="a broken line of jsonl is an error")
-    g.add_argument("--tokenizer-dir", help="default: <base dir>/tokenizer, where scripts.tok_train puts it")
+    g.add_argument("--tokenizer-dir", help="default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
+                   "where scripts.tok_train puts it")
     g.add_argument("--tokenizer-threads", type=int, default=4, help="threads per process that read and tokenize")
     g.add_argument("--packing", default="bestfit", choices=list(LAYOUTS), help="how documents become rows")
     g.add_argument("--no-pack", dest="pack", action="store_false", help="with --packing binned: one entry a row")
@@ -394,7 +400,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int, device: torch.device) -> int:
     """Find out what the command means, open everything, go through the loop."""
-    args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    begin_data(args.object_storage_cache)
+    args.data_path = str(place(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = agree(lambda: find_tokenizer(args.tokenizer_dir, args.data_path))
     agree(lambda: check_retention(args.keep_last_k, args.keep_milestone_every))
     args.model_tag = args.model_tag or f"d{args.depth}"

@@ -25,6 +25,8 @@ from nanochat.common import EXIT_FAILED, autodetect_device_type, get_compute_dty
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, find_tokenizer, resolve
+from nanochat.places import begin as begin_data
+from nanochat.places import place
 from nanochat.plan import BUDGET, Plan
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import describe, make_run_plan, problem, warnings
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     setup_logging()
     ok("flags")
-    args.data_path = str(Path(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    begin_data(args.object_storage_cache)
+    args.data_path = str(place(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = find_tokenizer(args.tokenizer_dir, args.data_path)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     args.model_tag = args.model_tag or f"d{args.depth}"

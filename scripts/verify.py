@@ -3,6 +3,8 @@ Verify what lies on disk, to the last byte:
 
     python -m scripts.verify PATH...     folders: everything below them; one shard; one checkpoint
 
+A PATH of shards may be of object storage (s3://bucket/prefix).
+
 Pairs of .bin and .idx (nanochat/check_pairs.py), with manifest.json or without: header and sizes; entries that lie in
 the file one after another (GPTS), or sequences and documents that lie in it anywhere (Megatron); no empty entry;
 prefixes shorter than their entries; ids inside the vocabulary; end-of-document ids at the ends of documents and
@@ -30,6 +32,8 @@ from tqdm import tqdm
 
 from nanochat.check_pairs import LISTED, Expected, Facts, check_pair
 from nanochat.common import run_main, setup_logging
+from nanochat.places import begin, place
+from nanochat.remote import is_remote
 from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
 from nanochat.sealed import SEAL_NAME, check_file, unsealed_files
 from nanochat.shards import MANIFEST_NAME, ends_follow, read_manifest
@@ -147,7 +151,7 @@ class Folder:
 def find_checkpoints(path: Path) -> list[Folder]:
     """Checkpoints at or below a path, good or not, each as a folder: all that have the name of one in a folder
     `checkpoints`, and whatever else has a trainer_state.json of this program (others use the name too)."""
-    if not path.is_dir():
+    if not path.is_dir() or is_remote(path):
         return []
     named = {p / folder.name for p in (path, *path.rglob("checkpoints")) if p.absolute().name == "checkpoints"
              for folder in checkpoint_folders(p.absolute().parent).values() if folder.is_dir()}
@@ -231,11 +235,12 @@ def find_all(paths: Sequence[Path]) -> list[tuple[str, Any]]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog=f"Of each kind of problem {LISTED} of a file are told, the others counted.")
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    parser.add_argument("paths", nargs="+", type=place, metavar="PATH")
     parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", type=Path, metavar="DIR", help="the tokenizer that the ids are of")
+    known.add_argument("--tokenizer", type=place, metavar="DIR", help="the tokenizer that the ids are of")
     known.add_argument("--vocab-size", type=int, metavar="N", help="bound of ids where no manifest.json tells it")
+    begin()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:

@@ -40,7 +40,8 @@ from nanochat.sources import Manifest, Source, Tokenizer, scan
 ORDERS = ("lanes", "megatron")
 DEFAULT_SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has data of its own
 ONLY_HERE = {"split": None, "blend_weights": None, "eod_mask_loss": False}  # with --order megatron
-ONLY_LANES = {"packing": "bestfit", "pack": True, "long_docs": "crop", "curriculum": None}
+ONLY_LANES = {"packing": "bestfit", "pack": True, "long_docs": "crop", "curriculum": None,
+              "allow_bucket_exhaustion": False}
 Samples = GPTDataset | BlendedDataset
 
 

@@ -206,7 +206,7 @@ def open_samples_of(flags: dict[str, Any], rows: int) -> Opened:
     """The same for --order megatron."""
     path, val_path = flags.get("data_path", DEFAULT_DATASET.data_dir), flags.get("val_path")
     flags = {"data_format": "text", "packing": "bestfit", "pack": True, "long_docs": "crop", "curriculum": None,
-             **SAMPLE_FLAGS, **flags, "data_path": path, "val_path": val_path}
+             "allow_bucket_exhaustion": False, **SAMPLE_FLAGS, **flags, "data_path": path, "val_path": val_path}
     check_order(flags)
     if flags["num_samples"] < 1:
         raise ValueError("--num-samples: needed with --order megatron, the steps of the run times the rows of a step")

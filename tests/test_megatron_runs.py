@@ -184,6 +184,7 @@ def test_what_decides_the_samples_may_not_change(made, workplace, changed, messa
 @pytest.mark.parametrize("changed, message", [
     ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
     ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
+    ({"allow_bucket_exhaustion": True}, "--allow-bucket-exhaustion: it does nothing with --order megatron"),
     ({"long_docs": "split"}, "--long-docs: it does nothing with --order megatron"),
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
     ({"order": None, "split": None}, "--blend-weights: it does nothing with --order lanes"),

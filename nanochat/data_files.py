@@ -69,7 +69,7 @@ def _of_format(folder: Path, files: list[Path], data_format: str) -> list[Path]:
 
 def is_prefixes(path: Path | str) -> bool:
     """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them."""
-    return not place(path).exists() and ("," in str(path) or any(p.exists() for p in pair_paths(path)))
+    return not place(path).exists() and ("," in str(path) or any(p.is_file() for p in pair_paths(path)))
 
 
 def _pair_at(prefix: Path, data_format: str) -> Path:
@@ -78,7 +78,7 @@ def _pair_at(prefix: Path, data_format: str) -> Path:
     if data_format == "text":
         raise ValueError(f"{prefix}: the path of a pair of token files, and --data-format is text; take --data-format "
                          f"{pair_format(idx) or 'megatron'}, or name a folder of text")
-    if not file.exists() and not idx.exists():
+    if not file.is_file() and not idx.is_file():
         raise FileNotFoundError(f"{prefix}: neither {file.name} nor {idx.name} is there; --data-path takes a folder, "
                                 f"or paths without .bin and .idx with commas between them")
     if (found := pair_format(idx)) not in (None, data_format):

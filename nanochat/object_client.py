@@ -69,6 +69,8 @@ class Part:
 class Client(Protocol):
     """One bucket. Called from several threads at once."""
 
+    worked: bool  # whether it ever answered, so that the bucket is there
+
     def head(self, key: str) -> Found: ...
 
     def list(self, prefix: str) -> list[Found]: ...
@@ -220,6 +222,8 @@ def _trouble(text: str) -> str:
 class MscClient:
     """A profile of multi-storage-client, which has its own configuration and credentials. It tells no range and no
     ETag of an answer, so what it gives is held against the size asked for, and the object is looked at anew."""
+
+    worked = False  # it does not tell
 
     def __init__(self, profile: str):
         try:

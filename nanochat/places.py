@@ -19,6 +19,7 @@ file when it is needed was rejected: a request a file, and versions that need no
 """
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from typing import Any
 from nanochat import remote
 from nanochat.remote import AnyPath, RemoteFile, Stat, is_remote
 
+SEVERAL = re.compile(r",\w+:/")
 FETCHES = 16  # objects whose local copies are made at once
 
 
@@ -107,6 +109,8 @@ class StorePath(PosixPath):
 
     def _below(self) -> Iterator[str]:
         start = f"{str(self).rstrip('/')}/"
+        if SEVERAL.search(start):
+            return iter(())
         with _known.lock:
             listed = self._listing((self, *self.parents))
             if listed is None:
@@ -118,6 +122,8 @@ class StorePath(PosixPath):
             listed = self._listing(self.parents)
             if listed is not None:
                 return listed.get(str(self))
+            if SEVERAL.search(str(self)) or _known.below.get(str(self)):
+                return None  # several prefixes, or a folder
             if str(self) not in _known.single:
                 _known.single[str(self)] = remote.find(self) if remote.split(self)[2] else None
             return _known.single[str(self)]

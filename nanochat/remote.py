@@ -155,7 +155,8 @@ def find(path: AnyPath) -> Stat | None:
         try:
             return client.head(key)
         except FileNotFoundError:
-            client.list(key)  # raises: a HEAD does not tell a missing bucket from a missing object
+            if not client.worked:
+                client.list(key)  # raises: a HEAD does not tell a missing bucket from a missing object
             return None
     found = _ask(path, ask)
     return None if found is None else Stat(url(path), found.size, found.etag)
@@ -252,8 +253,8 @@ def _alone(lock: Path, what: str) -> Iterator[None]:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=KEPT_TAILS)
-def _tail(stat: Stat) -> bytes:
-    return read_bytes(stat.path, max(0, stat.size - TAIL_BYTES), stat=stat)
+def _tail(stat: Stat, begin: int) -> bytes:
+    return read_bytes(stat.path, begin, stat=stat)
 
 
 class RemoteFile(io.RawIOBase):
@@ -294,7 +295,7 @@ class RemoteFile(io.RawIOBase):
         tail = max(0, self.stat.size - TAIL_BYTES)
         if begin < tail:
             return read_bytes(self.stat.path, begin, end, stat=self.stat)
-        return _tail(self.stat)[begin - tail:end - tail]
+        return _tail(self.stat, tail)[begin - tail:end - tail]
 
     def readall(self) -> bytes:
         return self.read()

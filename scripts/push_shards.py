@@ -18,6 +18,7 @@ import argparse
 import io
 import json
 import queue
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -84,7 +85,11 @@ def make_settings(args: argparse.Namespace, data: Sequence[Path], manifests: Seq
         raise ValueError(f"{args.folder}: shards of {len(tokenizers)} tokenizers ({', '.join(sorted(tokenizers))}); "
                          f"push them to a prefix each")
     longest = max((m.get("arguments", {}).get("max_length", 0) for m in read), default=0)
-    return {"format": SETTINGS_FORMAT, "version": SETTINGS_VERSION, "data_format": _data_format(data),
+    data_format = _data_format(data)
+    if args.split and data_format != "megatron":
+        raise ValueError(f"--split {args.split}: shares of Megatron's files, and these are {data_format}; leave it "
+                         f"out, folders train/ and val/ say the same")
+    return {"format": SETTINGS_FORMAT, "version": SETTINGS_VERSION, "data_format": data_format,
             "tokenizer": next(iter(tokenizers.values()), None),
             "tokenizer_folder": TOKENIZER if (args.folder / TOKENIZER).is_dir() else None,
             "sequence_length": args.sequence_length or longest or None, "seed": args.seed, "split": args.split,
@@ -103,9 +108,11 @@ def _data_format(data: Sequence[Path]) -> str:
 def training_command(target: str, settings: dict[str, Any]) -> str:
     """How to train from the bucket."""
     flags = {"--data-path": target, "--data-format": settings["data_format"],
+             "--order": settings["split"] and "megatron",
              "--tokenizer-dir": settings["tokenizer_folder"] and remote.join(target, settings["tokenizer_folder"]),
              "--max-seq-len": settings["sequence_length"], "--seed": settings["seed"], "--split": settings["split"]}
-    return " ".join(["python -m scripts.base_train", *(f"{k} {v}" for k, v in flags.items() if v is not None)])
+    return shlex.join(["python", "-m", "scripts.base_train",
+                       *(str(part) for flag in flags.items() if flag[1] is not None for part in flag)])
 
 
 # ---- one file -------------------------------------------------------------------------------------------------------

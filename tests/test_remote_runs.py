@@ -1,0 +1,237 @@
+"""Runs from a bucket: the same digests as from files, whatever the store does; what must end, ends clearly."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanochat import patience, remote
+from nanochat.common import read_json
+from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.patience import Patience
+from nanochat.run_dir import iter_log
+from nanochat.shards import ShardWriter, new_manifest
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_train, inspect_data, push_shards, validate, verify
+from tests import training
+from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, Store, object_store
+from tests.training import checkpoints, refuse, run_dir, succeed
+
+QUICK = Patience(connect_s=1.0, silence_s=0.5, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=20.0)
+SMALL: dict[str, Any] = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "shards": {"data_format": "shards", "data_path": "{}/shards"},
+    "documents": {"data_format": "megatron", "data_path": "{}/pairs"},
+    "samples": {"data_format": "megatron", "data_path": "{0}/pairs/a,{0}/pairs/b", "order": "megatron",
+                "blend_weights": "30,70", "split": "90,10", "lanes": 4},
+    "text": {"data_path": "{}/data"},
+}
+
+
+def make_pairs(base: Path) -> None:
+    """pairs/ (Megatron's) and shards/ (GPTS), with tokenizer and, the latter, a manifest."""
+    tokenizer = RustBPETokenizer.from_directory(base / "tokenizer")
+    (base / "shards").mkdir()
+    (base / "pairs").mkdir()
+    records = {}
+    for seed, name in enumerate("abc"):
+        entries = [[*tokenizer.encode(text), tokenizer.get_bos_token_id()] for text in training.texts(60, seed=seed)]
+        builder = IndexedDatasetBuilder(base / "pairs" / f"{name}.bin", dtype=np.uint16)
+        for ids in entries:
+            builder.add_document(ids, [len(ids)])
+        builder.finalize(base / "pairs" / f"{name}.idx")
+        with ShardWriter(base / "shards" / name, vocab_size=training.VOCAB_SIZE) as writer:
+            lengths = np.array([len(ids) for ids in entries])
+            writer.add(np.concatenate(entries), lengths, np.zeros(len(lengths), np.uint16))
+        records[name] = {"input": {}, "documents": 60, "skipped": {}, **vars(writer.written)}
+    about = {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.get_bos_token_id(),
+             "vocab_size": training.VOCAB_SIZE}
+    (base / "shards" / "manifest.json").write_text(json.dumps(
+        new_manifest(about, {"max_length": 0, "overlap_size": 0}, records)))
+    for name in ("pairs", "shards", "data"):
+        shutil.copytree(base / "tokenizer", base / name / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Store, dict[str, list[str]]]]:
+    """Files here and the same in a bucket; the digests of whole runs from the files."""
+    folder = tmp_path_factory.mktemp("made")
+    with object_store() as store, training.workplace(folder):
+        make_pairs(folder)
+        for name in ("pairs", "shards", "data"):
+            assert push_shards.main([str(folder / name), store.path(name)]) == 0
+        digests = {}
+        for kind in KINDS:
+            succeed(**command(kind, folder), model_tag=kind)
+            digests[kind] = digests_of(kind)
+            assert len(set(digests[kind])) == 4
+        yield folder, store, digests
+
+
+@pytest.fixture
+def bucket(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The bucket and its data, seen from a machine that has no file of them."""
+    store = made[1]
+    monkeypatch.setattr(patience, "PATIENCE", QUICK)
+    kept = {key: store.get(key) for key in store.names()}
+    store.proxy.faults.clear()
+    store.proxy.seen.clear()
+    with training.workplace(tmp_path):
+        shutil.rmtree(tmp_path / "data")
+        shutil.rmtree(tmp_path / "tokenizer")
+        yield store
+    store.proxy.faults.clear()
+    for key in store.names():
+        if kept.get(key) != store.get(key):
+            store.delete(key)
+    for key in kept.keys() - set(store.names()):
+        store.put(key, kept[key])
+
+
+def command(kind: str, base: Path | str, **changed: Any) -> dict[str, Any]:
+    found = {**SMALL, **KINDS[kind], **changed}
+    return {**found, "data_path": found["data_path"].format(base)}
+
+
+def digests_of(tag: str = "run") -> list[str]:
+    return [r["digest"] for r in iter_log(run_dir(tag) / "logs" / "train.jsonl") if "digest" in r]
+
+
+def reversed_ids(data: bytes) -> bytes:
+    return np.frombuffer(data, np.uint16)[::-1].tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, kind, capsys):
+    ending = "parquet" if kind == "text" else "bin"
+    bucket.proxy.faults += [Fault(status=503, code="SlowDown", times=3), Fault(name=ending, cut=1000, times=1),
+                            Fault(name=ending, shift=2), Fault(name=ending, whole=True), Fault(name=ending, stall=True)]
+    outcome = succeed(**command(kind, "s3://bucket"))
+    assert digests_of() == made[2][kind]
+    assert not any(fault.times for fault in bucket.proxy.faults), "a fault that nobody met"
+    if kind != "samples":  # it lists; of prefixes it asks one by one
+        lists = [s for s in bucket.proxy.gets("list-type") if s.fault is None]
+        assert len(lists) == 1 and not [s for s in bucket.proxy.seen if s.method == "HEAD"]
+    entries = [e for m in read_json(run_dir() / "data_manifest.json")["train"].values() for e in m["files"]]
+    assert entries and all(e["etag"] for e in entries)
+    copies = {p.name for p in (run_dir().parents[1] / "object_storage").rglob("*.idx")}
+    assert copies == {"shards": {"a.idx", "b.idx", "c.idx"}, "documents": {"a.idx", "b.idx", "c.idx"},
+                      "samples": {"a.idx", "b.idx"}, "text": set()}[kind]
+    said = outcome.out + outcome.err + "".join(
+        p.read_bytes().decode("latin-1") for p in run_dir().parents[1].rglob("*") if p.is_file())
+    assert ACCESS_KEY not in said and SECRET_KEY not in said
+
+    capsys.readouterr()
+    assert inspect_data.main(["digest", "--run", "run", "--steps=2:4"]) == 0
+    assert all(digest in capsys.readouterr().out for digest in made[2][kind][3:])
+
+
+def test_a_run_moves_into_the_bucket_and_back(made, bucket):
+    succeed(**command("shards", made[0], num_iterations=2))
+    assert "etag" not in read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
+    succeed(**command("shards", "s3://bucket", num_iterations=3))
+    assert "etag" in read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
+    succeed(**command("shards", made[0], num_iterations=4))
+    assert "etag" not in read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
+    assert digests_of() == made[2]["shards"]
+
+
+@pytest.mark.parametrize("kind, key", [("shards", "shards/b.bin"), ("samples", "pairs/b.bin"),
+                                       ("text", "data/shard_1.parquet")])
+def test_an_object_swapped_between_launches_is_named(made, bucket, kind, key):
+    succeed(**command(kind, "s3://bucket"))
+    shutil.rmtree(run_dir() / "checkpoints" / "final")
+    before, data = checkpoints(), bucket.get(key)
+    at = len(data) // 3
+    bucket.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+    said = refuse(**command(kind, "s3://bucket"))
+    assert said.startswith(f"s3://bucket/{key}: changed since this run began (etag: ") and "\n" not in said
+    assert checkpoints() == before
+    bucket.put(key, data)
+    succeed(**command(kind, "s3://bucket"))
+    assert digests_of()[-2:] == made[2][kind][-2:]
+
+
+@pytest.mark.parametrize("kind", ["samples", "text"])
+def test_an_object_swapped_under_a_run_is_named(bucket, kind, monkeypatch):
+    monkeypatch.setattr(remote, "TAIL_BYTES", 1 << 12)
+    name = "pairs/b.bin" if kind == "samples" else "data/shard_1.parquet"
+    data = bucket.get(name)
+    skip = 1 if kind == "text" else 2  # reads: its footer; its first steps
+
+    def swap() -> None:
+        bucket.put(name, reversed_ids(data[:len(data) // 2 * 2]) + data[len(data) // 2 * 2:])
+
+    bucket.proxy.faults += [Fault(name=name, times=skip, shift=0), Fault(name=name, before=swap)]
+    said = refuse(**command(kind, "s3://bucket"))
+    assert f"s3://bucket/{name}: it changed since this run began" in said and "\n" not in said
+    assert not any(fault.times for fault in bucket.proxy.faults)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda store, env: store.proxy.faults.append(Fault(status=403, code="AccessDenied", times=99)),
+     r"the store refuses it \(HTTP 403 AccessDenied\)"),
+    (lambda store, env: env.update(path="s3://nowhere"), r"there is no bucket nowhere"),
+    (lambda store, env: env.update(path="s3://bucket/none"), r"s3://bucket/none/pairs: no such data folder"),
+    (lambda store, env: env.update(path="s3://b@cket"), r"credentials do not belong into a path"),
+    (lambda store, env: [os.environ.pop(k) for k in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")],
+     r"no credentials; set AWS_ACCESS_KEY_ID"),
+    (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: no such file, but b\.idx is there"),
+])
+def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change: Callable[..., Any], said: str):
+    env = {"path": "s3://bucket"}
+    change(bucket, env)
+    sentence = refuse(**command("documents", env["path"], tokenizer_dir="s3://bucket/shards/tokenizer"))
+    assert re.search(said, sentence) and "\n" not in sentence
+    assert not run_dir().exists() and ACCESS_KEY not in sentence and SECRET_KEY not in sentence
+
+
+def test_prefixes_lie_in_one_bucket(bucket, made):
+    for other in ("s3://other/b", f"{made[0]}/pairs/b"):
+        said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}"))
+        assert "several buckets" in said and not run_dir().exists()
+
+
+def test_the_command_that_push_shards_prints_works(made, bucket, capsys, tmp_path):
+    argv = [str(made[0] / "pairs"), bucket.path("again"), "--sequence-length", "64", "--split", "90,10", "--seed", "7"]
+    assert push_shards.main(argv) == 0
+    printed = capsys.readouterr().out.split("train from it: ")[1]
+    words = shlex.split(printed)
+    assert words[:3] == ["python", "-m", "scripts.base_train"]
+    small = training.flags(**{**SMALL, "data_path": None, "max_seq_len": None, "num_iterations": 2, "model_tag": "run"})
+    assert base_train.main([*small, *words[3:]]) == 0
+    settings = read_json(run_dir() / "config.json")
+    assert (settings["order"], settings["split"], settings["seed"], settings["max_seq_len"]) == (
+        "megatron", "90,10", 7, 64)
+    with pytest.raises(ValueError, match="--split 90,10: shares of Megatron's files, and these are shards"):
+        push_shards.main([str(made[0] / "shards"), bucket.path("again"), "--split", "90,10"])
+
+
+def test_copies_of_indices_lie_where_they_should_and_torn_ones_are_made_again(made, bucket, tmp_path):
+    cache = tmp_path / "elsewhere"
+    succeed(**command("documents", "s3://bucket", num_iterations=2), object_storage_cache=cache)
+    copy = cache / "bucket" / "pairs" / "b.idx"
+    assert copy.read_bytes() == bucket.get("pairs/b.idx") and not (tmp_path / "object_storage").exists()
+    copy.write_bytes(copy.read_bytes()[:-8])
+    bucket.proxy.seen.clear()
+    succeed(**command("documents", "s3://bucket"), object_storage_cache=cache)
+    assert digests_of() == made[2]["documents"]
+    assert [s.path.rsplit("/", 1)[1] for s in bucket.proxy.gets(".idx")] == ["b.idx"]
+
+
+def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
+    assert verify.main(["s3://bucket/shards", "s3://bucket/pairs", "--tokenizer", "s3://bucket/shards/tokenizer"]) == 0
+    assert "all good" in capsys.readouterr().out
+    flags = training.flags(**command("documents", "s3://bucket"))
+    assert validate.main([*flags, "--workers=1"]) == 0
+    data = bucket.get("shards/b.bin")
+    bucket.put("shards/b.bin", data[:400] + b"\xff\xff" + data[402:])
+    assert verify.main(["s3://bucket/shards"]) == 1
+    assert "s3://bucket/shards/b.bin: entry" in capsys.readouterr().out

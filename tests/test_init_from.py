@@ -111,9 +111,9 @@ def only_rank_0_reads() -> None:
     import os
     load = plain_state.load_plain
 
-    def watched(path: Path) -> Any:
+    def watched(path: Path, **how: Any) -> Any:
         assert os.environ["RANK"] == "0", "another rank reads weights"
-        return load(path)
+        return load(path, **how)
 
     for module in ("nanochat.plain_state", "nanochat.checkpoint"):
         __import__(module, fromlist=["load_plain"]).load_plain = watched

@@ -7,15 +7,9 @@ renormalization -> per-neuron variance reduction -> step with cautious weight de
 the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) are a
 line each and kept because nanochat's learning rates were tuned with them.
 
-**Who owns what** (ZeRO, arXiv 1910.02054). Flattened tensors are laid out in messages of W equal chunks; rank r owns
-chunk r of every message: it alone keeps optimizer state for it, and computes its update. W = 2, matrices A B C
-(B as large as A), an embedding E, small tensors s and t:
-
-                 rank 0         rank 1
-    message 1  | A A A A A A | B B B B B B |   a matrix is never cut; the largest are dealt first,
-    message 2  | C C         | .           |   each to the rank that has least; `.` is padding
-    message 3  | E E E E E E | E E E E E E |   large AdamW tensors: a message each, cut between grains
-    message 4  | s s s       | t t t t     |   small ones are dealt whole, as matrices are
+**Who owns what** (ZeRO, arXiv 1910.02054; messages.py). Flattened tensors are laid out in messages of W equal chunks;
+rank r owns chunk r of every message: it alone keeps optimizer state for it, and computes its update. A matrix is never
+cut, a large tensor of AdamW is.
 
     step:  backward's grads -> reduce (sum) of each message -> norm -> update own chunk -> all-gather of the message
            all reductions are in flight while the next is packed;  gathers run while the next chunk is updated
@@ -29,8 +23,8 @@ Invariants, which make a step the same bits for every W that divides the number 
 reduce.py alone, in float32. A matrix is orthogonalized alone, from a fresh aligned copy, so its result does not know
 how many matrices a rank owns. Elementwise updates use only operations whose vectorized and scalar forms round alike (no
 `pow` with fractions, no `sigmoid`), so on a CPU they do not know where a chunk was cut. The norm is added up from
-**grains**, 1/64 of a large tensor and all of any other, which no chunk cuts: a table of their sums of squares in
-float64, of which each rank fills in its own, is added exactly (x + 0) and then summed in one order.
+**grains**, which no chunk cuts: a table of their sums of squares in float64, of which each rank fills in its own, is
+added exactly (x + 0) and then summed in one order.
 
 Types: parameters float32 or bfloat16; all arithmetic and all state in float32, bfloat16 parameters are written back by
 rounding. float32 state costs a bfloat16 embedding 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
@@ -39,8 +33,6 @@ ranks in float32 for the same reason.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.common import get_compute_dtype, wide_dtype
+from nanochat.messages import Member, Message, Piece, cut_at_grains, deal_whole
 from nanochat.reduce import Reduce, tree_reduce
 
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
@@ -140,146 +133,7 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
 
 
-# ---- who owns what --------------------------------------------------------------------------------------------------
-
-SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
-GRAINS = 64  # of a tensor that may be cut
-ALIGNED = 64  # elements: where tensors and grains begin in a chunk
-MESSAGE_ELEMENTS = 1 << 25  # a message of whole tensors is closed when it has grown beyond this
 CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole (1 thread)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One parameter: its name, its kind ('muon' or 'adamw') and the index of its group."""
-    name: str
-    param: Tensor
-    kind: str
-    group: int
-
-    @property
-    def grain(self) -> int:
-        """So many elements stay together, whatever W is; the last grain may be shorter."""
-        return self.param.numel() if self.whole else -(-self.param.numel() // (GRAINS * ALIGNED)) * ALIGNED
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is never cut."""
-        return self.kind == "muon" or self.param.numel() < SMALL_ELEMENTS
-
-    def state_shapes(self, numel: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Shapes of its state; of `numel` of its elements, flat, where AdamW has cut it."""
-        if self.kind == "adamw":
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(self.param.shape) if numel is None else (numel,))
-        rows, cols = self.param.shape
-        return {"momentum_buffer": (rows, cols), "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements start..stop of a flattened parameter, at `offset` of their owner's chunk."""
-    member: Member
-    start: int
-    stop: int
-    offset: int
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.member.state_shapes(self.stop - self.start)
-
-    def of(self, chunk: Tensor) -> Tensor:
-        """This piece's part of a chunk-long tensor; in its parameter's shape where the piece is whole."""
-        part = chunk[self.offset:self.offset + self.stop - self.start]
-        return part.view(self.member.param.shape) if part.numel() == self.member.param.numel() else part
-
-
-@dataclass
-class Message:
-    """Flattened parameters at fixed offsets of W chunks of `chunk` elements; the same on every rank."""
-    layout: list[tuple[Member, int]]
-    chunk: int
-    world_size: int
-    owned: list[list[Piece]] = field(init=False)  # by rank
-
-    def __post_init__(self) -> None:
-        self.owned = [list(self._cut(r * self.chunk, (r + 1) * self.chunk)) for r in range(self.world_size)]
-        only = self.layout[0][0].param
-        self.direct = len(self.layout) == 1 and only.numel() == self.chunk * self.world_size and only.is_contiguous()
-
-    def _cut(self, low: int, high: int) -> Iterator[Piece]:
-        for member, offset in self.layout:
-            start, stop = max(low, offset), min(high, offset + member.param.numel())
-            if start < stop:
-                yield Piece(member, start - offset, stop - offset, start - low)
-
-    def _empty(self) -> Tensor:
-        return self.layout[0][0].param.new_empty(self.chunk * self.world_size)
-
-    def gradients(self) -> Tensor:
-        """(W * chunk,), to be read only; float32 where it is packed (what is packed may be sums of leaves, which
-        bfloat16 would round), else as the gradient is, without a copy. A missing gradient is zeros."""
-        grads = [(member.param.grad, member.param.numel(), offset) for member, offset in self.layout]
-        if self.direct and grads[0][0] is not None:
-            return grads[0][0].reshape(-1)
-        message = torch.zeros(self.chunk * self.world_size, device=self.layout[0][0].param.device)
-        for grad, numel, offset in grads:
-            if grad is not None:
-                message[offset:offset + numel].copy_(grad.reshape(-1))
-        return message
-
-    def parameters(self, rank: int) -> tuple[Tensor, Tensor]:
-        """(message, this rank's chunk of it), the chunk filled with the current parameters. Direct: no copy."""
-        message = self.layout[0][0].param.detach().view(-1) if self.direct else self._empty()
-        chunk = message[rank * self.chunk:(rank + 1) * self.chunk]
-        if not self.direct:
-            chunk.zero_()
-            for piece in self.owned[rank]:
-                piece.of(chunk).view(-1).copy_(piece.member.param.detach().reshape(-1)[piece.start:piece.stop])
-        return message, chunk
-
-    def gather(self, message: Tensor, chunk: Tensor) -> Callable[[], None]:
-        """Start the all-gather of `message`; what is returned waits for it and fills the parameters."""
-        work = dist.all_gather_single(message, chunk, async_op=True) if self.world_size > 1 else None
-
-        def finish() -> None:
-            if work is not None:
-                work.wait()
-            if not self.direct:
-                for member, offset in self.layout:
-                    param = member.param.detach()
-                    param.copy_(message[offset:offset + param.numel()].view(param.shape))
-
-        return finish
-
-
-def deal_whole(members: Sequence[Member], world_size: int) -> list[Message]:
-    """Deal whole tensors to ranks: the W largest, one to each rank, then the next W, ...; in each round the larger
-    goes to the rank that has fewer elements. Rounds are put together until a message is large enough."""
-    queue = sorted(members, key=lambda member: -member.param.numel())
-    load = [0] * world_size
-    messages: list[Message] = []
-    places: list[tuple[Member, int, int]] = []  # (member, owner, offset in the owner's chunk)
-    chunk = 0
-    for first in range(0, len(queue), world_size):
-        round_ = queue[first:first + world_size]
-        for member, owner in zip(round_, sorted(range(world_size), key=lambda r: load[r])):
-            load[owner] += member.param.numel()
-            places.append((member, owner, chunk))
-        chunk += round_[0].param.numel() if world_size == 1 else -(-round_[0].param.numel() // ALIGNED) * ALIGNED
-        if world_size == 1 or chunk * world_size >= MESSAGE_ELEMENTS or first + world_size >= len(queue):
-            messages.append(Message([(m, owner * chunk + at) for m, owner, at in places], chunk, world_size))
-            places, chunk = [], 0
-    return messages
-
-
-def cut_at_grains(members: Sequence[Member], world_size: int) -> list[Message]:
-    """A message for each tensor, as many grains of it to each rank (fewer to the last)."""
-    messages = []
-    for member in members:
-        grains = -(-member.param.numel() // member.grain)
-        chunk = member.param.numel() if world_size == 1 else -(-grains // world_size) * member.grain
-        messages.append(Message([(member, 0)], chunk, world_size))
-    return messages
-
 
 # ---- the optimizer --------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch import Tensor
 
-from nanochat import gpt, optim, reduce
+from nanochat import gpt, messages, optim, reduce
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import iter_log
 from scripts import base_train, compare_runs, tok_shards
@@ -46,7 +46,7 @@ def everything() -> Iterator[None]:
     """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
     with mock.patch.object(gpt.GPTConfig, "from_depth", partial(from_depth, n_kv_head=1)), \
-            mock.patch.object(optim, "SMALL_ELEMENTS", 8192), mock.patch.object(optim, "MESSAGE_ELEMENTS", 1 << 14):
+            mock.patch.multiple(messages, SMALL_ELEMENTS=8192, MESSAGE_ELEMENTS=1 << 14):
         yield
 
 
@@ -140,10 +140,10 @@ def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
     assert weights["transformer.h.0.attn.c_q.weight"][1] == (44, 44) != weights["transformer.h.0.attn.c_k.weight"][1]
     matrices = [name for name, (_, shape, _) in weights.items() if len(shape) == 2 and ".h." in name]
     assert len(matrices) % 4 and len(shapes) % 4 and len(shapes) % 2
-    cut = [optim.Member(name, torch.zeros(shape), "adamw", 0) for name, (_, shape, _) in weights.items()
+    cut = [messages.Member(name, torch.zeros(shape), "adamw", 0) for name, (_, shape, _) in weights.items()
            if name.endswith(("wte.weight", "lm_head.weight"))]
     with everything():
-        assert not any(member.whole for member in cut) and not optim.cut_at_grains(cut, 2)[0].direct
+        assert not any(member.whole for member in cut) and not messages.cut_at_grains(cut, 2)[0].direct
 
 
 # ---- whatever happened in between ------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Te
     return lambda: message.view(world_size, -1)[rank]
 
 
-def in_parameters_dtype(self: optim.Message) -> Tensor:
+def in_parameters_dtype(self: messages.Message) -> Tensor:
     return GRADIENTS(self).to(self.layout[0][0].param.dtype)
 
 
@@ -261,7 +261,7 @@ def from_global_generator(name: str, shape: torch.Size, *, seed: int, n_embd: in
 @contextlib.contextmanager
 def odd_cuts() -> Iterator[None]:
     """Large tensors are cut where no vector ends: 61 grains of 231 elements."""
-    with patch(optim, "GRAINS", 61), patch(optim, "ALIGNED", 1):
+    with patch(messages, "GRAINS", 61), patch(messages, "ALIGNED", 1):
         yield
 
 
@@ -271,7 +271,7 @@ def odd_cuts_and_pow() -> Iterator[None]:
         yield
 
 
-GRADIENTS, UPDATE, ADD_UP = optim.Message.gradients, optim.MuonAdamW._update, base_train.add_up
+GRADIENTS, UPDATE, ADD_UP = messages.Message.gradients, optim.MuonAdamW._update, base_train.add_up
 patch = mock.patch.object
 SHORT: dict[str, Any] = {  # three layers have two gates of 1 x 12
     "num_iterations": 5, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3, "aspect_ratio": 14}
@@ -282,7 +282,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
     "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
     "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
                            TRAINED),
-    "bfloat16 messages": (lambda: patch(optim.Message, "gradients", in_parameters_dtype), 2, TRAINED),
+    "bfloat16 messages": (lambda: patch(messages.Message, "gradients", in_parameters_dtype), 2, TRAINED),
     "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, TRAINED),
     "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 4, {"losses"}),

@@ -8,16 +8,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from nanochat.optim import (
-    Member,
-    MuonAdamW,
-    cautious_decay,
-    cut_at_grains,
-    deal_whole,
-    muon_update,
-    polar_express,
-    reduce_variance,
-)
+from nanochat.messages import Member, cut_at_grains, deal_whole
+from nanochat.optim import MuonAdamW, cautious_decay, muon_update, polar_express, reduce_variance
 from tests import _optim_worker as worker
 from tests import training
 

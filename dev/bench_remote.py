@@ -1,5 +1,6 @@
 """
-How fast, and with how many requests and bytes, ids come from object storage: in the order of lanes and in a shuffle.
+How fast, and with how many requests and bytes, ids come from object storage: in the order of lanes and in a shuffle,
+by the readers alone and by the whole loader.
 
     python -m dev.bench_remote [--latency-ms 50] [--mb-per-s 100] [--megabytes 512] [--dtype uint16] [--threads 4]
 
@@ -9,6 +10,8 @@ so long before its answer, all answers share a line of so many MB/s. Measured, e
     lanes     64 lanes read units of 64 documents, each lane through its share of groups, `--threads` units at once, as
               the loader's pool does; once as it is, once with each group announced (`will_need`) at its first unit
     shuffle   samples of 2,049 ids all over the files, `--batch` of them asked for while those before are collected
+    loader    nanochat.dataloader's batches of 16 rows, 256 rows a step: --order lanes with `bestfit` and `concat`,
+              --order megatron; after the first step, whose time is told apart
 
 beside what a reader would need that fetches 256 MiB at each miss: by arithmetic, for data much larger than its memory.
 For the shuffle, `near_runs` also tells what the same batch costs where the data are a terabyte, without fetching it.
@@ -30,15 +33,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from nanochat.block_cache import CACHE_BYTES, GAP_BYTES, BlockCache, RemoteReader
+from nanochat import places
+from nanochat.block_cache import CACHE_BYTES, GAP_BYTES, BlockCache, RemoteReader, shared_cache
 from nanochat.common import run_main
+from nanochat.data_files import find_files
+from nanochat.dataloader import DataLoader
+from nanochat.indexed import dtype_code, index_parts
+from nanochat.order import StreamConfig
 from nanochat.remote import PART_BYTES, near_runs, traffic
+from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
+from nanochat.shard_source import ShardSource
+from nanochat.sources import scan
 from tests.object_store import environment
 
 T, LANES, UNIT, GROUP = 2048, 64, 64, 1024
+STEP_ROWS, VOCAB_SIZE, EOD = 256, 50_000, 0
 FILE_BYTES = 64 << 20
 MISS_BYTES = 256 << 20  # of the reader that ours is held against
 TERABYTE = 10 ** 12
@@ -58,10 +71,16 @@ def make_files(folder: Path, args: argparse.Namespace) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     bounds = []
     for i in range(max(1, (args.megabytes << 20) // FILE_BYTES)):
-        (folder / f"{i}.bin").write_bytes(rng.bytes(FILE_BYTES))
         num_ids = FILE_BYTES // np.dtype(args.dtype).itemsize
         ends = np.cumsum(np.maximum(1, rng.lognormal(6.2, 1.2, num_ids // 500)).astype(np.int64))
-        bounds.append(np.concatenate(([0], ends[ends < num_ids])))
+        ends = ends[ends < num_ids]
+        ids = rng.integers(1, VOCAB_SIZE, num_ids, dtype=args.dtype)
+        ids[ends - 1] = EOD
+        (folder / f"{i}.bin").write_bytes(ids.data)
+        bounds.append(np.concatenate(([0], ends)))
+        with open(folder / f"{i}.idx", "wb") as f:
+            f.writelines(index_parts(dtype_code(args.dtype), np.diff(bounds[-1]).astype(np.int32),
+                                     np.arange(len(bounds[-1]))))
     return bounds
 
 
@@ -150,6 +169,58 @@ def measure(name: str, read: Callable[..., int], bounds: list[np.ndarray], args:
     return found
 
 
+class Ends:
+    """What the loader asks of a tokenizer whose texts are ids already."""
+
+    fingerprint = "none"
+
+    def get_bos_token_id(self) -> int:
+        return EOD
+
+    def get_vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+
+def open_loader(order: str, layout: str, args: argparse.Namespace) -> DataLoader:
+    """The loader on the bucket, its cache and its copies of indices new."""
+    shared_cache.cache_clear()
+    tokenizer: Any = Ends()
+    places.begin(tempfile.mkdtemp(dir=args.folder))
+    more: dict[str, Any] = {"rows_per_step": STEP_ROWS, "device_batch_size": 16, "num_threads": args.threads}
+    if order == "megatron":
+        train = find_prefixes("s3://bucket", None, "99,1,0")["train"]
+        samples = SampleConfig(T=T, V=LANES, num_samples=(args.steps + 9) * STEP_ROWS, split="99,1,0",
+                               weights=(1.0,) * len(train))
+        return DataLoader(samples, {k: DocumentRange(m, tokenizer) for k, m in train.items()}, tokenizer=tokenizer,
+                          **more)
+    source = ShardSource(scan("s3://bucket", find_files("s3://bucket", "megatron")), tokenizer)
+    return DataLoader(StreamConfig(T=T, V=LANES, layout=layout), {"data": source}, tokenizer=tokenizer, **more)
+
+
+def measure_loader(name: str, order: str, layout: str, args: argparse.Namespace) -> dict[str, float]:
+    """As `measure`, of batches on the CPU."""
+    rounds = []
+    for _ in range(args.rounds):
+        began = time.perf_counter()
+        with open_loader(order, layout, args) as loader:
+            for _ in range(loader.micro_batches_per_step):
+                next(loader)
+            first, tokens = time.perf_counter() - began, args.steps * STEP_ROWS * T
+            requests, num_bytes, began = traffic.requests, traffic.bytes, time.perf_counter()
+            for _ in range(args.steps * loader.micro_batches_per_step):
+                next(loader)
+            seconds = time.perf_counter() - began
+            rounds.append({"tokens_per_s": tokens / seconds, "first_step_s": first,
+                           "requests_per_m": (traffic.requests - requests) / tokens * 1e6,
+                           "bytes_per_m": (traffic.bytes - num_bytes) / tokens * 1e6})
+    found = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+    speeds = [r["tokens_per_s"] / 1e6 for r in rounds]
+    print(f"  {name:22} {found['tokens_per_s'] / 1e6:6.1f} M tokens/s (n={len(rounds)}, {min(speeds):.1f} to "
+          f"{max(speeds):.1f}); per million tokens {found['requests_per_m']:7.1f} requests, "
+          f"{found['bytes_per_m'] / 1e6:7.2f} MB; first step after {found['first_step_s']:.1f} s", flush=True)
+    return found
+
+
 def terabyte(args: argparse.Namespace) -> dict[str, float]:
     """What batches of a shuffle cost in a file of a terabyte: by `near_runs` alone."""
     size = np.dtype(args.dtype).itemsize
@@ -166,11 +237,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--latency-ms", type=float, default=50.0)
     parser.add_argument("--mb-per-s", type=float, default=100.0)
     parser.add_argument("--megabytes", type=int, default=512, help="of data")
-    parser.add_argument("--dtype", default="uint16", choices=["uint16", "int32", "uint32"])
+    parser.add_argument("--dtype", default="uint16", choices=["uint16", "int32"])
     parser.add_argument("--threads", type=int, default=4, help="of the loader's pool")
     parser.add_argument("--cache-mb", type=int, default=CACHE_BYTES >> 20)
     parser.add_argument("--batch", type=int, default=1024, help="samples of the shuffle asked for at once")
     parser.add_argument("--samples", type=int, default=8192, help="of the shuffle in a round")
+    parser.add_argument("--steps", type=int, default=40, help="of the loader in a round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(argv)
     size = np.dtype(args.dtype).itemsize
@@ -188,6 +260,11 @@ def main(argv: list[str] | None = None) -> None:
                 what = "lanes, announced" if announce else "lanes"
                 result[what] = measure(what, partial(read_lanes, announce=announce), bounds, args)
             result["shuffle"] = measure("shuffle", read_shuffled, bounds, args)
+            args.folder = name
+            for order, layout in (("lanes", "bestfit"), ("lanes", "concat"), ("megatron", "")):
+                what = f"loader, {layout or order}"
+                result[what] = measure_loader(what, order, layout, args)
+            del args.folder
         finally:
             assert server.stdin is not None
             server.stdin.close()

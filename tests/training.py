@@ -172,6 +172,7 @@ def server() -> Any:
 
 def _child(main: Callable[[list[str]], Any], argv: list[str], env: dict[str, str], hook: Callable[[], None] | None,
            output: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background inherits deaf ears
     os.environ.clear()
     os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

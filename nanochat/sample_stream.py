@@ -22,11 +22,13 @@ EOD (Megatron's reset_attention_mask). reset_position_ids has no counterpart: po
 only distances count.
 
 A step's samples are read when its first row is copied, all of a rank in one go. So passing over steps costs next to
-nothing.
+nothing. Where ids are not mapped, a pool then reads those of the next AHEAD steps: a store takes its time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,19 +40,40 @@ from nanochat.sample_data import SampleConfig, Samples, count_samples, open_samp
 from nanochat.sources import Source
 from nanochat.stream import FORMAT, Cursor, Stream, check_cursors
 
+AHEAD = 4  # steps that are read ahead where ids are not mapped
+
+
+class Ahead:
+    """Samples that are read by a pool before they are asked for."""
+
+    def __init__(self, samples: Samples):
+        self.samples, self.pool = samples, ThreadPoolExecutor(AHEAD, thread_name_prefix="samples")
+        self.reading: dict[tuple[int, int], Future[Any]] = {}
+
+    def rows(self, first: int, stop: int, stride: int) -> Any:
+        """`samples.rows(first, stop)`; those `stride` and some times `stride` further on come next."""
+        wanted = [(first + i * stride, stop + i * stride) for i in range(AHEAD + 1)]
+        self.reading = {span: self.reading.get(span) or self.pool.submit(self.samples.rows, *span)
+                        for span in wanted if span[1] <= len(self.samples)}
+        return self.reading[first, stop].result()
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
 
 class Block:
-    """Neighbouring samples, read when they are first asked for."""
+    """Neighbouring samples, read when they are first asked for; `rows` reads them."""
 
-    def __init__(self, samples: Samples, first: int, stop: int):
-        self.samples, self.first, self.stop = samples, first, stop
+    def __init__(self, rows: Callable[[int, int], Any], first: int, stop: int):
+        self.rows, self.first, self.stop = rows, first, stop
         self._read: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
         """(ids (n, T + 1), which targets count (n, T) bool, or None for all). ValueError for ids that the loader, which
         counts with 32 bits, would take for others."""
         if self._read is None:
-            self._read = self.samples.rows(self.first, self.stop)
+            self._read = self.rows(self.first, self.stop)
             ids = self._read[0]
             if ids.itemsize > 4 and ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31:
                 raise ValueError(f"samples {self.first:,} to {self.stop:,} hold ids {ids.min():,} to {ids.max():,}, "
@@ -73,7 +96,7 @@ class SampleRow:
         """Which row of the run it is."""
         return self.block.first + self.at
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
         """As `PlacedRow.copy`. `bos` is the EOD as well."""
         ids, mask = self.block.read()
         tokens[...] = ids[self.at]
@@ -82,6 +105,7 @@ class SampleRow:
         if doc_ids is not None:
             ends = tokens == bos[0]
             doc_ids[...] = np.cumsum(ends) - ends
+        return mask is not None
 
 
 class SampleStream:
@@ -96,6 +120,7 @@ class SampleStream:
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.files = [source.manifest["files"][0]["name"] for source in pairs_of(sources)]
         self.samples = open_samples(config, sources)
+        self.ahead = None if all(source.mapped for source in sources.values()) else Ahead(self.samples)
         self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
                          "samples": hash_json(self.samples.identity()),
                          **{f"data {name}": source.fingerprint for name, source in sources.items()}}
@@ -121,16 +146,16 @@ class SampleStream:
         """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are used up."""
         if self.taken + num_rows * self.config.V > self.config.num_samples:
             return []
-        block = Block(self.samples, self.taken + num_rows * self.lanes[0],
-                      self.taken + num_rows * (self.lanes[-1] + 1))
+        rows = self.samples.rows if self.ahead is None else partial(self.ahead.rows, stride=num_rows * self.config.V)
+        block = Block(rows, self.taken + num_rows * self.lanes[0], self.taken + num_rows * (self.lanes[-1] + 1))
         which = self._buckets_of(block)
         flat = np.repeat(np.arange(len(self.lanes)), num_rows) * len(self.buckets) + which
         self.counts += np.bincount(flat, minlength=self.counts.size).reshape(self.counts.shape)
-        rows = [SampleRow(self.lanes[i // num_rows], self.row + i % num_rows, self.buckets[bucket], block, i)
-                for i, bucket in enumerate(which.tolist())]
+        found = [SampleRow(self.lanes[i // num_rows], self.row + i % num_rows, self.buckets[bucket], block, i)
+                 for i, bucket in enumerate(which.tolist())]
         self.taken += num_rows * self.config.V
         self.row += num_rows
-        return rows
+        return found
 
     def _buckets_of(self, block: Block) -> np.ndarray:
         """Which bucket each sample of a block is of, (n,)."""
@@ -162,7 +187,9 @@ class SampleStream:
         return found
 
     def close(self) -> None:
-        """Nothing runs that would have to be stopped."""
+        """Stop reading ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
 
     # ---- for people
 

@@ -18,9 +18,13 @@ import numpy as np
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Concat
 from nanochat.rows import Deferred, Document, Keys, Piece, PlacedRow, Row, Tape, TapeRow
+from nanochat.shard_source import ShardSource
 from nanochat.sources import Source
 
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
+JOINED_TOKENS = 1 << 17  # of a unit that is gathered: 2 or 4 bytes each, for each lane
+Unit = tuple[Sequence[Document], list[np.ndarray], list[int], list[int]]  # keys, tokens (of each document, or one array
+# of all), lengths, and how many first tokens are repeated (nothing where none are)
 
 
 class Feed:
@@ -39,7 +43,7 @@ class Feed:
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted
-        self.ahead: Future[tuple[Sequence[Document], list[np.ndarray], list[int]]] | None = None
+        self.ahead: Future[Unit] | None = None
         self.target = 0  # documents that should wait before a row is packed
         self.full = config.layout == "concat" or not config.pack  # whether it has grown to its size
         self._snapshot: tuple[Any, ...] | None = None
@@ -59,18 +63,27 @@ class Feed:
         """Whether the last allowed epoch is read."""
         return 0 < self.max_epochs <= self.epoch
 
-    def _read_unit(self, epoch: int, unit: int) -> tuple[Sequence[Document], list[np.ndarray], list[int]]:
-        """(keys, tokens, how many are repeated) of a unit's documents, in the order in which they are used."""
+    def _read_unit(self, epoch: int, unit: int) -> Unit:
+        """A unit's documents, in the order in which they are used."""
         group, local = self._locate(epoch, unit)
-        size = self.order.unit_size
-        tokens = self.source.encode(self.source.fetch(group, local, size, lambda: self.wants(group)))
-        overlaps = self.source.overlaps(group, local, size)
-        order = self.order.rows(epoch, group, local, len(tokens)).tolist()
+        source, size = self.source, self.order.unit_size
         first = local * size
-        if not self.config.framed:
-            order = [i for i in order if len(tokens[i])]  # an entry of nothing
-        keys = [(epoch, group, first + i) for i in order] if self.tape is None else Keys(epoch, group, first, order)
-        return keys, [tokens[i] for i in order], [overlaps[i] for i in order] if any(overlaps) else []
+        order = self.order.rows(epoch, group, local, min(size, int(self.order.groups[group]) - first))
+        if source.mapped and isinstance(source, ShardSource):
+            most = JOINED_TOKENS if self.tape is not None else 0
+            tokens, lengths, overlaps = source.in_order(group, local, size, order, most=most)
+            used = order.tolist()
+        else:
+            found = source.encode(source.fetch(group, local, size, lambda: self.wants(group)))
+            repeated, used = source.overlaps(group, local, size), order.tolist()
+            tokens = [found[i] for i in used]
+            lengths, overlaps = list(map(len, tokens)), [repeated[i] for i in used] if any(repeated) else []
+        if not self.config.framed and 0 in lengths:  # entries of nothing
+            kept = [i for i, length in enumerate(lengths) if length]
+            used, tokens, lengths = [used[i] for i in kept], [tokens[i] for i in kept], [lengths[i] for i in kept]
+            overlaps = [overlaps[i] for i in kept] if overlaps else []
+        keys = [(epoch, group, first + i) for i in used] if self.tape is None else Keys(epoch, group, first, used)
+        return keys, tokens, lengths, overlaps
 
     def _locate(self, epoch: int, unit: int) -> tuple[int, int]:
         """`Order.locate`, which takes ten times as long: most units are of the same group as the one before."""
@@ -98,8 +111,8 @@ class Feed:
     def _read(self) -> None:
         """Take in the next unit."""
         self.read_ahead()
-        keys, tokens, overlaps = self._read_unit(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
-        lengths = list(map(len, tokens))
+        unit = self._read_unit(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
+        keys, tokens, lengths, overlaps = unit
         try:
             self.packer.push_many(keys, lengths)
         except ValueError as e:
@@ -109,7 +122,7 @@ class Feed:
         if self.tape is None:
             self.documents.update(zip(keys, tokens))
         else:
-            self.tape.add(tokens, lengths, overlaps, join=self.source.mapped)
+            self.tape.add(tokens, lengths, overlaps)
         if repeated and self.tape is None:
             self.prefix.update((key, n + self.config.framed) for key, n in zip(keys, overlaps) if n)
         self.packer.inserted += inserted
@@ -166,31 +179,34 @@ class Feed:
         return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
 
     def _stretches(self, index: int, num: int) -> list[Row]:
-        """`next_rows` from the tape."""
+        """`next_rows` from the tape: as many at once as lie on it."""
         packer, tape, mapped = self.packer, self.tape, self.source.mapped
         assert type(packer) is Concat and tape is not None
         rows: list[Row] = []
-        for i in range(index, index + num):
-            if not mapped or packer.end - packer.position <= packer.T:
+        T = packer.T
+        while len(rows) < num:
+            if not mapped or packer.end - packer.position <= T:
                 self.refill()
                 if not packer.ready:
                     break
-            runs, first = packer.runs, packer.advance()
-            pieces = tape.take(first, first + packer.T + 1)
+            more = min(num - len(rows), (packer.end - packer.position - 1) // T)
+            runs, first = packer.runs, packer.advance(more)
+            stop = first + more * T + 1
+            pieces = tape.take(first, stop)
             if self.documents:
-                stop = first + packer.T + 1
                 pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
-            rows.append(TapeRow(self, i, first, pieces, runs))
+            rows += [TapeRow(self, i, at, pieces, runs) for i, at in
+                     zip(range(index + len(rows), index + num), range(first, stop - 1, T))]
         return rows
 
     def _known(self, piece: Piece, stop: int) -> Piece:
-        """A restored piece of a row that ends at `stop`, with its tokens or what will give them."""
+        """A restored piece of rows that end at `stop`, with its tokens or what will give them."""
         key = piece.key
         assert key is not None
         document = self.documents[key]
         if type(document) is int:
             document = self._restored(key)
-        if piece.stop < stop:  # the row's last token is the next one's first
+        if piece.stop < stop:  # the last token is the next row's first
             del self.documents[key]
         return piece._replace(tokens=document)
 

@@ -421,15 +421,15 @@ class Concat(_Packer):
         """Tokens of the whole document."""
         return length
 
-    def advance(self) -> int:
-        """Take the next row: its first position."""
+    def advance(self, rows: int = 1) -> int:
+        """Take so many rows: the first one's first position."""
         first = self.position
-        self.position = position = first + self.T
+        self.position = position = first + rows * self.T
         runs = self.runs
         while runs and runs[0].ends[-1] <= position:
             runs = self.runs = runs[1:]
-        self.repeated += self.row > 0
-        self.row += 1
+        self.repeated += rows - (self.row == 0)
+        self.row += rows
         return first
 
     def next_row(self) -> list[Placement]:

@@ -8,11 +8,15 @@ two ways to hold them:
     on a tape  concat             a row is a stretch          [# a a a a a # b | # c c c ...]   positions 0, 1, 2, ...
 
 The tape is cut into **pieces**, arrays that stand at known positions. The short documents of a memory-mapped unit are
-gathered into one piece in the order in which they are used, so that a row is one copy, usually from one piece. Long
-documents, and texts, are pieces of their own: gathering them would only hold more memory.
+gathered into one piece in the order in which they are used. Long documents, and texts, are pieces of their own:
+gathering them would only hold more memory. Rows that a lane gives at once lie on one stretch of the tape, usually in
+one piece, and are copied at once, as windows that share a token with the next:
+
+    T = 4      # a a a a a # b c      row 0:  # a a a a      row 1:  a a # b c
 
 Rejected: gathering all tokens of a batch by one array of indices. It takes three passes over 8-byte indices for each
-2-byte token; slices take one pass over the tokens.
+2-byte token; slices take one pass over the tokens. Gathering a stretch when its rows are copied: fewer tokens wait, but
+finding the documents of each stretch takes as long as all else that is done for its rows.
 """
 
 from collections import deque
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from nanochat.feed import Feed
 
 Document = tuple[int, int, int]  # (epoch, group, row in the group): what packers and cursors name documents by
-JOINED_TOKENS = 1 << 17  # of a unit that is gathered: 2 or 4 bytes each, for each lane
 
 
 class Deferred:
@@ -61,10 +64,10 @@ class PlacedRow:
     feed: "Feed"
     plain: bool  # every document is there, begins with its token 0 and is live
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
         """Write the row's tokens (T + 1,), 0 into `live` (T + 1,) u8 where a token is no target, and into `doc_ids`
         (T + 1,) int32, if given, which of the row's documents each token belongs to. `bos`: the BOS id, (T + 1,)
-        times."""
+        times. Returns whether `live` was written."""
         if self.plain:
             pieces = [document for document, _, _ in self.documents]
             _, _, length, _ = self.placements[-1]
@@ -84,6 +87,7 @@ class PlacedRow:
             live[1:] &= tokens[:-1] != bos[0]  # what follows the end of a document is off
         if doc_ids is not None:
             number_documents(doc_ids, self.placements)
+        return not (framed and self.plain)
 
     def _pieces(self, bos: np.ndarray, live: np.ndarray) -> list[np.ndarray]:
         """What the row is put together from; writes the overlaps into `live`."""
@@ -136,10 +140,10 @@ class Tape:
         self.pieces: deque[Piece] = deque()
         self.end = 0
 
-    def add(self, tokens: Sequence[np.ndarray], lengths: Sequence[int], overlaps: Sequence[int], *, join: bool) -> None:
-        """Append whole documents. `join`: gather them, if they are few tokens, instead of holding each."""
-        if join and tokens and sum(lengths) <= JOINED_TOKENS:
-            self._append(np.concatenate(tokens), live_of(lengths, overlaps))
+    def add(self, tokens: Sequence[np.ndarray], lengths: Sequence[int], overlaps: Sequence[int]) -> None:
+        """Append whole documents: an array of each, or one of all."""
+        if len(tokens) == 1:
+            self._append(tokens[0], live_of(lengths, overlaps))
             return
         for i, document in enumerate(tokens):
             self._append(document, live_of(lengths[i:i + 1], overlaps[i:i + 1]))
@@ -197,7 +201,7 @@ class TapeRow:
     feed: "Feed"
     index: int  # of this lane's rows
     first: int  # position of its first token
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # of its stretch: rows taken at once share them
     runs: tuple[Run, ...]
 
     @property
@@ -222,24 +226,59 @@ class TapeRow:
             run.keys, run.ends, (run.first - run.gone, *run.ends))}
         return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self.placements]
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> None:
+    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
         """As `PlacedRow.copy`."""
-        first, stop, pieces = self.first, self.first + len(tokens), self.pieces
-        if len(pieces) == 1:
-            begin, _, source, is_live, _ = pieces[0]
-            if is_live is None and type(source) is not Deferred:  # most rows: all in one piece
-                tokens[...] = source[first - begin:stop - begin]
-                pieces = ()
-        for begin, end, source, is_live, key in pieces:
-            if type(source) is Deferred:
-                assert key is not None
-                source = self.feed.tokens_of(key, source)
-            a, b = max(first, begin), min(stop, end)
-            tokens[a - first:b - first] = source[a - begin:b - begin]
-            if is_live is not None:
-                live[a - first:b - first] = is_live[a - begin:b - begin]
-        if doc_ids is not None:
-            number_documents(doc_ids, self.placements)
+        return copy_stretch([self], tokens[None], live[None], None if doc_ids is None else doc_ids[None])
+
+
+def copy_stretch(rows: Sequence[TapeRow], tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None) -> bool:
+    """`TapeRow.copy` of n rows of one stretch, neighbours, into (n, T + 1)."""
+    row, (n, width) = rows[0], tokens.shape
+    first, stop, pieces = row.first, row.first + n * (width - 1) + 1, row.pieces
+    if len(pieces) > 1:
+        pieces = [piece for piece in pieces if first < piece.stop and piece.begin < stop]
+    found = [_cut(row, piece, first, stop) for piece in pieces]
+    tokens[...] = windows(found[0] if len(found) == 1 else
+                          np.concatenate(found, dtype=tokens.dtype, casting="unsafe"), n, width)
+    masked = any([piece.live is not None for piece in pieces])  # noqa: C419 - a generator takes longer
+    if masked:
+        live[...] = windows(np.concatenate([_live(piece, first, stop) for piece in pieces]), n, width)
+    if doc_ids is not None:
+        for row, ids in zip(rows, doc_ids):
+            number_documents(ids, row.placements)
+    return masked
+
+
+def windows(stretch: np.ndarray, n: int, width: int) -> np.ndarray:
+    """A contiguous (n (width - 1) + 1,) array seen as (n, width): each window begins with the last element of the one
+    before. (Making NumPy's sliding windows takes longer than copying them.)"""
+    size = stretch.itemsize
+    return np.ndarray((n, width), stretch.dtype, stretch, 0, ((width - 1) * size, size))
+
+
+def _cut(row: TapeRow, piece: Piece, first: int, stop: int) -> np.ndarray:
+    """What of a piece stands at positions first .. stop - 1."""
+    begin, end, source, _, key = piece
+    if type(source) is Deferred:
+        assert key is not None
+        source = row.feed.tokens_of(key, source)
+    return source[max(first - begin, 0):min(stop, end) - begin]
+
+
+def _live(piece: Piece, first: int, stop: int) -> np.ndarray:
+    """`_cut` of the target mask."""
+    span = slice(max(first - piece.begin, 0), min(stop, piece.stop) - piece.begin)
+    return np.ones(span.stop - span.start, np.uint8) if piece.live is None else piece.live[span]
+
+
+def together(rows: Sequence[Any], at: int) -> int:
+    """How many rows from `at` on are of one stretch; 1 of any other kind."""
+    if type(rows[at]) is not TapeRow:
+        return 1
+    pieces, stop, num = rows[at].pieces, at + 1, len(rows)
+    while stop < num and type(rows[stop]) is TapeRow and rows[stop].pieces is pieces:
+        stop += 1
+    return stop - at
 
 
 Row = PlacedRow | TapeRow

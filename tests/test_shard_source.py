@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanochat import rows as rows_module
+from nanochat import feed as feed_module
 from nanochat import shard_source
 from nanochat.order import Order, StreamConfig, words
 from nanochat.rows import Tape, TapeRow
@@ -126,7 +126,7 @@ LAYOUTS = {"crop": {}, "split": {"long_docs": "split", "overlap": 4}, "concat": 
 @pytest.mark.parametrize("joined", [0, 1 << 17])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_of_shards_hold_what_their_placements_name_straight_and_restored(tmp_path, monkeypatch, layout, joined):
-    monkeypatch.setattr(rows_module, "JOINED_TOKENS", joined)
+    monkeypatch.setattr(feed_module, "JOINED_TOKENS", joined)
     monkeypatch.setattr("nanochat.shards.GROUP_ENTRIES", 50)
     folder = write_windows(tmp_path, 200)
     source = open_windows(folder)
@@ -161,24 +161,40 @@ def test_rows_of_shards_hold_what_their_placements_name_straight_and_restored(tm
 def test_short_documents_of_a_unit_are_one_piece_and_long_ones_stay_views():
     documents = [np.arange(n, dtype=np.uint16) for n in (5, 9, 2)]
     tape = Tape()
-    tape.add(documents, [5, 9, 2], [0, 3, 0], join=True)
-    tape.add(documents, [5, 9, 2], [], join=False)
-    many = np.zeros(rows_module.JOINED_TOKENS + 1, np.uint16)
-    tape.add([many], [len(many)], [], join=True)
-    joined, *single, long = tape.pieces
-    assert (joined.begin, joined.stop) == (0, 16) and joined.tokens.tolist() == [*range(5), *range(9), *range(2)]
-    assert joined.live.tolist() == [1] * 6 + [0] * 3 + [1] * 7
+    tape.add([np.concatenate(documents)], [5, 9, 2], [0, 3, 0])
+    tape.add(documents, [5, 9, 2], [])
+    joined, *single = tape.pieces
+    assert (joined.begin, joined.stop) == (0, 16) and joined.live.tolist() == [1] * 6 + [0] * 3 + [1] * 7
     assert [(p.begin, p.stop, p.live) for p in single] == [(16, 21, None), (21, 30, None), (30, 32, None)]
-    assert all(p.tokens is d for p, d in zip(single, documents)) and long.tokens is many
+    assert all(p.tokens is d for p, d in zip(single, documents))
     assert [p.begin for p in tape.take(4, 16)] == [0] and [p.begin for p in tape.take(15, 22)] == [0, 16, 21]
     assert [p.begin for p in tape.take(21, 22)] == [21] and tape.pieces[0].begin == 21
+
+
+@pytest.mark.parametrize("keep_eod", [False, True])
+def test_a_unit_in_another_order_is_what_is_fetched_joined_or_not(tmp_path, keep_eod):
+    source = open_windows(write_windows(tmp_path, 150), keep_eod=keep_eod)
+    seen = set()
+    for group, size in enumerate(source.groups.tolist()):
+        for unit in range(-(-size // 8)):
+            fetched, overlaps = source.fetch(group, unit, 8), source.overlaps(group, unit, 8)
+            order = np.random.default_rng(unit).permutation(len(fetched))
+            expected = [fetched[i].tolist() for i in order]
+            for most in (0, 1 << 17):
+                documents, lengths, repeated = source.in_order(group, unit, 8, order, most=most)
+                assert lengths == list(map(len, expected))
+                assert (repeated or [0] * len(order)) == [overlaps[i] for i in order]
+                flat = [token for document in expected for token in document]
+                assert [d.tolist() for d in documents] == ([flat] if most else expected)
+            seen.add(any(d.base is None for d in fetched))
+    assert (True in seen) != keep_eod, "the case: a BOS of its own, or views alone"
 
 
 def test_joining_changes_no_digest_and_no_cursor_on_any_number_of_ranks(tmp_path, monkeypatch):
     source = open_windows(write_windows(tmp_path, 150))
     config, found = StreamConfig(T=40, V=3, layout="concat"), []
     for joined, W in ((1 << 17, 1), (0, 1), (100, 3), (1 << 17, 2)):
-        monkeypatch.setattr(rows_module, "JOINED_TOKENS", joined)
+        monkeypatch.setattr(feed_module, "JOINED_TOKENS", joined)
         with Ranks(config, {"b": source}, n=2, W=W) as ranks:
             found.append(([ranks.step() for _ in range(60)], ranks.cursors()))
             pieces = [len(feed.tape.pieces) for feed in ranks.streams[0].feeds["b"].values()]

@@ -283,16 +283,16 @@ def read_manifest(folder: Path | str) -> dict[str, Any] | None:
     it is broken or of another format."""
     path = place(folder) / MANIFEST_NAME
     try:
-        path = local(path)
-        stat = path.stat()
+        copy = local(path)
+        stat = copy.stat()
     except FileNotFoundError:
         return None
-    return _read_manifest(path, stat.st_mtime_ns, stat.st_size)
+    return _read_manifest(path, copy, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=64)
-def _read_manifest(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    manifest = read_json(path)
+def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    manifest = read_json(copy)
     kind = (manifest.get("format"), manifest.get("version")) if isinstance(manifest, dict) else None
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
         raise ValueError(f"{path}: got {kind or type(manifest).__name__}, expected "

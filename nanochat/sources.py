@@ -141,9 +141,14 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool 
     files = find_files(root) if files is None else list(files)
     folder = data_folder(root)
     names = [f.relative_to(folder).as_posix() for f in files]
-    with ThreadPoolExecutor(8) as pool:
-        entries = list(pool.map(_scan_file, [as_parquet(f, strict=strict) for f in files], names))
-    return {"root": str(folder.resolve()), "files": entries}
+    paths = [as_parquet(f, strict=strict) for f in files]
+    return {"root": str(folder.resolve()), "files": _for_each(_scan_file, paths, names)}
+
+
+def _for_each(look: Callable[..., dict[str, Any]], paths: Sequence[Path], *more: Sequence[Any]) -> list[dict[str, Any]]:
+    """`look` at files, several at once: of a disk some, of a store, which answers late, many."""
+    with ThreadPoolExecutor(32 if any(map(is_remote, paths)) else 8) as pool:
+        return list(pool.map(look, paths, *more))
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -165,9 +170,15 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         if not path.exists():
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a new run with "
                                     f"other data (--model-tag)")
-    with ThreadPoolExecutor(8) as pool:
-        now = list(pool.map(_scan_file, [as_parquet(p, strict=strict) for p in paths], names))
     here = str(folder.resolve())
+    known = [e.get("etag") if here == manifest["root"] else None for e in manifest["files"]]
+
+    def look(path: Path, entry: dict[str, Any], etag: str | None) -> dict[str, Any]:
+        if etag and path.suffix == ".parquet" and etag_of(path) == {"etag": etag}:
+            return entry  # it has not changed, so neither has its footer
+        return _scan_file(path, entry["name"])
+
+    now = _for_each(look, [as_parquet(p, strict=strict) for p in paths], manifest["files"], known)
     for old, new, path in zip(manifest["files"], now, paths, strict=True):
         keys = ("size", "etag", "footer", "groups") if here == manifest["root"] else ("size", "footer", "groups")
         for what in keys:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanochat import patience, remote
+from nanochat import block_cache, patience, remote
 from nanochat.common import read_json
 from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.patience import Patience
@@ -191,6 +191,38 @@ def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change: Callable
     sentence = refuse(**command("documents", env["path"], tokenizer_dir="s3://bucket/shards/tokenizer"))
     assert re.search(said, sentence) and "\n" not in sentence
     assert not run_dir().exists() and ACCESS_KEY not in sentence and SECRET_KEY not in sentence
+
+
+def test_a_run_that_a_store_refuses_goes_on_when_it_may(made, bucket):
+    bucket.proxy.faults += [Fault(name="b.bin", times=2, shift=0), Fault(name="b.bin", status=403, times=99)]
+    said = refuse(**command("samples", "s3://bucket"))
+    assert re.search(r"s3://bucket/pairs/b\.bin: the store refuses it \(HTTP 403", said) and "\n" not in said
+    assert run_dir().exists() and "final" not in checkpoints()
+    bucket.proxy.faults.clear()
+    succeed(**command("samples", "s3://bucket"))
+    assert {r["step"]: r["digest"] for r in iter_log(run_dir() / "logs" / "train.jsonl") if "digest" in r} == dict(
+        enumerate(made[2]["samples"]))
+
+
+def test_lanes_announce_what_they_read_of_a_group_once(bucket, monkeypatch):
+    announced: list[tuple[str, int, int]] = []
+    read: list[tuple[str, int, int]] = []
+
+    class Spy(block_cache.RemoteReader):
+        def will_need(self, ranges: Any) -> None:
+            announced.extend((self.stat.path, *span) for span in ranges)
+            super().will_need(ranges)
+
+        def read(self, begin: int, end: int) -> np.ndarray:
+            read.append((self.stat.path, begin, end))
+            return super().read(begin, end)
+
+    monkeypatch.setattr(block_cache, "RemoteReader", Spy)
+    succeed(**command("documents", "s3://bucket", num_iterations=1, eval_tokens=64, lanes=1, buffer_size=2,
+                      device_batch_size=8))
+    assert 0 < len(announced) < len(read)
+    for path, begin, end in read:
+        assert any(p == path and a - 1 <= begin and end <= b for p, a, b in announced)
 
 
 def test_prefixes_lie_in_one_bucket(bucket, made):

@@ -168,14 +168,16 @@ class Feed:
         return next(iter(self.next_rows(index, 1)), None)
 
     def _next_placed(self, index: int) -> PlacedRow:
-        placements = self.packer.next_row()
-        docs, taken, plain = self.packer.docs, [], not (self.restored or self.prefix or self.gone)
-        for key, start, _, _ in placements:
-            if plain and not start and key not in docs:
-                taken.append((self.documents.pop(key), 0, 0))
-            else:
-                taken.append(self._take(key))
-                plain = plain and not start
+        placements, docs = self.packer.next_row(), self.packer.docs
+        plain = not (self.restored or self.prefix or self.gone)
+        for _, start, _, _ in placements:
+            if start:
+                plain = False
+        if plain:
+            pop = self.documents.pop
+            taken: list[Any] = [self._take(key)[0] if key in docs else pop(key) for key, _, _, _ in placements]
+        else:
+            taken = [self._take(key) for key, _, _, _ in placements]
         return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
 
     def _stretches(self, index: int, num: int) -> list[Row]:

@@ -60,16 +60,21 @@ class PlacedRow:
     index: int  # of this lane's rows
     bucket: str
     placements: list[Placement]
-    documents: list[tuple[Any, int, int]]  # (tokens or a Deferred, how many are gone, where live ones begin)
+    taken: list[Any]  # of each: (tokens or a Deferred, how many are gone, where live ones begin), or if plain, tokens
     feed: "Feed"
     plain: bool  # every document is there, begins with its token 0 and is live
+
+    @property
+    def documents(self) -> list[tuple[Any, int, int]]:
+        """For each placement (tokens or a Deferred, how many of them are gone, where live ones begin)."""
+        return [(tokens, 0, 0) for tokens in self.taken] if self.plain else self.taken
 
     def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
         """Write the row's tokens (T + 1,), 0 into `live` (T + 1,) u8 where a token is no target, and into `doc_ids`
         (T + 1,) int32, if given, which of the row's documents each token belongs to. `bos`: the BOS id, (T + 1,)
         times. Returns whether `live` was written."""
         if self.plain:
-            pieces = [document for document, _, _ in self.documents]
+            pieces = self.taken.copy()
             _, _, length, _ = self.placements[-1]
             if length < len(pieces[-1]):
                 pieces[-1] = pieces[-1][:length]
@@ -93,7 +98,7 @@ class PlacedRow:
         """What the row is put together from; writes the overlaps into `live`."""
         own_bos, framed = self.feed.packer.own_bos, self.feed.config.framed
         pieces, at = [], 0
-        for (key, start, length, off), (document, gone, prefix) in zip(self.placements, self.documents):
+        for (key, start, length, off), (document, gone, prefix) in zip(self.placements, self.taken):
             if type(document) is Deferred:
                 document = self.feed.tokens_of(key, document)
             first = start - gone
@@ -234,26 +239,28 @@ class TapeRow:
 def copy_stretch(rows: Sequence[TapeRow], tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None) -> bool:
     """`TapeRow.copy` of n rows of one stretch, neighbours, into (n, T + 1)."""
     row, (n, width) = rows[0], tokens.shape
-    first, stop, pieces = row.first, row.first + n * (width - 1) + 1, row.pieces
-    if len(pieces) > 1:
+    first, pieces, masked = row.first, row.pieces, False
+    begin, _, found, is_live, _ = pieces[0]
+    if len(pieces) > 1 or is_live is not None or type(found) is Deferred:  # seldom
+        begin, stop = first, first + n * (width - 1) + 1
         pieces = [piece for piece in pieces if first < piece.stop and piece.begin < stop]
-    found = [_cut(row, piece, first, stop) for piece in pieces]
-    tokens[...] = windows(found[0] if len(found) == 1 else
-                          np.concatenate(found, dtype=tokens.dtype, casting="unsafe"), n, width)
-    masked = any([piece.live is not None for piece in pieces])  # noqa: C419 - a generator takes longer
-    if masked:
-        live[...] = windows(np.concatenate([_live(piece, first, stop) for piece in pieces]), n, width)
+        cut = [_cut(row, piece, first, stop) for piece in pieces]
+        found = np.concatenate(cut, dtype=tokens.dtype, casting="unsafe")
+        masked = any(piece.live is not None for piece in pieces)
+        if masked:
+            live[...] = windows(np.concatenate([_live(piece, first, stop) for piece in pieces]), 0, n, width)
+    tokens[...] = windows(found, first - begin, n, width)
     if doc_ids is not None:
         for row, ids in zip(rows, doc_ids):
             number_documents(ids, row.placements)
     return masked
 
 
-def windows(stretch: np.ndarray, n: int, width: int) -> np.ndarray:
-    """A contiguous (n (width - 1) + 1,) array seen as (n, width): each window begins with the last element of the one
+def windows(array: np.ndarray, at: int, n: int, width: int) -> np.ndarray:
+    """A contiguous array from element `at` on, seen as (n, width): each window begins with the last element of the one
     before. (Making NumPy's sliding windows takes longer than copying them.)"""
-    size = stretch.itemsize
-    return np.ndarray((n, width), stretch.dtype, stretch, 0, ((width - 1) * size, size))
+    size = array.itemsize
+    return np.ndarray((n, width), array.dtype, array, at * size, ((width - 1) * size, size))
 
 
 def _cut(row: TapeRow, piece: Piece, first: int, stop: int) -> np.ndarray:

@@ -110,8 +110,8 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
 
 
 def _raise_of_store(path: Path, e: Exception) -> None:
-    """What a store says of itself is told as it is: the file is not to blame."""
-    if is_remote(path) and not (isinstance(e, pa.ArrowException) or str(e).startswith("Corrupt")):
+    """What a store said (it names the object) is told as it is: the file is not to blame."""
+    if is_remote(path) and str(e).startswith(str(path)):
         raise e
 
 

@@ -205,6 +205,21 @@ def test_a_run_that_a_store_refuses_goes_on_when_it_may(made, bucket):
         enumerate(made[2]["samples"]))
 
 
+def test_parquet_that_is_refused_and_parquet_that_is_broken_are_told_apart(bucket, monkeypatch):
+    monkeypatch.setattr(remote, "TAIL_BYTES", 1 << 12)
+    name = "data/shard_1.parquet"
+    bucket.proxy.faults += [Fault(name=name, shift=0), Fault(name=name, status=403, times=99)]
+    assert refuse(**command("text", "s3://bucket")).startswith(f"s3://bucket/{name}: the store refuses it (HTTP 403")
+    bucket.proxy.faults.clear()
+    data = bucket.get(name)
+    bucket.put(name, data[:4] + b"\xff" * (len(data) - 8192) + data[4 - 8192:])  # all but the footer
+    assert len(bucket.get(name)) == len(data)
+    said = refuse(**command("text", "s3://bucket", model_tag="broken"))
+    assert re.match(f"s3://bucket/{name}: row group . cannot be read", said)
+    bucket.put(name, data[:-4] + b"XXXX")
+    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="torn"))
+
+
 def test_lanes_announce_what_they_read_of_a_group_once(bucket, monkeypatch):
     announced: list[tuple[str, int, int]] = []
     read: list[tuple[str, int, int]] = []

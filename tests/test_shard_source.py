@@ -10,7 +10,7 @@ import pytest
 from nanochat import feed as feed_module
 from nanochat import shard_source
 from nanochat.order import Order, StreamConfig, words
-from nanochat.rows import Tape, TapeRow
+from nanochat.rows import Tape, TapeRow, copy_stretch, together
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import find_files, scan
@@ -228,3 +228,21 @@ def test_binned_rows_of_shards_are_off_in_overlaps_padding_and_behind_the_end_of
         assert found[0].tolist() == tokens and found[1].tolist()[1:] == live[1:]
     stream.close()
     assert seen["overlap"] and seen["padding behind a window"] and (seen["behind an end"] or not pack), seen
+
+
+@pytest.mark.parametrize("joined", [1 << 17, 0])
+def test_rows_taken_together_are_the_rows_one_by_one(tmp_path, monkeypatch, joined):
+    monkeypatch.setattr(feed_module, "JOINED_TOKENS", joined)
+    folder, several, off = write_windows(tmp_path, 150), 0, 0
+    stream = Stream(StreamConfig(T=9, V=2, layout="concat"), {"b": open_windows(folder)}, range(2), tokenizer="t")
+    for _ in range(20):
+        rows, at = stream.next_rows(6), 0
+        while at < len(rows):
+            n = together(rows, at)
+            tokens, live = np.zeros((n, 10), np.int32), np.ones((n, 10), np.uint8)
+            assert copy_stretch(rows[at:at + n], tokens, live, None) or live.all()
+            for row, a, b in zip(rows[at:], tokens, live):
+                assert [x.tolist() for x in row_arrays(row, 9)] == [a.tolist(), b.tolist()]
+            at, several, off = at + n, several + (n > 1), off + live.size - int(live.sum())
+    stream.close()
+    assert several and off, "the case: several rows at once, some targets off"

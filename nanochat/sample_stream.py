@@ -22,11 +22,12 @@ EOD (Megatron's reset_attention_mask). reset_position_ids has no counterpart: po
 only distances count.
 
 A step's samples are read when its first row is copied, all of a rank in one go. So passing over steps costs next to
-nothing. Where ids are not mapped, a pool then reads those of the next AHEAD steps: a store takes its time.
+nothing. Where ids are not mapped, those of the next AHEAD steps are then read as well: a store takes its time.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,22 +45,30 @@ AHEAD = 4  # steps that are read ahead where ids are not mapped
 
 
 class Ahead:
-    """Samples that are read by a pool before they are asked for."""
+    """Samples that daemon threads read before they are asked for: Python ends though a store stalls."""
 
     def __init__(self, samples: Samples):
-        self.samples, self.pool = samples, ThreadPoolExecutor(AHEAD, thread_name_prefix="samples")
+        self.samples = samples
         self.reading: dict[tuple[int, int], Future[Any]] = {}
 
     def rows(self, first: int, stop: int, stride: int) -> Any:
         """`samples.rows(first, stop)`; those `stride` and some times `stride` further on come next."""
         wanted = [(first + i * stride, stop + i * stride) for i in range(AHEAD + 1)]
-        self.reading = {span: self.reading.get(span) or self.pool.submit(self.samples.rows, *span)
+        self.reading = {span: self.reading.get(span) or self._start(span)
                         for span in wanted if span[1] <= len(self.samples)}
         return self.reading[first, stop].result()
 
-    def close(self) -> None:
-        """Read nothing more."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+    def _start(self, span: tuple[int, int]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def read() -> None:
+            try:
+                future.set_result(self.samples.rows(*span))
+            except BaseException as e:  # raised where it is asked for
+                future.set_exception(e)
+
+        threading.Thread(target=read, name="samples", daemon=True).start()
+        return future
 
 
 class Block:
@@ -187,9 +196,7 @@ class SampleStream:
         return found
 
     def close(self) -> None:
-        """Stop reading ahead."""
-        if self.ahead is not None:
-            self.ahead.close()
+        """Nothing runs that would have to be stopped: what is read ahead ends by itself."""
 
     # ---- for people
 

@@ -81,11 +81,13 @@ def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits(refer
     assert len(checkpoints()) == 1 and checkpoints()[0].startswith(".tmp-checkpoint-4-")
     kill(partial(die_in, "nanochat.checkpoint.put_in_place", 2))  # all of the second is, but it has no name
     assert len(checkpoints()) == 2 and checkpoints()[0].startswith(".tmp-checkpoint-8-")
-    for _ in range(3):
+    kills = 0
+    while kills < 3 or len({event["step"] for event in events("started")}) < 3:  # a save may be slower than some kills
         done = max(steps())
         kill(partial(die_after_step, done + rng.randrange(1, 4), rng.uniform(0, 0.01)))
         assert max(steps()) > done
-    assert len(events("started")) == 6 and len({event["step"] for event in events("started")}) >= 3
+        kills += 1
+    assert len(events("started")) == 3 + kills
     assert len(all_steps()) > len(steps()), "no step was done twice"
     succeed()
     assert state_of(final()) == reference["final"]

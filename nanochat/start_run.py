@@ -128,7 +128,7 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
     changes, changed = Changes((), ()), False
     if old:
         theirs = {k: v for k, v in old.items() if k not in ("derived", "origin")}
-        theirs["curriculum"] = state.get("curriculum", theirs["curriculum"])
+        theirs.update({name: state[name] for name in ("curriculum", "total_batch_size") if name in state})
         theirs, changed = settle_curriculum(theirs, settings)
         changes = compare_settings(theirs, settings)
         refuse_changes(changes, run_name=run_dir.name)

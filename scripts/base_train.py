@@ -211,6 +211,7 @@ def checkpoint_now(run: Run, name: str, status: str, *, last: bool = False, **mo
              loader=run.loader, progress=run.progress, status=status, last=last,
              extra={"tokenizer_fingerprint": run.tokenizer.fingerprint, "wandb_id": run.watch.wandb_id,
                     "K": run.settings["leaves"], "curriculum": run.settings["curriculum"],
+                    "total_batch_size": run.horizon.total_batch_size,
                     "tokens": run.progress.tokens, "phase": run.loader.phase,
                     "skips": sorted(run.start.skips.items()), **more})
         run.stop.note("copy", time.perf_counter() - began)

@@ -154,6 +154,8 @@ def test_a_larger_batch_goes_on_where_the_smaller_ended(reference: dict[str, Any
     assert [c["row"] for c in smaller] == [c["row"] for c in now] == [STEPS * 2] * 4  # 20 x 2 + 2 x 4 rows
     assert now == smaller
     assert steps()[21]["tokens"] == 20 * larger // 2 + 2 * larger
+    again = succeed(total_batch_size=None, num_iterations=23)  # left to the program: as it was last
+    assert steps()[22]["tokens"] == steps()[21]["tokens"] + larger and "--total-batch-size" not in again.out
 
 
 def test_a_batch_that_the_lanes_do_not_divide_is_refused(reference: dict[str, Any]) -> None:

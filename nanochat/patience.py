@@ -61,6 +61,7 @@ class _Workers:
         self.closing = threading.Event()
 
     def submit(self, task: Callable[[], None]) -> None:
+        """Have a worker thread call `task`, which raises nothing, as soon as one is free; there are MAX_WORKERS."""
         with self.lock:
             self.open += 1
             if self.threads < min(self.open, MAX_WORKERS):

@@ -2,6 +2,7 @@
 The loader: rows of the stream as batches on the device.
 
     Stream --rows--> [prefetch thread] --host batches--> queue (bounded) --> next(loader): copy to the device
+    Stream --rows--> next(loader)                                            mapped data on a CPU: nothing to wait for
 
 A rank owns a block of lanes. Its rows of a step are cut into **leaves** (blocks of lanes over which gradients are added
 in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf, and every leaf has as
@@ -10,8 +11,9 @@ change:
 
     V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
-One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the stream's pool. Host
-buffers are a ring: pinned on CUDA, and a slot is filled again only after the event recorded behind its copy has passed.
+One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the stream's pool. Where data
+is mapped and the device is the CPU there is no thread: a row takes microseconds on the very cores that train, and half
+as many again if two threads hand over to each other. Host buffers are a ring: pinned on CUDA, and a slot is filled again only after the event recorded behind its copy has passed.
 The snapshot of the lanes travels with the last micro-batch of its step, so what was prefetched but not used is never
 part of the state.
 
@@ -21,6 +23,7 @@ and a shutdown of their own.
 At the end, nanochat's loaders under their names.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -42,6 +45,7 @@ from nanochat.stream import Cursor, Stream, ledger, row_digest
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
+PREFETCH = 8  # micro-batches that are ready ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +228,15 @@ class DataLoader:
 
     `config` says which order it is: lanes, or Megatron's (`nanochat.sample_stream`). `cursors`: of all V lanes, or of
     this rank's at least; `drop_dry`, `new_curriculum`: see `Stream`; `skips`: {step: how many steps' rows are passed
-    over before it}. What goes wrong while prefetching is raised by the `next` that would have had the batch. Close it,
-    or use it as a context manager.
+    over before it}. `prefetch`: micro-batches that a thread makes ahead; 0: no thread; None: 8, or 0 for mapped data on
+    the CPU. What goes wrong while prefetching is raised by the `next` that would have had the batch. Close it, or use
+    it as a context manager.
     """
 
     def __init__(self, config: Config, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
-                 start_step: int = 0, num_threads: int = 4, prefetch: int = 8, with_doc_ids: bool = False,
+                 start_step: int = 0, num_threads: int = 4, prefetch: int | None = None, with_doc_ids: bool = False,
                  with_digest: bool = True, drop_dry: bool = False, new_curriculum: bool = False,
                  skips: Mapping[int, int] | None = None):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
@@ -249,46 +254,58 @@ class DataLoader:
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()  # a tenth of a Queue's time
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._on_cpu = self.device.type == "cpu"
+        if prefetch is None:
+            prefetch = 0 if self._on_cpu and self.stream.mapped else PREFETCH
         slots = [_Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
-                       pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else prefetch)]
-        for i in range(prefetch):
+                       pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else max(1, prefetch))]
+        for i in range(max(1, prefetch)):
             self._free.put(slots[i % len(slots)])  # on the CPU a slot is empty again when its batch is made
-        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
-        self._thread.start()
+        self._making = self._make()
+        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True) if prefetch else None
+        if self._thread is not None:
+            self._thread.start()
 
     # -- the thread
 
     def _prefetch(self) -> None:
-        step = self.step
+        while self._make_one():
+            pass
+
+    def _make_one(self) -> bool:
+        """Make the next micro-batch and put it into the queue, or the exception that came instead; False when there
+        are no more."""
         try:
-            while self._fill_step(step):
-                step += 1
+            self._filled.put(next(self._making))
+        except StopIteration:  # closed
+            return False
         except BaseException as e:  # handed to the consumer, whatever it is
             self._filled.put(e)
-
-    def _fill_step(self, step: int) -> bool:
-        """Pack a step and hand over its micro-batches; False when closed."""
-        n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
-        for _ in range(self.skips.get(step, 0)):
-            self._next_rows(step)
-        rows = self._next_rows(step)
-        digest, index = 0, 0
-        for leaf in self.layout.leaves:
-            mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
-            for at in range(0, self.layout.micro_batches_per_leaf * B, B):
-                slot = self._next_slot()
-                if slot is None:
-                    return False
-                first = leaf.start * n + at if self.with_digest else None
-                digest += slot.fill(mine[at:at + B], self.buckets, first=first)
-                if slot.host_tokens.view(np.uint32).max() >= self.vocab_size:  # no embedding may see it
-                    raise ValueError(self._outside(mine[at:at + B], slot.host_tokens))
-                index += 1
-                last = index == self.micro_batches_per_step
-                end = (digest % 2**64, self.stream.snapshot()) if last else None
-                batch = slot.batch(self.device, step, index - 1, last) if self._on_cpu else None
-                self._filled.put(_Filled(slot, batch, step, index - 1, end))
+            return False
         return True
+
+    def _make(self) -> Iterator[_Filled]:
+        """Micro-batches, step after step, until closed. Waits for free slots."""
+        n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
+        for step in itertools.count(self.step):
+            for _ in range(self.skips.get(step, 0)):
+                self._next_rows(step)
+            rows = self._next_rows(step)
+            digest, index = 0, 0
+            for leaf in self.layout.leaves:
+                mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
+                for at in range(0, self.layout.micro_batches_per_leaf * B, B):
+                    slot = self._next_slot()
+                    if slot is None:
+                        return
+                    first = leaf.start * n + at if self.with_digest else None
+                    digest += slot.fill(mine[at:at + B], self.buckets, first=first)
+                    if slot.host_tokens.view(np.uint32).max() >= self.vocab_size:  # no embedding may see it
+                        raise ValueError(self._outside(mine[at:at + B], slot.host_tokens))
+                    index += 1
+                    last = index == self.micro_batches_per_step
+                    end = (digest % 2**64, self.stream.snapshot()) if last else None
+                    batch = slot.batch(self.device, step, index - 1, last) if self._on_cpu else None
+                    yield _Filled(slot, batch, step, index - 1, end)
 
     def _next_rows(self, step: int) -> Sequence[AnyRow]:
         """The rows of a step. Raises Dry."""
@@ -324,6 +341,8 @@ class DataLoader:
         if self._closed.is_set():
             raise RuntimeError("this loader is closed")
         began = time.perf_counter()
+        if self._thread is None and self._filled.empty():
+            self._make_one()
         filled = self._filled.get()
         self.wait_s += time.perf_counter() - began
         if isinstance(filled, BaseException):
@@ -360,7 +379,8 @@ class DataLoader:
         """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""
         self._closed.set()
         self.stream.close()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def __enter__(self) -> "DataLoader":
         return self

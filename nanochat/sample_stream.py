@@ -129,7 +129,8 @@ class SampleStream:
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.files = [source.manifest["files"][0]["name"] for source in pairs_of(sources)]
         self.samples = open_samples(config, sources)
-        self.ahead = None if all(source.mapped for source in sources.values()) else Ahead(self.samples)
+        self.mapped = all(source.mapped for source in sources.values())
+        self.ahead = None if self.mapped else Ahead(self.samples)
         self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
                          "samples": hash_json(self.samples.identity()),
                          **{f"data {name}": source.fingerprint for name, source in sources.items()}}

@@ -57,6 +57,7 @@ T = TypeVar("T")
 VERDICT = "verdict"
 FAILED = " failed at "  # in the verdict of a rank that had an exception, behind who it is
 ASK_S = 10.0  # how long the store may take to answer
+LATE_S = 30.0  # how much later than rank 0 another rank may come to the end of a run
 PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
 
 
@@ -136,17 +137,20 @@ class Watchdog:
         if self._store is not None:
             self._ask(lambda store: self._publish(store, left=True))
         if failed:
-            self._let_others_hear()
+            self._let_others_leave(3 * self.interval_s + 1)
             self._leave(error, verdict, ours)
+        elif kind is None:
+            self._let_others_leave(LATE_S)
 
-    def _let_others_hear(self) -> None:
-        """Rank 0 goes last, for the store may be its own."""
-        end = time.monotonic() + 3 * self.interval_s + 1
+    def _let_others_leave(self, within_s: float) -> None:
+        """Rank 0 goes last, for the store may be its own: without it the others would hold rank 0 for dead."""
+        end, pause = time.monotonic() + within_s, 0.001
         while self.rank == 0 and time.monotonic() < end:
             seen = self._ask(self._read_all)
             if seen is None or all(r["left"] or is_alive_here(r) is False for r in seen.values()):
                 break
-            time.sleep(self.interval_s / 4)
+            time.sleep(pause)
+            pause = min(2 * pause, self.interval_s / 4)
 
     def _leave(self, error: BaseException | None, verdict: str, ours: str) -> None:
         """What comes out of the context after a failure: silence where another rank is to blame, else its own error."""

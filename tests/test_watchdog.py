@@ -68,6 +68,8 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
                 misbehave(how, dog)
             dog.beat(step, "reduction")
             dist.all_reduce(torch.ones(1))
+        if rank == bad and how == "late":  # to leave: the store is rank 0's
+            time.sleep(1)
     if state:
         state.close("completed")
     os._exit(0)
@@ -114,7 +116,7 @@ def start(folder: Path, how: str, *, bad: int = 2, timeout_s: float = 1.5, world
     return Launch(processes, folder)
 
 
-@pytest.mark.parametrize("how", ["none", "work", "patience"])
+@pytest.mark.parametrize("how", ["none", "work", "patience", "late"])
 def test_a_launch_that_works_ends_well_however_long_one_rank_takes(tmp_path, how):
     launch = start(tmp_path, how)
     assert launch.wait([0, 1, 2]) == [0, 0, 0], launch.output(0)

@@ -12,8 +12,9 @@ change:
     V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
 One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the stream's pool. Where data
-is mapped and the device is the CPU there is no thread: a row takes microseconds on the very cores that train, and half
-as many again if two threads hand over to each other. Host buffers are a ring: pinned on CUDA, and a slot is filled again only after the event recorded behind its copy has passed.
+are mapped and the device is the CPU there is no thread: a row takes microseconds, on the very cores that train, and two
+threads that hand over to each other take half as many again. Host buffers are a ring: pinned on CUDA, and a slot is
+filled again only after the event recorded behind its copy has passed.
 The snapshot of the lanes travels with the last micro-batch of its step, so what was prefetched but not used is never
 part of the state.
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import rustbpe
@@ -85,10 +85,16 @@ class RustBPETokenizer:
         self.bos_token_id = self.encode_special(bos_token)
         self.training = dict(training or {})
 
+    _kept: ClassVar[tuple[str, Encoder] | None] = None  # the last encoder, with the fingerprint of its tokenizer
+
     @cached_property
     def encoder(self) -> Encoder:
-        """What serves this tokenizer, chosen when it is first needed: to load and check a fast one takes 0.4 s."""
-        return fastest_encoder(self.enc)
+        """What serves this tokenizer, chosen when it is first needed: to load and check a fast one takes 0.4 s. That of
+        the last one is kept, for those that are opened again."""
+        kept = RustBPETokenizer._kept
+        if kept is None or kept[0] != self.fingerprint:
+            kept = RustBPETokenizer._kept = self.fingerprint, fastest_encoder(self.enc)
+        return kept[1]
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":

@@ -226,7 +226,7 @@ def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> N
 
 
 def test_changed_settings(half_done: Path) -> None:
-    refuse_old("--seed: the run has 42, the command says 43", "--depth: the run has 2, the command says 4",
+    refuse_old("--seed: the run has 42, the command says 43", "--depth: the run has 1, the command says 4",
                "--model-tag NAME", seed=43, depth=4)
     refuse_old("--lanes", lanes=8)
     refuse_old("--packing", packing="concat")

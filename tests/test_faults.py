@@ -22,8 +22,7 @@ from tests.training import checkpoints, die_in, digests, losses, refuse, state_o
 
 STEPS = 12
 SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
-    "max_seq_len": 64, "total_batch_size": 64 * 8, "device_batch_size": 4, "buffer_size": 8, "overlap": 16,
-    "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
+    **training.SMALL, "buffer_size": 8, "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
 MODES = pytest.mark.parametrize("mode", [{}, {"sync_save": True}], ids=["asynchronous", "sync"])
 
 

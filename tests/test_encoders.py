@@ -386,6 +386,7 @@ def test_a_broken_fastokens_is_refused_when_the_tokenizer_is_made(trained, caplo
             return ids[::-1], lengths
 
     monkeypatch.setattr(encoders, "FastokensEncoder", Broken)
+    monkeypatch.setattr(RustBPETokenizer, "_kept", None)
     tokenizer = RustBPETokenizer(trained, "<|bos|>")
     assert type(tokenizer.encoder) is TiktokenEncoder and "Broken gives other ids" in caplog.text
     assert tokenizer.encode("a b") == trained.encode_ordinary("a b")

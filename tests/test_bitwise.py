@@ -33,13 +33,13 @@ RUN: dict[str, Any] = {  # 44 columns: embeddings have 55 grains, so that their 
     "total_batch_size": T * ROWS, "overlap": 4, "eval_every": 10, "eval_tokens": T * 40, "save_every": 10}
 THOROUGH = settings.get_current_profile_name() == "thorough"
 if not THOROUGH:  # what differs at all differs in the first steps
-    RUN |= {"num_iterations": 12, "eval_every": 4, "save_every": 6}
+    RUN |= {"num_iterations": 12, "eval_every": 3, "save_every": 6, "eval_tokens": T * 16}
 BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}  # micro-batches of a leaf, which has 8 rows: B. The third has a dead row
 CASES: dict[str, dict[str, Any]] = {f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
                                     for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
 if not THOROUGH:
     CASES = {case: {**CASES[case], "num_iterations": num} for case, num in (
-        ("3, bfloat16", 8), ("8, float32", 3))}
+        ("3, bfloat16", 6), ("8, float32", 3))}
 
 
 # ---- a model that has everything ------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def odd_cuts_and_pow() -> Iterator[None]:
 GRADIENTS, UPDATE, ADD_UP = messages.Message.gradients, optim.MuonAdamW._update, base_train.add_up
 patch = mock.patch.object
 SHORT: dict[str, Any] = {  # three layers have two gates of 1 x 12
-    "num_iterations": 5 if THOROUGH else 3, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
+    "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
     "aspect_ratio": 14}
 TRAINED = {"weights", "optimizer"}  # a few steps later the losses differ too, in the last bits, or round alike
 MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how many processes; what must differ

@@ -13,6 +13,7 @@ from nanochat import blend
 from nanochat.blend import BlendedDataset, BlendedMegatronDatasetBuilder, Mixture
 from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Split, normalize
+from tests.toy import examples
 
 SMALL = {"BLOCK": 64, "STEPS": 8, "JUMP": 256, "SCAN": 16}
 
@@ -53,7 +54,7 @@ def check(mixture: Mixture, expected: tuple[list[int], list[int]], looks: list[i
 WEIGHTS = st.lists(st.floats(0.01, 1) | st.integers(1, 9).map(float), min_size=1, max_size=11)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(0.8))
 @given(weights=WEIGHTS, looks=st.lists(st.integers(0, 699), max_size=5))
 def test_blend_is_the_recurrence(weights: list[float], looks: list[int]) -> None:
     weights = normalize(weights)
@@ -61,7 +62,7 @@ def test_blend_is_the_recurrence(weights: list[float], looks: list[int]) -> None
         check(Mixture(weights, 700), plain_blend(weights, 700), looks, 700)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(0.8))
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=8), data=st.data())
 def test_exhaustive_blend_gives_all_of_every_source(sizes: list[int], data: st.DataObject) -> None:
     n = sum(sizes)
@@ -79,7 +80,7 @@ def test_a_source_that_has_given_all_is_out() -> None:
     assert sources.tolist() == [[1, 1]] and counts.tolist() == [[5, 5]]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(0.4))
 @given(weights=WEIGHTS.filter(lambda w: len(w) > 2), seed=st.integers(0, 99))
 def test_a_guess_may_be_anything(weights: list[float], seed: int) -> None:
     """Whatever the first counts of lanes are guessed to be, the result is exact."""

@@ -19,7 +19,7 @@ from nanochat.shards import ShardWriter, read_index, read_manifest, read_tokens
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import convert_shards, tok_shards, verify
 from tests.test_shards import GOLDEN, E, patch, write_pair
-from tests.toy import some_texts, write_jsonl, write_parquet
+from tests.toy import examples, some_texts, write_jsonl, write_parquet
 
 
 def convert(source: Path, target: Path, to: str, *more: str) -> None:
@@ -128,7 +128,7 @@ def gpts(draw) -> tuple[list[list[int]], list[int]]:
 
 
 @given(gpts(), st.sampled_from([300, 100_000]), st.sampled_from([1, 3, 100]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(0.4))
 def test_any_shard_comes_back_as_it_was(tmp_path_factory, case, vocab_size, block):
     entries, prefixes = case
     root = tmp_path_factory.mktemp("root")
@@ -147,7 +147,7 @@ sequences = st.lists(st.lists(st.lists(st.integers(0, 90), max_size=4), max_size
 
 
 @given(sequences, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.sampled_from([1, 3, 100]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(0.2))
 def test_any_megatron_file_comes_back_as_it_was(tmp_path_factory, documents, dtype, block):
     root = tmp_path_factory.mktemp("root")
     (root / "in").mkdir()

@@ -16,6 +16,7 @@ from nanochat import indexed
 from nanochat.common import hash_file
 from nanochat.indexed import HEADER, IndexedDataset, IndexedDatasetBuilder, dtype_code, open_documents
 from nanochat.readers import MappedReader, PreadReader, open_reader, read_near
+from tests.toy import examples
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
 
@@ -74,7 +75,7 @@ corpora = st.lists(st.lists(sequences, max_size=3), max_size=8)
 
 
 @given(corpora, corpora, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.8))
 def test_what_is_written_is_read(tmp_path_factory, first, second, dtype, mmap):
     folder = tmp_path_factory.mktemp("p.q")
     write(folder / "a.b", first, dtype)
@@ -206,7 +207,7 @@ def test_nothing_is_there_before_the_end_and_nothing_after_an_error(tmp_path):
 # ---- readers --------------------------------------------------------------------------------------------------------
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)), max_size=8), st.integers(0, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(1.2))
 def test_readers_give_the_ranges_asked_for_and_read_neighbours_together(tmp_path_factory, pairs, near):
     path = tmp_path_factory.mktemp("r") / "a.bin"
     ids = np.arange(100, 160, dtype=np.uint16)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, MockGPTDataset, Split, pad_id, split_matrix
 from nanochat.sample_order import STRIDE, Stream, plan_order
+from tests.toy import examples
 
 OWN = Path(__file__).parent / "golden" / "megatron"
 SHARED = Path(__file__).parents[2] / "shared" / "golden" / "megatron"
@@ -153,7 +154,7 @@ def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop
     return begins
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(1.2))
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
        extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
        num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
@@ -238,7 +239,7 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int) -> None:
 
 # ---- tensors and rows -----------------------------------------------------------------------------------------------
 
-@settings(max_examples=40)
+@settings(max_examples=examples(0.8))
 @given(ids=st.lists(st.integers(1, 5), min_size=3, max_size=60), T=st.integers(1, 9), options=st.fixed_dictionaries({
     name: st.booleans() for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss",
                                      "create_attention_mask", "add_extra_token_to_sequence",

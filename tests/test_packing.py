@@ -11,7 +11,7 @@ from nanochat.packing import BestFit, Concat
 from tests.toy import examples
 
 # the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide
-LAW = settings(max_examples=examples(0.8), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=examples(1.4), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 OVERLAPS = st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12))
 
 
@@ -418,7 +418,7 @@ class Naive:
 def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
     seen = Counter()
 
-    @settings(LAW, max_examples=examples(2))
+    @settings(LAW, max_examples=examples(3.3))
     @given(streams(), st.integers(0, 5), st.integers(0, 6))
     def law(stream, overlap, max_wait):
         T, lengths, buffer = stream

@@ -20,7 +20,7 @@ from nanochat.pretokenize import Skipped, Windows, pretokenize, read_documents
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import ParquetSource, as_parquet, scan
-from tests.toy import BOS, ByteTokenizer, some_texts, write_jsonl, write_parquet
+from tests.toy import BOS, ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -92,7 +92,7 @@ def test_the_example_of_the_docstring():
     assert (ids.dtype, prefixes.dtype) == (np.uint16, np.uint16)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(6))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 12), st.data())
 def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     overlap = data.draw(st.integers(0, max_length // 2))
@@ -157,7 +157,7 @@ def test_the_same_bytes_from_any_ending_and_any_batches(tmp_path, monkeypatch):
     assert len(pairs) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(0.8))
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=8))
 def test_any_text_comes_back_from_jsonl(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("text")

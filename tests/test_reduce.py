@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator, add_in_tree_order, tree_reduce
 from tests import training
+from tests.toy import examples
 
 SHAPES = {"matrix": (48, 40), "cut": (67, 61), "tail": (13,), "scalar": (), "narrow": (67, 31), "absent": (5,)}
 WORLD_SIZES = (1, 2, 4, 8)
@@ -202,7 +203,7 @@ def test_leaves_that_are_no_power_of_two_are_refused(bad: int) -> None:
 
 # ---- across ranks, simulated ----------------------------------------------------------------------------------------
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(1.2))
 @given(log_k=st.integers(0, 5), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_every_split_of_the_tree_gives_its_bits(log_k: int, n: int, seed: int, data: st.DataObject) -> None:
     K = 1 << log_k

@@ -38,6 +38,7 @@ from nanochat.remote import (
     url,
 )
 from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, object_store
+from tests.toy import examples
 
 QUICK = Patience(connect_s=1.0, silence_s=0.3, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=30.0)
 TOKENS = np.random.default_rng(0).integers(0, 1 << 16, 200_000, dtype=np.uint16)
@@ -104,7 +105,7 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra(monkeypatch):
             head(path)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(0.8))
 @given(st.lists(ranges_below(1000, 50), max_size=30), st.integers(0, 40), st.integers(1, 200))
 def test_runs_of_near_ranges(ranges, gap, longest):
     runs = near_runs(ranges, gap=gap, longest=longest)
@@ -134,7 +135,7 @@ def test_head_and_list_tell_size_and_etag(store):
 def test_any_ranges_are_the_bytes_of_the_file(store):
     r = reader(store)
 
-    @settings(max_examples=15)
+    @settings(max_examples=examples(0.3))
     @given(st.lists(ranges_below(len(TOKENS)), min_size=1, max_size=8))
     def law(ranges):
         expected = [TOKENS[a:b].tolist() for a, b in ranges]

@@ -27,7 +27,7 @@ from nanochat.shards import (
     read_tokens,
     shard_dtype,
 )
-from tests.toy import BOS, ByteTokenizer
+from tests.toy import BOS, ByteTokenizer, examples
 
 GOLDEN = Path(__file__).parent / "golden" / "gpts"
 E = BOS
@@ -108,7 +108,7 @@ def batches(draw):
 
 
 @given(batches())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(3))
 def test_what_is_written_is_read(tmp_path_factory, case):
     vocab_size, calls = case
     path = tmp_path_factory.mktemp("pair") / "a.b"
@@ -157,7 +157,7 @@ def windowed(draw):
 
 
 @given(windowed(), st.integers(1, 5), st.integers(1, 4), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(3))
 def test_the_source_gives_entries_without_eod_with_or_without_manifest(tmp_path_factory, case, unit_size, group,
                                                                        keep_eod):
     entries, prefixes, overlap = case

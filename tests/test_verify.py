@@ -18,6 +18,7 @@ from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import verify
 from tests.test_checkpoint import files_of, reseal, save
 from tests.test_shards import GOLDEN, E, Tokenizer, patch, truncate, windowed, write_folder, write_pair
+from tests.toy import examples
 
 # Two documents, one in two windows with an overlap of 1; one more document.
 ENTRIES, PREFIXES = [[1, 2, E], [3, 4, 5], [5, 6, E], [7, E]], [0, 0, 1, 0]
@@ -183,7 +184,7 @@ def test_foreign_megatron_files_are_checked_as_far_as_is_known(tmp_path, capsys,
 
 
 @given(windowed(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(1.2))
 def test_any_changed_byte_is_found_where_there_is_a_manifest(tmp_path_factory, case, data):
     entries, prefixes, overlap = case
     root = tmp_path_factory.mktemp("root")

@@ -5,7 +5,7 @@
 #   bash dev/test.sh -x -k cursor tests/test_stream.py   # arguments go to pytest
 #   bash dev/test.sh --hypothesis-profile=thorough       # laws get many more examples
 #
-# Tests run on all cores (at most 8); `-n 0` runs them in one process, for a debugger or to see what they print.
+# Tests run on all cores (at most 8 files at once); `-n 0` runs them in one process, for a debugger or to see what they print.
 # Cost: nothing. Hardware: any, no GPU needed. Duration: under 5 minutes on 2 cores, setup aside.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,6 +18,7 @@ run() {
 run bash dev/setup.sh
 export OMP_NUM_THREADS=1 # tests are small; more threads only wait for one another
 export PYTHONDONTWRITEBYTECODE= # tests start many processes, which need not compile what another has
+export PYTEST_XDIST_AUTO_NUM_WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1)) # some wait for processes, or for time
 run .venv/bin/python -m ruff check
 run .venv/bin/python -m mypy
 run .venv/bin/python -m pytest "$@"

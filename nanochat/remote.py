@@ -66,9 +66,12 @@ _lock = threading.Lock()
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
 
+_REMOTE = re.compile(rf"({'|'.join(SCHEMES)}):/")
+
+
 def is_remote(path: AnyPath) -> bool:
     """Whether a path names an object in a store."""
-    return re.match(rf"({'|'.join(SCHEMES)}):/", os.fspath(path)) is not None
+    return _REMOTE.match(os.fspath(path)) is not None
 
 
 def url(path: AnyPath) -> str:

@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {f"{number}, {dtype}": {"device_batch_size": 
                                     for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
 if not THOROUGH:
     CASES = {case: {**CASES[case], "num_iterations": num} for case, num in (
-        ("3, bfloat16", 6), ("8, float32", 3))}
+        ("3, bfloat16", 4), ("8, float32", 3))}
 
 
 # ---- a model that has everything ------------------------------------------------------------------------------------

@@ -18,18 +18,19 @@ from tests import training
 from tests.training import checkpoints, die_after_step, die_in, digests, losses, refuse, state_of, steps, succeed
 
 STEPS = training.SETTINGS["num_iterations"]
+FOUR_ROWS = {"total_batch_size": 160 * 4}  # a step: one row of each lane
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path) as path:
+    with training.workplace(tmp_path, **FOUR_ROWS) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of all tests here, not interrupted, on one process."""
-    with training.workplace(tmp_path_factory.mktemp("reference")):
+    with training.workplace(tmp_path_factory.mktemp("reference"), **FOUR_ROWS):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
 
@@ -151,7 +152,7 @@ def test_a_larger_batch_goes_on_where_the_smaller_ended(reference: dict[str, Any
     assert digests()[:20] == reference["digests"][:20]
     assert not set(digests()[20:22]) & set(reference["digests"])
     smaller, now = reference["final"]["cursors"], state_of(final())["cursors"]
-    assert [c["row"] for c in smaller] == [c["row"] for c in now] == [STEPS * 2] * 4  # 20 x 2 + 2 x 4 rows
+    assert [c["row"] for c in smaller] == [c["row"] for c in now] == [STEPS] * 4  # 20 x 1 + 2 x 2 rows
     assert now == smaller
     assert steps()[21]["tokens"] == 20 * larger // 2 + 2 * larger
     again = succeed(total_batch_size=None, num_iterations=23)  # left to the program: as it was last

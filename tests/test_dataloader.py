@@ -235,11 +235,12 @@ class Failing:
         return self.inner.fetch(group, *args)
 
 
-def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins():
+@pytest.mark.parametrize("prefetch", [8, 0])
+def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins(prefetch):
     before = set(threading.enumerate())
     third = int(permutation(20, 0, "b", 0)[2])
     loader = make_loader(replace(CONFIG, V=1), Failing(fixed_source(num_groups=20), third), rows_per_step=1,
-                         device_batch_size=1)
+                         device_batch_size=1, prefetch=prefetch)
     good = 0
     for _ in range(2):  # the second call too
         with pytest.raises(ValueError, match="shard_00003: cannot be read") as caught:
@@ -264,8 +265,27 @@ def test_no_thread_is_left_after_closing_wherever_that_is():
         assert set(threading.enumerate()) <= before
 
 
-def test_next_after_closing_is_an_error_not_a_hang():
-    loader = make_loader()
+def test_without_a_thread_the_batches_and_the_state_are_the_same():
+    """What mapped data get on a CPU, and who asks for it."""
+    before = set(threading.enumerate())
+    with make_loader(prefetch=0, num_threads=1) as alone, make_loader() as ahead:
+        for _ in range(4):
+            ours, theirs = take_step(alone), take_step(ahead)
+            assert all(torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets) and a.last == b.last
+                       for a, b in zip(ours, theirs, strict=True))
+            assert (alone.digest, alone.cursors(), alone.step) == (ahead.digest, ahead.cursors(), ahead.step)
+        assert sum(t.name == "prefetch" for t in set(threading.enumerate()) - before) == 1
+    for mapped, threads in ((True, 0), (False, 1)):
+        source = fixed_source()
+        source.mapped = mapped
+        with make_loader(source=source) as loader:
+            next(loader)
+            assert sum(t.name == "prefetch" for t in set(threading.enumerate()) - before) == threads
+
+
+@pytest.mark.parametrize("prefetch", [8, 0])
+def test_next_after_closing_is_an_error_not_a_hang(prefetch):
+    loader = make_loader(prefetch=prefetch)
     next(loader)
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -142,7 +142,7 @@ def test_device_batch_size_threads_and_prefetch_depth_do_not_matter(layout):
         for _ in range(3):
             digest = ranks.step()
             reference.append((digest, json_copy(ranks.cursors())))
-    for W, B, threads, prefetch in ((1, 1, 1, 1), (1, 24, 4, 2), (2, 5, 2, 8), (3, 4, 3, 3), (4, 2, 1, 20),
+    for W, B, threads, prefetch in ((1, 1, 1, 0), (1, 24, 4, 2), (2, 5, 2, 8), (3, 4, 3, 3), (4, 2, 1, 20),
                                     (8, 1, 2, 1), (8, 7, 1, 4)):
         found = list(load_steps(config, {"b": source}, R=24, W=W, B=B, steps=3, num_threads=threads,
                                 prefetch=prefetch))

@@ -60,16 +60,15 @@ def enter_everything() -> None:
 
 # ---- several runs in one set of processes ---------------------------------------------------------------------------
 
-Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and the run's flags
+Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and what of RUN is changed
 
 
 def _main(jobs: list[Job], ports: list[int], argv: list[str]) -> int:
-    for (mutation, changed), port in zip(jobs, ports, strict=True):
+    for (mutation, flags), port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
-        merged = {**RUN, **changed}
         with everything(), MUTATIONS[mutation][0]() if mutation else contextlib.nullcontext():
-            assert base_train.main(training.flags(**merged)) == 0
+            assert base_train.main(training.flags(**flags)) == 0
     return 0
 
 
@@ -80,7 +79,8 @@ def run_jobs(world_size: int, jobs: list[Job]) -> str:
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         ports = [s.getsockname()[1] for s in sockets]
-    group = training.launch(partial(_main, jobs, ports), [[]] * world_size, [{}] * world_size)
+    merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here: a child knows no profile
+    group = training.launch(partial(_main, merged, ports), [[]] * world_size, [{}] * world_size)
     assert group.wait() == [0] * world_size, group.text()
     return group.text()
 

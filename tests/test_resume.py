@@ -113,22 +113,23 @@ def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict
     """On one process, which divides the leaves too, its bits are those of a run that was on one from the start (which
     are those of any number that divides them: tests/test_bitwise.py). On four the data are the same and the losses
     close."""
-    succeed(model_tag="whole", leaves=2)
-    training.start(2, hook=partial(die_after_step, 9)).wait_for_death()
-    assert "final" not in checkpoints() and max(steps()) == 9
+    short = {"num_iterations": 12}
+    succeed(model_tag="whole", leaves=2, **short)
+    training.start(2, hook=partial(die_after_step, 6), **short).wait_for_death()
+    assert "final" not in checkpoints() and max(steps()) == 6
     shutil.copytree(training.run_dir(), training.run_dir("on-four"))
-    on_one = succeed().out
+    on_one = succeed(**short).out
     assert state_of(final()) == state_of(final("whole")) and losses() == losses("whole")
-    on_four = training.finish(4, model_tag="on-four")
+    on_four = training.finish(4, model_tag="on-four", **short)
     assert "--world-size: the run has 2, the command says 1" in on_one
     assert "--world-size: the run has 2, the command says 4" in on_four
     assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
     assert "do not divide" not in on_one
     for tag in ("run", "on-four"):
-        assert digests(tag) == reference["digests"]
-        assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
+        assert digests(tag) == reference["digests"][:12]
+        assert losses(tag) == pytest.approx(losses("whole"), abs=2e-4)
         assert checkpoint.load_checkpoint(final(tag)).trainer_state["K"] == 2
-        assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
+        assert state_of(final(tag))["cursors"] == state_of(final("whole"))["cursors"]
 
 
 # ---- with other settings --------------------------------------------------------------------------------------------

@@ -163,11 +163,12 @@ def refuse(**changed: Any) -> str:
 
 @functools.cache
 def server() -> Any:
-    """The context whose processes are forked from one that has torch and this module loaded. There is one such process
-    for all tests: the first to start it decides what is loaded, so tests that need one take it from here."""
+    """The context whose processes are forked from one that has torch and this module loaded, and has done a short job
+    (tests/warm.py). There is one such process for all tests: the first to start it decides what is loaded, so tests
+    that need one take it from here."""
     context = multiprocessing.get_context("forkserver")
     lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them when first used
-    context.set_forkserver_preload(["pytest", "hypothesis", "tests.training", *lazy])
+    context.set_forkserver_preload(["pytest", "hypothesis", "tests.training", *lazy, "tests.warm"])
     return context
 
 

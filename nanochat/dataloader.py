@@ -39,7 +39,7 @@ import torch
 from nanochat.common import get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig, block
-from nanochat.rows import Row, copy_stretch, together
+from nanochat.rows import copy_stretch, together
 from nanochat.sample_stream import AnyRow, Config, open_stream
 from nanochat.sources import ParquetSource, Source, scan
 from nanochat.stream import Cursor, Stream, ledger, row_digest
@@ -137,7 +137,7 @@ class Layout:
         return 1 - self.rows_per_step / (self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size)
 
 
-class _Slot:
+class Slot:
     """Host memory for one micro-batch: tokens and target masks. The device makes int64 of them, so that fewer bytes
     travel and nothing is written twice."""
 
@@ -217,7 +217,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Filled:
-    slot: _Slot
+    slot: Slot
     batch: MicroBatch | None  # made already where that is the CPU's work: it is in its caches now
     step: int
     index: int
@@ -253,11 +253,11 @@ class DataLoader:
         self._ends = {start_step: self.stream.snapshot()}  # of the last two steps, by the number of steps done
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()  # a tenth of a Queue's time
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._on_cpu = self.device.type == "cpu"
         if prefetch is None:
             prefetch = 0 if self._on_cpu and self.stream.mapped else PREFETCH
-        slots = [_Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
+        slots = [Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
                        pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else max(1, prefetch))]
         for i in range(max(1, prefetch)):
             self._free.put(slots[i % len(slots)])  # on the CPU a slot is empty again when its batch is made
@@ -317,7 +317,7 @@ class DataLoader:
             raise Dry(step, dry, self.stream.dry_bucket(dry))
         return rows
 
-    def _next_slot(self) -> _Slot | None:
+    def _next_slot(self) -> Slot | None:
         while not self._closed.is_set():
             try:
                 return self._free.get(timeout=0.1)
@@ -388,50 +388,6 @@ class DataLoader:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-# ---- validation -----------------------------------------------------------------------------------------------------
-
-def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's own lanes, layout and seed, from the data alone: nothing of it is dropped, and the rows are the same
-    for every W, B, batch size and run. One pass."""
-    documents = int(source.groups.sum())
-    V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
-    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
-
-
-def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, device_batch_size: int, num_tokens: int,
-                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
-                      num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane (at least
-    one; fewer where the data ends). A batch is of one leaf's lanes (the run's leaves, or as many as there are lanes),
-    so that batches are the same for every W that divides the leaves. A rank beyond the number of lanes has none."""
-    config = validation_config(source, T)
-    if rank >= config.V:
-        return
-    layout = Layout(config.V, config.V, device_batch_size, rank, min(world_size, config.V), min(num_leaves, config.V))
-    device = torch.device(device)
-    slot = _Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda",
-                 with_doc_ids=with_doc_ids)
-    stream = Stream(config, {"val": source}, layout.lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
-    waiting: list[list[Row]] = [[] for _ in layout.leaves]
-    leaf_of = {lane: rows for lanes, rows in zip(layout.leaves, waiting) for lane in lanes}
-    steps = max(1, num_tokens // (T * config.V))
-    try:
-        for step in range(steps):
-            more = stream.next_rows(1)
-            for row in more:
-                leaf_of[row.lane].append(row)
-            done = not more or step == steps - 1
-            for rows in waiting:
-                while len(rows) >= device_batch_size or (rows and done):
-                    slot.fill(rows[:device_batch_size], ["val"])
-                    del rows[:device_batch_size]
-                    yield slot.batch(device, 0, step, last=done and not any(waiting))
-            if done:
-                return
-    finally:
-        stream.close()
 
 
 # ---- nanochat's loaders ---------------------------------------------------------------------------------------------

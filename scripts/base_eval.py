@@ -36,7 +36,7 @@ from nanochat.common import (
     setup_logging,
     write_json,
 )
-from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataloader import DataLoader, Dry
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
@@ -45,6 +45,7 @@ from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import list_runs, read_config
 from nanochat.sample_stream import Config
 from nanochat.tokenizer import RustBPETokenizer
+from nanochat.validation import validation_loader
 from scripts.sample import PROMPTS
 
 FORMAT = 2  # of eval.json

@@ -39,7 +39,7 @@ from nanochat.common import (
     run_main,
     setup_logging,
 )
-from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataloader import DataLoader, Dry
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.engine import Engine
 from nanochat.flags import add_flags
@@ -63,6 +63,7 @@ from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples, settled
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
+from nanochat.validation import validation_loader
 from nanochat.watch import Watch
 from nanochat.watchdog import Watchdog, open_store
 

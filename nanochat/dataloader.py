@@ -258,7 +258,7 @@ class DataLoader:
         if prefetch is None:
             prefetch = 0 if self._on_cpu and self.stream.mapped else PREFETCH
         slots = [Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
-                       pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else max(1, prefetch))]
+                      pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else max(1, prefetch))]
         for i in range(max(1, prefetch)):
             self._free.put(slots[i % len(slots)])  # on the CPU a slot is empty again when its batch is made
         self._making = self._make()

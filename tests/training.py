@@ -33,7 +33,6 @@ import pyarrow.parquet as pq
 import torch
 
 from nanochat import checkpoint as checkpoint_module
-from nanochat import encoders
 from nanochat.common import run_main
 from nanochat.run_dir import TrainLog, read_log
 from nanochat.shutdown import StopWatch
@@ -183,7 +182,6 @@ def _child(main: Callable[[list[str]], Any], argv: list[str], env: dict[str, str
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w")
     torch.set_num_threads(1)
-    encoders.hard_sample = list  # tests/test_encoders.py looks at it; here it would take half of a short job's time
     gc.freeze()
     if hook is not None:
         hook()

@@ -291,6 +291,7 @@ class RemoteFile(io.RawIOBase):
         return len(data)
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """So many bytes from where it stands, or all that are left."""
         end = self.stat.size if size is None or size < 0 else min(self._at + size, self.stat.size)
         begin, self._at = self._at, max(self._at, end)
         if begin >= end:

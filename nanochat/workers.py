@@ -122,6 +122,7 @@ class _Pool:
         self.workers: dict[Connection, tuple[multiprocessing.process.BaseProcess, int]] = {}  # and its task
 
     def run(self, num_workers: int) -> Iterator[Event]:
+        """Do all tasks in so many processes; yields what they report, and kills them in the end."""
         try:
             for _ in range(num_workers):
                 self._start()

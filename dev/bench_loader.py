@@ -37,11 +37,12 @@ import tiktoken
 import torch
 
 from nanochat.common import read_json, run_main, write_json
+from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
 from nanochat.shard_source import ShardSource
 from nanochat.shards import HEADER, MAGIC, VERSION
-from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Cursor, Stream
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards

@@ -37,9 +37,10 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from nanochat.common import hash_json, run_main
+from nanochat.data_files import BUCKET
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import BestFit, Placement
-from nanochat.sources import BUCKET, ParquetSource, fingerprint, scan
+from nanochat.sources import ParquetSource, fingerprint, scan
 from nanochat.stream import Document
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -26,11 +26,12 @@ import numpy as np
 
 from nanochat import plan
 from nanochat.common import run_main, write_json
+from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig
 from nanochat.rehearsal import Rehearsal, Task, open_rehearsals, packed_up, unit_totals
 from nanochat.shard_source import ShardSource
 from nanochat.shards import HEADER, MAGIC, MANIFEST_NAME, RECORD_KEYS, VERSION, new_manifest
-from nanochat.sources import find_files, scan
+from nanochat.sources import scan
 from nanochat.workers import run_tasks
 
 SHARDS = 8

@@ -18,6 +18,8 @@ exponential backoff, Retry-After); a body that breaks off is invisible to it, so
 """
 
 import argparse
+import contextlib
+import ctypes
 import fcntl
 import logging
 import os
@@ -43,6 +45,7 @@ from nanochat.places import local, place
 log = logging.getLogger(__name__)
 
 HUB = "https://huggingface.co"
+LITTLE_TEXT = 1 << 18  # bytes
 MARKER = "dataset.json"  # beside the shards: which data set they are, hence which one must be the last
 
 
@@ -96,6 +99,17 @@ def open_parquet(path: Path | str, name: str = "") -> pq.ParquetFile:
         file.close()
         raise ValueError(f"{name}: {problem}")
     return file
+
+
+def give_back_freed(num_bytes: int) -> None:
+    """Return freed memory to the system after a row group of so much text is read, unless that is little: Arrow's pool
+    keeps what the largest group took, and glibc keeps the holes that units of many sizes leave (measured over 960 steps
+    of 64 lanes: 158 MB and growing, instead of 130)."""
+    if num_bytes < LITTLE_TEXT:
+        return
+    pa.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc here
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read_texts(file: pq.ParquetFile, group: int, name: str) -> list[str]:

@@ -21,8 +21,6 @@ Invariants
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written once more.
 """
 
-import contextlib
-import ctypes
 import errno
 import os
 from collections.abc import Generator, Iterator
@@ -34,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.dataset import open_parquet
+from nanochat.dataset import give_back_freed, open_parquet
 from nanochat.jsonl import read_jsonl
 from nanochat.pairs import WRITERS
 from nanochat.shards import record_groups
@@ -143,12 +141,13 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
     with open_parquet(path) as file:
         size, row = path.stat().st_size, 0
         for group in range(file.num_row_groups):
+            taken = 0
             for column in _columns(file, group):
-                row += len(column)
+                row, taken = row + len(column), taken + column.nbytes
                 position = size * row // file.metadata.num_rows
                 for text in column.to_pylist():
                     yield text, position
-            _give_back_freed()
+            give_back_freed(taken)
 
 
 def _columns(file: pq.ParquetFile, group: int) -> Iterator[pa.Array]:
@@ -162,13 +161,6 @@ def _columns(file: pq.ParquetFile, group: int) -> Iterator[pa.Array]:
             yield column
     except (pa.ArrowException, ValueError, OSError) as e:
         raise ValueError(f"row group {group} cannot be read: {e}") from e
-
-
-def _give_back_freed() -> None:
-    """Arrow's pool keeps what the largest group took, and glibc keeps holes."""
-    pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc here
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _read_jsonl(path: Path, skipped: Skipped, *, strict: bool) -> Iterator[tuple[str, int]]:

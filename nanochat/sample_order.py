@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 STRIDE = 64  # documents to a running sum
-CHUNK = 1 << 15  # documents whose lengths are summed up at once: what the allocator has ready
+CHUNK = 1 << 13  # documents whose lengths are summed up at once: in memory that the allocator has ready
 APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
 
 
@@ -77,8 +77,11 @@ class Order:
     def shuffled(self) -> tuple[np.ndarray, np.ndarray]:
         """(document_index (epochs * documents,) int32, shuffle_index (samples,) uint32), made in place."""
         state, n = np.random.RandomState(self.seed), self.last - self.first
-        documents = np.empty(self.num_epochs * n, np.int32)
-        documents.reshape(self.num_epochs, n)[:] = np.arange(self.first, self.last, dtype=np.int32)
+        documents = np.ones(self.num_epochs * n, np.int32)
+        if n:  # count up in place: memory that is touched for the first time costs more than what is written into it
+            documents[0] = self.first
+            np.cumsum(documents[:n], dtype=np.int32, out=documents[:n])
+            documents.reshape(self.num_epochs, n)[1:] = documents[:n]
         samples = np.arange(self.num_samples, dtype=self.shuffle_dtype)
         for array, edge in ((documents, len(documents) - n), (samples, self.samples_before)):
             for part in (array[:edge], array[edge:]) if self.apart else (array,):
@@ -127,7 +130,8 @@ class Stream:
         first, last = int(self.order.min()), int(self.order.max()) + 1
         near = np.require(self.lengths[first:last], requirements="A")  # in the file they are not aligned: slow to take
         for at in range(0, len(self.order), CHUNK):
-            lengths = near.take(self.order[at:at + CHUNK] - first)
+            which = self.order[at:at + CHUNK]
+            lengths = near.take(which - first if first else which)
             whole = np.zeros(-(-len(lengths) // STRIDE) * STRIDE, np.int32)
             whole[:len(lengths)] = lengths
             here = sums[at // STRIDE + 1:]

@@ -21,8 +21,6 @@ lay: another store gives the same bytes another one.
 jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
 """
 
-import contextlib
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,10 +34,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
-from nanochat.data_files import BUCKET as BUCKET
-from nanochat.data_files import FORMATS as FORMATS
 from nanochat.data_files import data_folder, find_files
-from nanochat.data_files import split_train_val as split_train_val
+from nanochat.dataset import give_back_freed
 from nanochat.jsonl import read_jsonl
 from nanochat.pairs import scan_file as scan_pair
 from nanochat.places import etag_of, fetch, local, place
@@ -316,11 +312,12 @@ class ParquetSource:
         """Read a group from its beginning, as far as needed, unit by unit."""
         file, number = self._place(group)
         path = self._paths[file]
-        found = None
+        found, taken = None, 0
         try:
             with pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False) as f:
                 batches = f.iter_batches(batch_size=unit_size, row_groups=[number], columns=["text"], use_threads=False)
                 for index, batch in enumerate(batches):
+                    taken += batch.nbytes
                     if self.small or index == unit or index in keep:
                         data, offsets = _texts_of(batch.column(0), path, number)
                         if index == unit:
@@ -343,16 +340,8 @@ class ParquetSource:
         with self._lock:
             self.decoded += 1
             self._locks.pop(group, None)
-        _give_back_freed()
+        give_back_freed(taken)
         return found
-
-
-def _give_back_freed() -> None:
-    """Return freed memory to the system: Arrow's pool keeps what the largest group took, and glibc keeps the holes that
-    units of many sizes leave (measured over 960 steps of 64 lanes: 158 MB and growing, instead of 130)."""
-    pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc here
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _texts_of(column: pa.Array, path: Path, group: int) -> tuple[pa.Buffer, np.ndarray]:

@@ -24,7 +24,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -135,7 +135,7 @@ class RustBPETokenizer:
         if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
             raise ValueError(f"{rank_path}: changed since it was saved: hash {hash_bytes(rank_bytes)}, {JSON_FILE} "
                              f"says {saved['rank_file_hash']}; {_RESTORE}")
-        encoding = _encoding(_parse_ranks(rank_bytes), saved["pattern"], saved["special_tokens"])
+        encoding = _parsed(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
         tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
         if tokenizer.fingerprint != saved["fingerprint"]:
             raise ValueError(f"{json_path}: changed since it was saved: its contents have fingerprint "
@@ -289,6 +289,13 @@ def _encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, i
     return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
+@lru_cache(maxsize=1)
+def _parsed(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
+    """The encoding of a rank file; the last one is kept, as its encoder is."""
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, rank_bytes.splitlines())}
+    return _encoding(ranks, pattern, dict(special_tokens))
+
+
 def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
     """Texts as rustbpe survives them, counted into `counts`."""
     for text in texts:
@@ -298,10 +305,6 @@ def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
             text = replace_surrogates(text)
         yield from cut_long_spaces(text) if len(text) > 65536 else (text,)
     log.info("read %d documents with %d characters, now merging", counts["documents"], counts["characters"])
-
-
-def _parse_ranks(data: bytes) -> dict[bytes, int]:
-    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, data.splitlines())}
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:

@@ -219,7 +219,12 @@ class Store:
         self._moto("DELETE", f"/{self.bucket}/{key}")
 
     def names(self) -> list[str]:
-        return re.findall(r"<Key>(.*?)</Key>", self._moto("GET", f"/{self.bucket}?list-type=2").decode())
+        return list(self.etags())
+
+    def etags(self) -> dict[str, str]:
+        """The objects, and what each changes when it is written."""
+        listed = self._moto("GET", f"/{self.bucket}?list-type=2").decode()
+        return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", listed, re.DOTALL))
 
     def make_bucket(self, bucket: str) -> None:
         self._moto("PUT", f"/{bucket}")

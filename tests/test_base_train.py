@@ -245,8 +245,10 @@ def test_lanes_decide_the_data_and_leaves_do_not(workplace: Path) -> None:
 def test_under_torchrun(workplace: Path) -> None:
     settings = {"num_iterations": 2, "save_every": -1}
     argv = ["--standalone", "--nproc_per_node=2", "-m", "scripts.base_train", "--", *training.flags(**settings)]
-    group = training.Group([torchrun.start(argv, dict(os.environ), workplace / "output")], [workplace / "output"])
-    assert group.wait() == [0], group.text()
+    with torchrun.quick_python() as python:
+        env = {**os.environ, "PYTHON_EXEC": str(python)}
+        group = training.Group([torchrun.start(argv, env, workplace / "output")], [workplace / "output"])
+        assert group.wait() == [0], group.text()
     assert "2 process(es)" in group.text() and group.text().count("completed: ") == 1
     succeed(**settings, model_tag="one")
     assert digests() == digests("one") and losses() == pytest.approx(losses("one"), abs=1e-5)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 from nanochat.gpt import GPT, GPTConfig, sample_next_token
 from nanochat.init_weights import initial_weight
@@ -415,6 +414,8 @@ def test_a_compiled_forward_is_one_graph_with_the_same_result():
 @pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
 @flex_runs_uncompiled
 def test_masks_made_outside_go_into_a_compiled_forward_without_compiling_again(mode):
+    from torch._dynamo.testing import CompileCounter  # takes half a second
+
     counter = CompileCounter()
     model, (x, y, doc_ids) = docs_model(mode, "windows").requires_grad_(False), documents()
     compiled = torch.compile(model, backend=counter, fullgraph=True)

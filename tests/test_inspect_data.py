@@ -8,11 +8,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.data_files import BUCKET, split_train_val
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.order import StreamConfig
 from nanochat.run_data import find_data, open_run, pin_data
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
-from nanochat.sources import BUCKET, ParquetSource, scan, split_train_val
+from nanochat.sources import ParquetSource, scan
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data
 from tests.toy import digest_of_row, some_texts, write_parquet

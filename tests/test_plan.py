@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
+from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.order import Order, StreamConfig
 from nanochat.plan import ENDLESS, Plan, make_plan, plan_key
 from nanochat.rehearsal import Rehearsal, SampledLengths, Task, Totals, open_rehearsals, share_totals, unit_totals
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
-from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger
 from tests.toy import ByteTokenizer, examples, some_texts, write_parquet
 

@@ -75,12 +75,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Store
         yield folder, store, digests
 
 
+@pytest.fixture(scope="module")
+def contents(made: Any) -> tuple[dict[str, str], dict[str, bytes]]:
+    """The ETag of each object as it was made, and its bytes."""
+    etags = made[1].etags()
+    return etags, {key: made[1].get(key) for key in etags}
+
+
 @pytest.fixture
-def bucket(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def bucket(made: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """The bucket and its data, seen from a machine that has no file of them."""
     store = made[1]
     monkeypatch.setattr(patience, "PATIENCE", QUICK)
-    kept = {key: store.get(key) for key in store.names()}
     store.proxy.faults.clear()
     store.proxy.seen.clear()
     with training.workplace(tmp_path):
@@ -88,11 +94,14 @@ def bucket(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         shutil.rmtree(tmp_path / "tokenizer")
         yield store
     store.proxy.faults.clear()
-    for key in store.names():
-        if kept.get(key) != store.get(key):
-            store.delete(key)
-    for key in kept.keys() - set(store.names()):
-        store.put(key, kept[key])
+    etags, kept = contents
+    found = store.etags()
+    for key in found.keys() - etags.keys():
+        store.delete(key)
+    for key in etags:
+        if found.get(key) != etags[key]:
+            store.put(key, kept[key])
+    assert store.etags() == etags
 
 
 def command(kind: str, base: Path | str, **changed: Any) -> dict[str, Any]:

@@ -9,11 +9,12 @@ import pytest
 
 from nanochat import feed as feed_module
 from nanochat import shard_source
+from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, words
 from nanochat.rows import Tape, TapeRow, copy_stretch, together
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
-from nanochat.sources import find_files, scan
+from nanochat.sources import scan
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, Ranks, json_copy, row_arrays
 

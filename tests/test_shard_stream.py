@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from nanochat.curriculum import Curriculum, Phase
+from nanochat.data_files import find_files
 from nanochat.dataloader import Dry
 from nanochat.order import StreamConfig
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
-from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards

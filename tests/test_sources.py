@@ -13,7 +13,8 @@ import pytest
 
 from nanochat import sources
 from nanochat.common import read_json
-from nanochat.sources import BUCKET, ParquetSource, as_parquet, check, find_files, fingerprint, scan, split_train_val
+from nanochat.data_files import BUCKET, find_files, split_train_val
+from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
 
 GROUP = 8

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat import sources
+from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, block, default_lanes, permutation, words
-from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger, row_digest
 from tests.toy import (
     BOS,

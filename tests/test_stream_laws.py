@@ -23,12 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
+from nanochat.data_files import find_files
 from nanochat.dataloader import Dry
 from nanochat.mixing import Mixer
 from nanochat.order import StreamConfig, block
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, new_manifest
-from nanochat.sources import ParquetSource, find_files, scan
+from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Cursor, Row, Stream, ledger
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 

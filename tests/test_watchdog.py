@@ -28,6 +28,9 @@ def misbehave(how: str, dog: Watchdog) -> None:
     if how == "sleep":
         time.sleep(1000)
     elif how == "stop":
+        said = dog._seq
+        while dog._seq < said + 2:  # the others have heard of this step
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "die":
         os.kill(os.getpid(), signal.SIGKILL)

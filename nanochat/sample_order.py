@@ -125,17 +125,13 @@ class Stream:
 
     def _sum_up(self) -> np.ndarray:
         sums = np.zeros(-(-len(self.order) // STRIDE) + 1, np.int64)
-        if not len(self.order):
-            return sums
-        first, last = int(self.order.min()), int(self.order.max()) + 1
-        near = np.require(self.lengths[first:last], requirements="A")  # in the file they are not aligned: slow to take
+        raw = self.lengths.view("V4")  # in the file they are not aligned: to take int32 would copy them all
         for at in range(0, len(self.order), CHUNK):
-            which = self.order[at:at + CHUNK]
-            lengths = near.take(which - first if first else which)
-            whole = np.zeros(-(-len(lengths) // STRIDE) * STRIDE, np.int32)
-            whole[:len(lengths)] = lengths
+            lengths = raw.take(self.order[at:at + CHUNK]).view(np.int32)
+            if short := -len(lengths) % STRIDE:
+                lengths = np.append(lengths, np.zeros(short, np.int32))
             here = sums[at // STRIDE + 1:]
-            here[:len(whole) // STRIDE] = whole.reshape(-1, STRIDE).sum(axis=1, dtype=np.int64)
+            here[:len(lengths) // STRIDE] = lengths.reshape(-1, STRIDE).sum(axis=1, dtype=np.int64)
         return np.cumsum(sums, out=sums)
 
     def locate(self, tokens: np.ndarray, side: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -26,8 +26,12 @@ from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 
 def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenizer:
-    """The tokenizer in a folder; without one, that which lies beside shards, or the default one."""
-    beside = data_folder(data_path) / "tokenizer"
+    """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have no folder in common,
+    beside the first), or the default one."""
+    folder = data_folder(data_path)
+    if len(folder.parts) == 1:
+        folder = data_folder(data_path.partition(",")[0])
+    beside = folder / "tokenizer"
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None))
 
 

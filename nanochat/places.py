@@ -109,7 +109,7 @@ class StorePath(PosixPath):
 
     def _below(self) -> Iterator[str]:
         start = f"{str(self).rstrip('/')}/"
-        if SEVERAL.search(start):
+        if SEVERAL.search(start) or len(self.parts) == 1:  # "s3:" has the buckets below it: nobody lists them
             return iter(())
         with _known.lock:
             listed = self._listing((self, *self.parents))

@@ -66,7 +66,7 @@ _lock = threading.Lock()
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
 
-_REMOTE = re.compile(rf"({'|'.join(SCHEMES)}):/")
+_REMOTE = re.compile(rf"({'|'.join(SCHEMES)}):(/|$)")
 
 
 def is_remote(path: AnyPath) -> bool:
@@ -76,7 +76,7 @@ def is_remote(path: AnyPath) -> bool:
 
 def url(path: AnyPath) -> str:
     """A remote path, or several with commas between them, as text with the two slashes that a pathlib.Path loses."""
-    return re.sub(rf"(^|,)({'|'.join(SCHEMES)}):/+", r"\1\2://", os.fspath(path))
+    return re.sub(rf"(^|,)({'|'.join(SCHEMES)}):(/+|$)", r"\1\2://", os.fspath(path))
 
 
 def split(path: AnyPath) -> tuple[str, str, str]:

@@ -250,10 +250,20 @@ def test_lanes_announce_what_they_read_of_a_group_once(bucket, monkeypatch):
         assert any(p == path and a - 1 <= begin and end <= b for p, a, b in announced)
 
 
-def test_prefixes_lie_in_one_bucket(bucket, made):
-    for other in ("s3://other/b", f"{made[0]}/pairs/b"):
-        said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}"))
-        assert "several buckets" in said and not run_dir().exists()
+def test_prefixes_may_lie_in_several_buckets_of_a_store(bucket, made):
+    folder, store, digests = made
+    store.make_bucket("other")
+    for name in ("b.bin", "b.idx"):
+        store.put(f"moved/{name}", (folder / "pairs" / name).read_bytes(), bucket="other")
+    prefixes = "s3://bucket/pairs/a,s3://other/moved/b"
+    succeed(**command("samples", "", data_path=prefixes))
+    assert digests_of() == digests["samples"]
+    for tag, num in (("straight", 4), ("resumed", 2), ("resumed", 4)):
+        succeed(**command("documents", "", data_path=prefixes, num_iterations=num, model_tag=tag))
+    assert digests_of("straight") == digests_of("resumed") and len(set(digests_of("resumed"))) == 4
+    for other in ("gs://other/b", f"{folder}/pairs/b"):
+        said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
+        assert "several kinds of stores" in said and not run_dir("mixed").exists()
 
 
 def test_the_command_that_push_shards_prints_works(made, bucket, capsys, tmp_path):

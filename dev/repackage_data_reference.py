@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 from nanochat.common import atomic_open, fsync_dir, run_main
 from nanochat.dataset import index_to_filename, open_parquet
+from nanochat.places import here
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
@@ -51,6 +52,7 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 def new_folder(output_dir: Path) -> Iterator[tuple[Path, Path]]:
     """Yield (a folder to fill, a scratch folder). On success the first becomes `output_dir`; in any case the rest goes.
     What a killed run left is removed. ValueError where `output_dir` is there and not empty."""
+    here(output_dir, "--output-dir")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
     output_dir = output_dir.resolve()

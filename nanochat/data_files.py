@@ -92,8 +92,8 @@ def data_folder(path: Path | str) -> Path:
     if is_prefixes(path):
         folders = [place(prefix).parent for prefix in str(path).split(",")]
         if len({f.parts[0] if is_remote(f) else "" for f in folders}) > 1:
-            raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on this machine; the data "
-                             f"of a run lie in one of them")
+            raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on this machine; the "
+                             f"data of a run lie in one of them")
         return place(os.path.commonpath(folders))
     return path.parent if path.is_file() else path
 

@@ -41,6 +41,7 @@ from urllib3.util import Retry
 
 from nanochat.common import fsync_dir, get_base_dir, read_json, run_main, setup_logging, write_json
 from nanochat.places import local, place
+from nanochat.remote import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,11 @@ DATASETS = {d.name: d for d in (DEFAULT_DATASET, FINEWEB_EDU)}
 def open_parquet(path: Path | str, name: str = "") -> pq.ParquetFile:
     """Open a parquet file by its footer and check that it has rows and a string column `text`; ValueError with `name`
     (default: the path) if not. The caller closes it."""
+    path = place(path)
     name = name or str(path)
     try:  # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
-        file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
+        file = pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False,
+                              page_checksum_verification=True)
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as e:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+READ_BYTES = 1 << 20
+
 
 class Line(NamedTuple):
     """A line that is not blank."""
@@ -27,7 +29,8 @@ def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
     """The lines of a .jsonl or .jsonl.gz file. ValueError for the first broken one with `strict`, and for a torn gzip
     file; it does not name the file."""
     number = 0
-    with open(path, "rb") as file, (gzip.open(file) if path.name.endswith(".gz") else file) as lines:
+    zipped = path.name.endswith(".gz")
+    with path.open("rb", buffering=READ_BYTES) as file, (gzip.open(file) if zipped else file) as lines:
         try:
             for number, line in enumerate(lines, 1):
                 text, problem = _parse(line, number)

@@ -18,6 +18,7 @@ its ETag, so an object that is swapped after it was listed is an error naming it
 file when it is needed was rejected: a request a file, and versions that need not fit together.
 """
 
+import io
 import os
 import re
 import threading
@@ -93,11 +94,12 @@ class StorePath(PosixPath):
         """Its size, in a form that others understand. FileNotFoundError if it is not there."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, stat_of(self).size, 0, 0, 0))
 
-    def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """The object, to be read as bytes."""
+    def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+        """The object, to be read as bytes, `buffering` at once if that is given."""
         if mode != "rb":
             raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, as bytes")
-        return RemoteFile(str(self), stat=stat_of(self))
+        file = RemoteFile(str(self), stat=stat_of(self))
+        return io.BufferedReader(file, buffering) if buffering > 1 else file
 
     def resolve(self, strict: bool = False) -> "StorePath":
         return self
@@ -131,6 +133,14 @@ class StorePath(PosixPath):
     @staticmethod
     def _listing(folders: Sequence[Path]) -> dict[str, Stat] | None:
         return next((_known.below[str(f)] for f in folders if str(f) in _known.below), None)
+
+
+def here(path: AnyPath, what: str) -> Path:
+    """A path of this machine. ValueError, which begins with `what`, for one in a store."""
+    if is_remote(path):
+        raise ValueError(f"{what} {place(path)}: expected a folder of this machine, not of a store; what was made is "
+                         f"put there by python -m scripts.push_shards, or by the store's own tools, which also fetch")
+    return Path(path)
 
 
 def stat_of(path: Path) -> Stat:

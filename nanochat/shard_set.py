@@ -27,6 +27,7 @@ from typing import Any
 
 from nanochat.common import hash_json, read_json, write_bytes
 from nanochat.data_files import FORMATS
+from nanochat.places import etag_of, place
 from nanochat.pretokenize import Tokenizer, Windows
 from nanochat.shards import MANIFEST_NAME, new_manifest
 
@@ -51,6 +52,7 @@ class Input:
     stem: str
     size: int
     mtime_ns: int
+    etag: str = ""  # of an object in a store
 
     def pair(self, output: Path) -> Path:
         """The shard's path without ending."""
@@ -68,6 +70,7 @@ def find_inputs(raw: Path, *, val_files: int = 1) -> tuple[list[Input], list[str
     """
     if val_files < 0:
         raise ValueError(f"--val-files {val_files}: expected 0 or more")
+    raw = place(raw)
     if not raw.is_dir():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
     found: dict[tuple[str, str], list[tuple[str, Path]]] = {}
@@ -113,7 +116,7 @@ def _input(raw: Path, split: str, bucket: str, name: str, path: Path) -> Input:
     ending = next(e for e in sorted(ENDINGS, key=len, reverse=True) if name.endswith(e))
     stat = path.stat()
     return Input(path, path.relative_to(raw).as_posix(), split, bucket, name.removesuffix(ending).replace("/", "__"),
-                 stat.st_size, stat.st_mtime_ns)
+                 stat.st_size, stat.st_mtime_ns, etag_of(path).get("etag", ""))
 
 
 def _refuse_equal_stems(inputs: Sequence[Input]) -> None:
@@ -247,7 +250,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _source(i: Input) -> Record:
-    return {"name": i.name, "size": i.size, "mtime_ns": i.mtime_ns}
+    return {"name": i.name, "size": i.size, "mtime_ns": i.mtime_ns} | ({"etag": i.etag} if i.etag else {})
 
 
 def _size(pair: Path, ending: str) -> int:

@@ -25,6 +25,7 @@ from nanochat.convert import back_to_gpts, back_to_megatron, checksums, to_gpts,
 from nanochat.data_files import data_folder, find_files
 from nanochat.indexed import Documents
 from nanochat.pairs import open_entries, scan_file
+from nanochat.places import here
 from nanochat.shards import MANIFEST_NAME, Index, ends_follow, new_manifest, read_manifest
 
 FORMAT, VERSION = "nanochat-conversion", 1
@@ -159,7 +160,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; 0. ValueError, OSError naming the pair that cannot be."""
     args = parse_args(argv)
-    folder, out = data_folder(args.input), args.output
+    folder, out = here(data_folder(args.input), "IN"), here(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
         raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")

@@ -23,6 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.common import get_base_dir, run_main
+from nanochat.places import etag_of, here, place
 from nanochat.pretokenize import Windows, pretokenize
 from nanochat.shard_set import TOKENIZER, Input, Record, ShardSet, deal, describe_tokenizer, find_inputs
 from nanochat.tokenizer import RustBPETokenizer, read_description
@@ -34,7 +35,8 @@ SHOWN = 10  # broken lines of an input that the summary shows
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tokenize text files into shards.")
-    parser.add_argument("--input-dir", type=Path, required=True, help="folder of .jsonl, .jsonl.gz, .parquet files")
+    parser.add_argument("--input-dir", type=Path, required=True, help="folder of .jsonl, .jsonl.gz, .parquet files, "
+                                                                        "here or in a store (s3://BUCKET/KEY)")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--tokenizer", default=None, help="folder of a saved tokenizer, or one of tiktoken's names "
                                                           "(gpt2, ...); default: the one scripts.tok_train made")
@@ -60,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def load_tokenizer(name: str) -> RustBPETokenizer:
     """A saved tokenizer if `name` is a folder, else one of tiktoken's."""
-    if Path(name).is_dir():
+    if place(name).is_dir():
         return RustBPETokenizer.from_directory(name)
     try:
         return RustBPETokenizer.from_pretrained(name)
@@ -81,6 +83,8 @@ def open_work(tokenizer_name: str, shard_set: ShardSet) -> Work:
         raise ValueError(f"--tokenizer {tokenizer_name}: it changed while shards were made; run the command again")
 
     def work(i: Input) -> Generator[tuple[int, int], None, Record]:
+        if etag_of(i.path).get("etag", "") != i.etag:
+            raise ValueError(f"{i.path}: it changed while shards were made; run the command again")
         shard = yield from pretokenize(i.path, i.pair(shard_set.output), tokenizer=tokenizer,
                                        windows=shard_set.windows, strict=shard_set.strict,
                                        data_format=shard_set.data_format)
@@ -158,7 +162,7 @@ def check_args(args: argparse.Namespace) -> Windows:
                          f"below the number of tasks")
     if args.num_workers < 1:
         raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
-    if args.output_dir.resolve() == args.input_dir.resolve():
+    if here(args.output_dir, "--output-dir").resolve() == place(args.input_dir).resolve():
         raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
     if args.format == "megatron":
         if args.max_length:

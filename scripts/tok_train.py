@@ -14,7 +14,6 @@ the corpus no better when its shards are shuffled, and then every shard would ha
 
 import argparse
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from nanochat.common import get_base_dir, run_main, setup_logging
 from nanochat.dataset import DEFAULT_DATASET, list_parquet_files, open_parquet, read_texts
+from nanochat.places import here, place
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 
@@ -45,11 +45,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def list_train_files(data_path: Path) -> list[dict[str, Any]]:
     """The files of the training split (all but the last) in reading order: {"name": relative path, "bytes": size}."""
-    paths = list_parquet_files(data_path)
+    paths = list(map(place, list_parquet_files(data_path)))
     if len(paths) < 2:
         raise ValueError(f"--data-path: {paths[0]} is the only file there, expected at least 2 (the last one is "
                          f"validation and is not trained on); add one")
-    return [{"name": os.path.relpath(path, data_path), "bytes": os.path.getsize(path)} for path in paths[:-1]]
+    return [{"name": path.relative_to(data_path).as_posix(), "bytes": path.stat().st_size} for path in paths[:-1]]
 
 
 class Corpus:
@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
-    data_path = args.data_path or DEFAULT_DATASET.data_dir
-    output_dir = args.output_dir or get_base_dir() / "tokenizer"
+    data_path = place(args.data_path or DEFAULT_DATASET.data_dir)
+    output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap, "vocab_size": args.vocab_size}
     files = list_train_files(data_path)
     existing = None if args.force else find_existing(output_dir, arguments, files)

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanochat import block_cache, patience, remote
+from nanochat import block_cache, patience, places, remote
 from nanochat.common import read_json
 from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.patience import Patience
 from nanochat.run_dir import iter_log
 from nanochat.shards import ShardWriter, new_manifest
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, inspect_data, push_shards, validate, verify
+from scripts import base_train, convert_shards, inspect_data, push_shards, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, Store, object_store
+from tests.toy import write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
 
 QUICK = Patience(connect_s=1.0, silence_s=0.5, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=20.0)
@@ -264,6 +265,55 @@ def test_prefixes_may_lie_in_several_buckets_of_a_store(bucket, made):
     for other in ("gs://other/b", f"{folder}/pairs/b"):
         said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
         assert "several kinds of stores" in said and not run_dir("mixed").exists()
+
+
+def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, capfd):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for i, ending in enumerate(("jsonl", "jsonl.gz")):
+        write_jsonl(raw / f"{i}.{ending}", training.texts(40, seed=i))
+    training.write_shard(raw / "2.parquet", training.texts(40, seed=2))
+    for path in raw.iterdir():
+        bucket.put(f"raw/web/{path.name}", path.read_bytes())
+    raw = raw.rename(tmp_path / "web")
+
+    def tokenize(text: str | Path, out: str) -> dict[str, bytes]:
+        assert tok_shards.main([f"--input-dir={text}", f"--output-dir={tmp_path / out}", "--num-workers=1",
+                                f"--tokenizer={made[0] / 'tokenizer'}", "--max-length=0"]) == 0
+        return {f.relative_to(tmp_path / out).as_posix(): f.read_bytes() for f in (tmp_path / out).rglob("*")
+                if f.is_file() and f.parent.name != ".records"}
+
+    (tmp_path / "here").mkdir()
+    raw.rename(tmp_path / "here" / "web")
+    found = tokenize("s3://bucket/raw", "of bucket")
+    assert found == tokenize(tmp_path / "here", "of files") and sum(name.endswith(".bin") for name in found) == 3
+    assert "3 of 3 shards finished" in capfd.readouterr().out
+    bucket.proxy.seen.clear()
+    assert tokenize("s3://bucket/raw", "of bucket") == found
+    assert not bucket.proxy.gets("raw/"), "finished shards are not made again"
+    bucket.put("raw/web/0.jsonl", bucket.get("raw/web/0.jsonl").replace(b"th", b"ht"))
+    places.begin()
+    assert tokenize("s3://bucket/raw", "of bucket") != found, "another object of the same size"
+
+
+def test_a_tokenizer_is_trained_on_a_bucket_as_on_files(bucket, made, tmp_path):
+    for number, path in enumerate(("s3://bucket/data", made[0] / "data")):
+        assert tok_train.main([f"--data-path={path}", f"--output-dir={tmp_path / str(number)}",
+                               "--vocab-size=300"]) == 0
+    assert (tmp_path / "0" / "ranks.tiktoken").read_bytes() == (tmp_path / "1" / "ranks.tiktoken").read_bytes()
+
+
+def test_nothing_is_written_into_a_store_but_by_push_shards(bucket, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    for main, argv in ((tok_shards.main, [f"--input-dir={made[0] / 'data'}", "--output-dir=s3://bucket/out",
+                                          f"--tokenizer={made[0] / 'tokenizer'}"]),
+                       (tok_train.main, [f"--data-path={made[0] / 'data'}", "--output-dir=s3://bucket/out"]),
+                       (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
+                       (convert_shards.main, [str(made[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
+        with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
+            main(argv)
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_the_command_that_push_shards_prints_works(made, bucket, capsys, tmp_path):

@@ -30,7 +30,7 @@ def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenize
     beside the first), or the default one."""
     folder = data_folder(data_path)
     if len(folder.parts) == 1:
-        folder = data_folder(data_path.partition(",")[0])
+        folder = data_folder(str(data_path).partition(",")[0])
     beside = folder / "tokenizer"
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None))
 

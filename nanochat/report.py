@@ -32,6 +32,7 @@ from nanochat.stream import ledger
 
 CURVE_ROWS = 16  # lines of the loss curve, about
 LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending")
+ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 Row = Sequence[Any]
 
 
@@ -67,12 +68,15 @@ class Facts:
 
     @property
     def status(self) -> str:
-        """completed, or how far the last save is."""
+        """completed, or how the last launch ended and how far the last save is."""
+        ends = [e["event"] for e in self.events if e.get("event") in ("started", *ENDS)]
         saved = self.named("saved")
+        if "completed" in ends[-1:]:
+            return "completed"
         if not saved:
             return "nothing saved yet"
-        last = saved[-1]
-        return "completed" if last.get("status") == "completed" else f"unfinished, saved at step {last['step']:,}"
+        how = ends[-1] if ends and ends[-1] in ENDS else "unfinished"
+        return f"{how}, saved at step {saved[-1]['step']:,}"
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from nanochat.report import (
 )
 from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import report
+from tests import training
 
 T, STEPS = 15, 40
 
@@ -44,7 +45,8 @@ def log_lines() -> list[dict[str, Any]]:
     started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0"}
     return [started, {"event": "val", "step": 0, "bpb": 4.25}, *steps[:25],
             {**started, "step": 20, "world_size": 1}, *steps[20:], {"event": "val", "step": STEPS, "bpb": 2.125},
-            {"event": "saved", "step": STEPS, "checkpoint": "final", "status": "completed"}]
+            {"event": "saved", "step": STEPS, "checkpoint": "final", "seconds": 0.1},
+            {"event": "completed", "step": STEPS, "reason": ""}]
 
 
 EVALUATION = {"format": 1, "of": {"checkpoint": "final"}, "step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
@@ -118,6 +120,20 @@ def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
         x for x in full.splitlines() if x.startswith("## ")]
     assert ("base_eval` has not run" in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
+
+
+def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
+    """Logs as training writes them."""
+    with training.workplace(tmp_path, **training.SMALL):
+        training.succeed(num_iterations=2)
+        assert read_facts(training.run_dir()).status == "completed"
+        training.finish(num_iterations=9, max_runtime_seconds=0.001, walltime_reserve_seconds=0)
+        assert read_facts(training.run_dir()).status.startswith("stopped, saved at step ")
+        log = training.run_dir() / "logs" / "train.jsonl"
+        lines = log.read_text().splitlines()
+        started = max(i for i, line in enumerate(lines) if '"started"' in line)
+        log.write_text("\n".join(lines[:started + 1]) + "\n")
+        assert read_facts(training.run_dir()).status == "unfinished, saved at step 2"
 
 
 def test_an_evaluation_of_an_older_step_is_said_to_be_that(run: Path) -> None:

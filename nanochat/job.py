@@ -115,7 +115,7 @@ def introduce(settings: dict[str, Any], derived: dict[str, Any], layout: Layout)
     """Print what is about to run."""
     print0(json.dumps(settings, indent=2))
     for name, value in derived.items():
-        print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value}")
+        print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value:.4g}")
     print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} rows; "
            f"{layout.K} leaves")

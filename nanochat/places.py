@@ -138,8 +138,8 @@ class StorePath(PosixPath):
 def here(path: AnyPath, what: str) -> Path:
     """A path of this machine. ValueError, which begins with `what`, for one in a store."""
     if is_remote(path):
-        raise ValueError(f"{what} {place(path)}: expected a folder of this machine, not of a store; what was made is "
-                         f"put there by python -m scripts.push_shards, or by the store's own tools, which also fetch")
+        raise ValueError(f"{what} {place(path)}: expected a folder of this machine; scripts.push_shards puts what "
+                         f"was made into a store, and the store's own tools fetch what is there")
     return Path(path)
 
 

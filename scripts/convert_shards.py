@@ -160,7 +160,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; 0. ValueError, OSError naming the pair that cannot be."""
     args = parse_args(argv)
-    folder, out = here(data_folder(args.input), "IN"), here(args.output, "OUT")
+    folder, out = data_folder(here(args.input, "IN")), here(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
         raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")

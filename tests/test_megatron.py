@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat import sample_order
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, MockGPTDataset, Split, pad_id, split_matrix
 from nanochat.sample_order import STRIDE, Stream, plan_order
@@ -203,6 +204,22 @@ def test_order_of_many_epochs_apart_and_not() -> None:
     assert [plan(100, n) for n in (9, 10, 15, 16, 19, 20)] == [
         (1, False), (2, True), (2, True), (2, False), (2, False), (3, True)]
     assert [plan(1001, 100 + n) for n in (79, 80)] == [(2, True), (2, False)]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("wide", [0, 150, 1 << 18])
+def test_shuffles_are_numpys_whether_in_place_or_in_a_copy(monkeypatch: pytest.MonkeyPatch, wide: int, apart: bool
+                                                           ) -> None:
+    monkeypatch.setattr(sample_order, "WIDE", wide)
+    order = sample_order.Order(seed=7, first=5, last=105, num_epochs=3, apart=apart, samples_before=120,
+                               num_samples=180)
+    state, parts = np.random.RandomState(7), []
+    for values, edge in ((np.tile(np.arange(5, 105, dtype=np.int32), 3), 200), (np.arange(180, dtype=np.uint32), 120)):
+        for part in (values[:edge], values[edge:]) if apart else (values,):
+            state.shuffle(part)
+        parts.append(values)
+    for found, expected in zip(order.shuffled(), parts):
+        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
 
 
 def test_a_long_stream_of_many_running_sums() -> None:

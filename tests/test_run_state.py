@@ -283,12 +283,13 @@ def test_looking_changes_nothing(tmp_path):
 
 
 RACER = """
-import sys
+import sys, time
 from pathlib import Path
 from nanochat.run_state import acquire
 print("ready", flush=True)
-sys.stdin.readline()
-for run_dir in sorted(Path(sys.argv[1]).iterdir()):
+began = float(sys.stdin.readline())
+for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
+    time.sleep(max(0, began + i / 100 - time.time()))  # one that runs alone for a while waits for the others
     try:
         print(run_dir.name, acquire(run_dir).generation, flush=True)
     except ValueError as e:
@@ -309,8 +310,9 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
     racers = [python(RACER, tmp_path) for _ in range(5)]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"
+    began = time.time() + 0.05
     for racer in racers:
-        racer.stdin.write("go\n")
+        racer.stdin.write(f"{began}\n")
         racer.stdin.flush()
     wins = [[] for _ in racers]
     for racer, won in zip(racers, wins):

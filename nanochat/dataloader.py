@@ -246,7 +246,7 @@ class DataLoader:
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint, cursors=cursors,
                                   num_threads=num_threads, drop_dry=drop_dry, new_curriculum=new_curriculum)
         self.buckets = self.stream.buckets  # what MicroBatch.buckets counts
-        self.skips, self.vocab_size = skips or {}, getattr(tokenizer, "get_vocab_size", lambda: 1 << 32)()
+        self.skips = skips or {}
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0
         self.wait_s = 0.0
@@ -300,8 +300,6 @@ class DataLoader:
                         return
                     first = leaf.start * n + at if self.with_digest else None
                     digest += slot.fill(mine[at:at + B], self.buckets, first=first)
-                    if slot.host_tokens.view(np.uint32).max() >= self.vocab_size:  # no embedding may see it
-                        raise ValueError(self._outside(mine[at:at + B], slot.host_tokens))
                     index += 1
                     last = index == self.micro_batches_per_step
                     end = (digest % 2**64, self.stream.snapshot()) if last else None
@@ -324,14 +322,6 @@ class DataLoader:
             except queue.Empty:
                 continue
         return None
-
-    def _outside(self, rows: Sequence[AnyRow], tokens: np.ndarray) -> str:
-        """Where the first id outside the vocabulary comes from."""
-        i, at = np.argwhere(tokens.view(np.uint32) >= self.vocab_size)[0].tolist()
-        where = self.stream.whereabouts(rows[i], at)
-        return (f"{where} holds the id {tokens[i, at]:,}, outside the vocabulary of "
-                f"{self.vocab_size:,}; python -m scripts.verify tells which there are; then delete this shard and make "
-                f"it again with scripts.tok_shards")
 
     # -- the consumer
 

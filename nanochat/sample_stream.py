@@ -72,21 +72,17 @@ class Ahead:
 
 
 class Block:
-    """Neighbouring samples, read when they are first asked for; `rows` reads them."""
+    """Neighbouring samples, read when they are first asked for; `rows` reads them, `check` is shown them."""
 
-    def __init__(self, rows: Callable[[int, int], Any], first: int, stop: int):
-        self.rows, self.first, self.stop = rows, first, stop
+    def __init__(self, rows: Callable[[int, int], Any], first: int, stop: int, check: Callable[["Block"], None]):
+        self.rows, self.first, self.stop, self.check = rows, first, stop, check
         self._read: tuple[np.ndarray, np.ndarray | None] | None = None
 
     def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """(ids (n, T + 1), which targets count (n, T) bool, or None for all). ValueError for ids that the loader, which
-        counts with 32 bits, would take for others."""
+        """(ids (n, T + 1), which targets count (n, T) bool, or None for all)."""
         if self._read is None:
             self._read = self.rows(self.first, self.stop)
-            ids = self._read[0]
-            if ids.itemsize > 4 and ids.size and not 0 <= ids.min() <= ids.max() < 1 << 31:
-                raise ValueError(f"samples {self.first:,} to {self.stop:,} hold ids {ids.min():,} to {ids.max():,}, "
-                                 f"outside every vocabulary; python -m scripts.verify tells in which file")
+            self.check(self)
         return self._read
 
 
@@ -129,6 +125,7 @@ class SampleStream:
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.files = [source.manifest["files"][0]["name"] for source in pairs_of(sources)]
         self.samples = open_samples(config, sources)
+        self.bound = min(source.bound for source in pairs_of(sources))  # of ids
         self.mapped = all(source.mapped for source in sources.values())
         self.ahead = None if self.mapped else Ahead(self.samples)
         self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
@@ -157,7 +154,8 @@ class SampleStream:
         if self.taken + num_rows * self.config.V > self.config.num_samples:
             return []
         rows = self.samples.rows if self.ahead is None else partial(self.ahead.rows, stride=num_rows * self.config.V)
-        block = Block(rows, self.taken + num_rows * self.lanes[0], self.taken + num_rows * (self.lanes[-1] + 1))
+        block = Block(rows, self.taken + num_rows * self.lanes[0], self.taken + num_rows * (self.lanes[-1] + 1),
+                      self._check_ids)
         which = self._buckets_of(block)
         flat = np.repeat(np.arange(len(self.lanes)), num_rows) * len(self.buckets) + which
         self.counts += np.bincount(flat, minlength=self.counts.size).reshape(self.counts.shape)
@@ -172,6 +170,18 @@ class SampleStream:
         if len(self.buckets) == 1:
             return np.zeros(block.stop - block.first, np.int16)
         return self.samples.dataset_index[block.first:block.stop]  # type: ignore[union-attr]
+
+    def _check_ids(self, block: Block) -> None:
+        """ValueError for an id that no embedding may see."""
+        ids, _ = block.read()
+        if ids.view(f"u{ids.itemsize}").max() < self.bound:  # what is negative is outside too
+            return
+        i, at = np.argwhere((ids < 0) | (ids >= self.bound))[0].tolist()
+        row = SampleRow(0, 0, self.buckets[self._buckets_of(block)[i]], block, i)
+        place = next(p for p in reversed(self.describe(row)) if p["at"] <= at)
+        raise ValueError(f"{place['file']}: document {place['document']:,} holds the id {ids[i, at]:,}, outside the "
+                         f"vocabulary of {self.bound:,}; python -m scripts.verify tells which there are; make the pair "
+                         f"again, or name its tokenizer with --tokenizer-dir")
 
     def dry_bucket(self, lane: int) -> None:
         """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
@@ -200,11 +210,6 @@ class SampleStream:
         """Nothing runs that would have to be stopped: what is read ahead ends by itself."""
 
     # ---- for people
-
-    def whereabouts(self, row: SampleRow, at: int) -> str:
-        """The file and document of a row's token."""
-        place = next(p for p in reversed(self.describe(row)) if p["at"] <= at)
-        return f"{place['file']}: document {place['document']}"
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
         """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1

@@ -83,8 +83,10 @@ class ShardSource:
         self._blocks: dict[tuple[int, int], _Block | None] = {}  # those used last; None: its entries are scattered
         self._announced: dict[int, set[int]] = {}  # units of a group that were, and are not read yet
         self._lock = threading.Lock()
-        get_vocab_size = getattr(tokenizer, "get_vocab_size", lambda: self.eod + 1)
-        self._check(tokenizer.fingerprint, get_vocab_size())
+        get_vocab_size = getattr(tokenizer, "get_vocab_size", None)  # who asks for lengths alone has none
+        self.vocab_size = get_vocab_size() if get_vocab_size else None
+        self.bound = self.vocab_size or 1 << 31  # of ids
+        self._check(tokenizer.fingerprint, self.vocab_size or self.eod + 1)
 
     def _check(self, fingerprint: str, vocab_size: int) -> None:
         """ValueError if the shards are not this tokenizer's."""
@@ -169,7 +171,7 @@ class ShardSource:
             starts, ends = starts - origin, ends - origin
         else:
             ids = np.concatenate(shard.reader.read_many(stretches))
-        self._check_ids(shard, ids, first, last)
+        ids = ids.view(f"u{ids.itemsize}")  # what is negative is outside every vocabulary
         views = shard.reader.mapped and stretches is None
         if self.keep_eod:
             return _Block(ids, starts, ends, None, prefixes, short, views)
@@ -179,11 +181,18 @@ class ShardSource:
         framed = (starts > 0) & (ids[starts - 1] == self.eod) if len(ids) else starts > 0
         return _Block(ids, starts - 1, ends, None if framed.all() else framed, prefixes, short, views)
 
-    def _check_ids(self, shard: _Shard, ids: np.ndarray, first: int, last: int) -> None:
-        """ValueError for ids that the stream, which counts with 32 bits, would take for others."""
-        if ids.itemsize > 4 and len(ids) and not 0 <= ids.min() <= ids.max() < 1 << 31:
-            raise ValueError(f"{shard.index.path}: entries {first:,} to {last:,} hold ids {ids.min():,} to "
-                             f"{ids.max():,}, outside every vocabulary; python -m scripts.verify tells which")
+    def _check_ids(self, group: int, first: int, block: _Block, span: slice) -> None:
+        """ValueError for an id that no embedding may see, in entries of a group from `first` on."""
+        ends = block.ends[span]
+        ids = block.ids[max(int(block.begins[span][0]), 0):int(ends[-1])]
+        if not len(ids) or ids.max() < self.bound:
+            return
+        at = int(np.argmax(ids >= self.bound))
+        entry = first + int(np.searchsorted(ends, at + int(ends[-1]) - len(ids), side="right"))
+        name, local = self.locate(group)
+        found = ids.view(self._shard(self._place(group)[0]).index.dtype)[at]
+        raise ValueError(f"{name}: entry {entry:,} of group {local} holds the id {found:,}, outside the vocabulary of "
+                         f"{self.bound:,}; python -m scripts.verify tells which there are; then {REDO}")
 
     def _closed(self, shard: _Shard, first: int, last: int) -> np.ndarray:
         """Whether entries first .. last - 1 end a document, (n,) bool, as the index tells."""
@@ -194,10 +203,12 @@ class ShardSource:
         """A group's entries [unit * unit_size, (unit + 1) * unit_size), of the type they have on disk, as the stream
         sees them: BOS and ids, or as they are stored with `keep_eod`. Views where ids are mapped; an entry is copied
         where no EOD, the same id as BOS, happens to stand before it. ValueError naming the file for entries that
-        cannot be."""
+        cannot be, or have an id outside the vocabulary."""
         if not self.mapped:
             self._announce(group, unit, unit_size, keep)
-        return self._documents(*self._unit(group, unit, unit_size))
+        block, span = self._unit(group, unit, unit_size)
+        self._check_ids(group, unit * unit_size, block, span)
+        return self._documents(block, span)
 
     def _documents(self, block: _Block, span: slice, order: Any = slice(None)) -> list[np.ndarray]:
         ids, begins, ends = block.ids, block.begins[span][order].tolist(), block.ends[span][order].tolist()
@@ -230,6 +241,7 @@ class ShardSource:
         block, span = self._unit(group, unit, unit_size)
         if np.count_nonzero(block.short[span]):
             self._repeats(*self._entries(group, unit, unit_size))  # raises
+        self._check_ids(group, unit * unit_size, block, span)
         begins, ends, prefixes = block.begins[span][order], block.ends[span][order], block.prefixes[span]
         lengths = (ends - begins).tolist()
         overlaps = prefixes[order].tolist() if np.count_nonzero(prefixes) else []

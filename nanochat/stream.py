@@ -152,13 +152,6 @@ class Stream:
         """Those that rows come from."""
         return list(self.feeds)
 
-    def whereabouts(self, row: Row, at: int) -> str:
-        """The file and document of a row's token."""
-        ends = np.cumsum([length for _, _, length, _ in row.placements])
-        _, group, document = row.placements[int(np.searchsorted(ends, at, side="right"))][0]
-        name, local = row.feed.source.locate(group)
-        return f"{name}: entry {document} of group {local}"
-
     def position(self, bucket: str, cursor: Cursor) -> int:
         """The group that a lane reads next."""
         feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order

@@ -297,7 +297,8 @@ def test_a_row_says_of_which_documents_it_is(pairs):
 
 def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_document(tmp_path):
     for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: document 2 holds the id 300, outside"),
-                                      ("b", np.int64, 1 << 40, r"samples 0 to 8 hold ids 1 to 1,099,.* outside every")):
+                                      ("b", np.int32, -3, r"b\.bin: document 2 holds the id -3, outside"),
+                                      ("c", np.int64, 1 << 40, r"c\.bin: document 2 holds the id 1,099,.*, outside")):
         builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=dtype)
         for i in range(9):
             builder.add_document([1] * 11 + [bad if i == 2 else 2, BOS], [13])

@@ -103,10 +103,23 @@ def default_lanes(rows_per_step: int) -> int:
     return max(v for v in range(1, 65) if rows_per_step % v == 0)
 
 
+class _Generator(threading.local):
+    """Each thread's Philox. Making one asks the system for entropy first, which takes longer than a thousand words."""
+
+    def __init__(self) -> None:
+        self.philox = np.random.Philox(0)
+
+
+_generator = _Generator()
+
+
 def words(n: int, *key: Any) -> np.ndarray:
     """(n,) uint64: random words that depend on the key alone, on any machine and NumPy version."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+    zeros = np.zeros(4, np.uint64)
+    _generator.philox.state = {"bit_generator": "Philox", "buffer": zeros, "buffer_pos": 4, "has_uint32": 0,
+                               "uinteger": 0, "state": {"counter": zeros, "key": np.frombuffer(digest, "<u8")}}
+    return _generator.philox.random_raw(n)
 
 
 def permutation(n: int, *key: Any) -> np.ndarray:
@@ -161,7 +174,7 @@ class Order:
         return self._epoch(epoch)[0]
 
     def rows(self, epoch: int, group: int, unit: int, n: int) -> np.ndarray:
-        """The order in which a unit's n documents are used: (n,) int32 indices into the unit. A group has one row of
+        """The order in which a unit's n documents are used: (n,) int64 indices into the unit. A group has one row of
         words, of which each unit sorts its part. Those of all its units are sorted at once, which takes a tenth of the
         time: making a generator and calling NumPy cost more than the sorting."""
         rows = self._rows.get((epoch, group))
@@ -172,9 +185,10 @@ class Order:
     def _sorted(self, epoch: int, group: int) -> np.ndarray:
         """`rows` of all units of a group, one after another."""
         n, size = int(self.groups[group]), self.unit_size
-        drawn = np.full((-(-n // size), size), np.iinfo(np.uint64).max)
-        drawn.reshape(-1)[:n] = words(n, *self.key, epoch, group)
-        rows = np.argsort(drawn, axis=1, kind="stable").astype(np.int32).reshape(-1)  # what fills the last unit is last
+        drawn = words(n, *self.key, epoch, group)
+        if n % size:
+            drawn = np.append(drawn, np.full(size - n % size, np.iinfo(np.uint64).max))
+        rows = np.argsort(drawn.reshape(-1, size), axis=1, kind="stable").reshape(-1)  # what fills the last unit is last
         with self._lock:
             if len(self._rows) >= 2 * self.V:
                 del self._rows[next(iter(self._rows))]

@@ -442,15 +442,29 @@ class Concat(_Packer):
         return [(run.keys[i], run.ends[i] - begin, max(at, self.position) - begin, run.arrived)
                 for run in self.runs for i, begin, at in _pieces(run, self.position)]
 
-    def frozen(self) -> "Concat":
+    def frozen(self) -> "FrozenConcat":
         """The packer as it is now, for later."""
-        copy = object.__new__(Concat)
-        copy.__dict__.update(self.__dict__)
-        return copy
+        return FrozenConcat(self.T, self.runs, self.position, self.end, self.row, self.inserted, self.repeated)
 
-    def thawed(self) -> "Concat":
+
+class FrozenConcat(NamedTuple):
+    """A `Concat` as it was."""
+
+    T: int
+    runs: tuple[Run, ...]
+    position: int
+    end: int
+    row: int
+    inserted: int
+    repeated: int
+    cropped: int = 0
+    padded: int = 0
+
+    def thawed(self) -> Concat:
         """The packer itself."""
-        return self
+        packer = Concat(self.T)
+        packer.__dict__.update(self._asdict())
+        return packer
 
 
 def _pieces(run: Run, first: int) -> Iterator[tuple[int, int, int]]:

@@ -116,7 +116,7 @@ class BestFit(_Packer):
         self.bits = self.mirror = 0
         self.tokens = 0  # in all waiting pieces, their BOS and context included
         self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
-        self._base: tuple[int, list[tuple[Key, int, int, int]]] | None = None  # (row, what waited then)
+        self._base: tuple[int, dict[Key, tuple[int, int, int]]] | None = None  # (row, what waited then)
         self._log: list[tuple[int, Sequence[Key], Sequence[int]]] = []  # (row, keys, lengths) pushed since
 
     @property
@@ -224,7 +224,7 @@ class BestFit(_Packer):
     def frozen(self) -> "Frozen":
         """The packer as it is now, for later."""
         if self._base is None or self.row - self._base[0] >= REPACKED_ROWS:
-            self._base, self._log = (self.row, self.waiting()), []
+            self._base, self._log = (self.row, self.docs.copy()), []
         return Frozen(self, self._base, self._log)
 
     def document_length(self, length: int, start: int) -> int:
@@ -280,7 +280,7 @@ class Frozen:
 
     __slots__ = ("_base", "_empty", "_log", "_logged", "cropped", "inserted", "padded", "repeated", "row")
 
-    def __init__(self, packer: BestFit, base: tuple[int, list[tuple[Key, int, int, int]]],
+    def __init__(self, packer: BestFit, base: tuple[int, dict[Key, tuple[int, int, int]]],
                  log: list[tuple[int, Sequence[Key], Sequence[int]]]):
         self.row, self.inserted, self.repeated = packer.row, packer.inserted, packer.repeated
         self.cropped, self.padded = packer.cropped, packer.padded
@@ -290,8 +290,8 @@ class Frozen:
         """The packer itself, but for its counters. Packs up to REPACKED_ROWS rows again."""
         packer = self._empty()
         packer.row, waiting = self._base
-        for piece in waiting:
-            packer.push(*piece)
+        for key, piece in waiting.items():
+            packer.push(key, *piece)
         for row, keys, lengths in self._log[:self._logged]:
             while packer.row < row:
                 packer.next_row()

@@ -56,8 +56,7 @@ class _Block:
     begins: np.ndarray  # (n,) int64: where in `ids` the document begins, its BOS included
     ends: np.ndarray  # (n,) int64
     framed: np.ndarray | None  # (n,) bool: whether a BOS stands at `begins`; None: at all of them, or at none with EOD
-    prefixes: np.ndarray  # (n,) uint16
-    short: np.ndarray  # (n,) bool: whether the entry is shorter than its prefix
+    prefixes: np.ndarray | None  # (n,) uint16; None: nothing is repeated
     views: bool  # whether `ids` is part of a map, so that holding a document costs nothing
 
 
@@ -162,9 +161,10 @@ class ShardSource:
     def _block(self, shard: _Shard, first: int, last: int, spans: Spans | None = None) -> _Block:
         """Entries first .. last - 1 of a shard as documents. Two dozen NumPy calls for any number of them. ValueError
         naming the file for entries that cannot be."""
-        starts, ends, stretches = spans or shard.index.spans(first, last)
-        prefixes = shard.index.repeats(first, last)
-        short = prefixes > ends - starts
+        starts, ends, stretches = spans = spans or shard.index.spans(first, last)
+        prefixes = self._repeats(shard, first, last, spans)
+        begun = prefixes == 0  # a document, if `ends_follow`
+        repeats = None if begun.all() else prefixes
         if stretches is None:
             origin = max(int(starts[0]) - 1, 0)  # the id in front may be the first one's BOS
             ids = shard.reader.read(origin, int(ends[-1]))
@@ -174,12 +174,14 @@ class ShardSource:
         ids = ids.view(f"u{ids.itemsize}")  # what is negative is outside every vocabulary
         views = shard.reader.mapped and stretches is None
         if self.keep_eod:
-            return _Block(ids, starts, ends, None, prefixes, short, views)
+            return _Block(ids, starts, ends, None, repeats, views)
         if len(ids):
             closed = self._closed(shard, first, last) if shard.ends_follow else ids[ends - 1] == self.eod
             ends = np.maximum(ends - closed, starts)
-        framed = (starts > 0) & (ids[starts - 1] == self.eod) if len(ids) else starts > 0
-        return _Block(ids, starts - 1, ends, None if framed.all() else framed, prefixes, short, views)
+        framed = starts > 0
+        if len(ids):  # to look at an id takes as long as all the rest for its entry: it is far from the last one
+            framed &= begun if shard.ends_follow else ids[starts - 1] == self.eod
+        return _Block(ids, starts - 1, ends, None if framed.all() else framed, repeats, views)
 
     def _check_ids(self, group: int, first: int, block: _Block, span: slice) -> None:
         """ValueError for an id that no embedding may see, in entries of a group from `first` on."""
@@ -239,20 +241,21 @@ class ShardSource:
         """`fetch` and `overlaps` of a mapped unit in another order, (n,) int: (documents, their lengths, their overlaps
         or nothing where there are none). Documents of up to `most` tokens in all come as one array."""
         block, span = self._unit(group, unit, unit_size)
-        if np.count_nonzero(block.short[span]):
-            self._repeats(*self._entries(group, unit, unit_size))  # raises
-        self._check_ids(group, unit * unit_size, block, span)
-        begins, ends, prefixes = block.begins[span][order], block.ends[span][order], block.prefixes[span]
+        begins, ends = block.begins[span][order], block.ends[span][order]
         lengths = (ends - begins).tolist()
-        overlaps = prefixes[order].tolist() if np.count_nonzero(prefixes) else []
+        overlaps = [] if block.prefixes is None else block.prefixes[span][order].tolist()
         if sum(lengths) > most:
+            self._check_ids(group, unit * unit_size, block, span)
             return self._documents(block, span, order), lengths, overlaps
         if block.framed is None or block.framed[span].all():
             ids = memoryview(block.ids)  # type: ignore[arg-type]  # bytes are joined in half the time of arrays
             parts: Any = [ids[a:b] for a, b in zip(begins.tolist(), ends.tolist())]
         else:
             parts = self._documents(block, span, order)
-        return [np.frombuffer(b"".join(parts), block.ids.dtype)], lengths, overlaps
+        joined = np.frombuffer(b"".join(parts), block.ids.dtype)
+        if len(joined) and joined.max() >= self.bound:  # in half the time: the ids are in a cache now
+            self._check_ids(group, unit * unit_size, block, span)
+        return [joined], lengths, overlaps
 
     def lengths(self, group: int, unit: int, unit_size: int) -> np.ndarray:
         """How many tokens `fetch` gives for each entry, (n,) int64; does not read .bin where the index tells."""
@@ -268,12 +271,14 @@ class ShardSource:
         """`overlaps` of a whole group, (n,) uint16, from the index alone. Errors as there."""
         return self._repeats(*self._entries(group, 0, int(self.groups[group])))
 
-    def _repeats(self, shard: _Shard, first: int, last: int) -> np.ndarray:
-        starts, ends, _ = shard.index.spans(first, last)
+    def _repeats(self, shard: _Shard, first: int, last: int, spans: Spans | None = None) -> np.ndarray:
+        starts, ends, _ = spans or shard.index.spans(first, last)
         prefixes = shard.index.repeats(first, last)
-        if np.count_nonzero(prefixes > ends - starts):
-            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: an entry of {first:,} to {last:,} is shorter "
-                             f"than its prefix; python -m scripts.verify tells which, then {REDO}")
+        short = prefixes > ends - starts
+        if np.count_nonzero(short):
+            at = int(np.argmax(short))
+            raise ValueError(f"{shard.index.path.with_suffix('.idx')}: entry {first + at:,} is shorter than its prefix "
+                             f"({ends[at] - starts[at]:,} ids, {prefixes[at]:,} repeated); python -m scripts.verify tells which others are; then {REDO}")
         return prefixes
 
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
@@ -282,9 +287,7 @@ class ShardSource:
         if not self.mapped:
             return self._repeats(*self._entries(group, unit, unit_size)).tolist()
         block, span = self._unit(group, unit, unit_size)
-        if np.count_nonzero(block.short[span]):
-            self._repeats(*self._entries(group, unit, unit_size))  # raises
-        return block.prefixes[span].tolist()
+        return [0] * len(block.ends[span]) if block.prefixes is None else block.prefixes[span].tolist()
 
     def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
         """Entries are ids already."""

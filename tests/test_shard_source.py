@@ -79,13 +79,14 @@ def test_units_of_any_size_show_the_entries_whatever_blocks_are_kept(tmp_path, m
     assert len(source._blocks) == 3, "the case: blocks were given up"
 
 
-def test_of_a_block_only_the_unit_with_a_prefix_longer_than_its_entry_is_refused(tmp_path):
+def test_a_prefix_longer_than_its_entry_is_refused_and_named_by_whatever_reads_it(tmp_path):
     with ShardWriter(tmp_path / "a", vocab_size=BOS + 1) as writer:
         writer.add(np.full(64, BOS), np.full(32, 2), np.where(np.arange(32) == 20, 9, 0))
-    source = open_windows(tmp_path)
-    assert source.overlaps(0, 0, 8) == source.overlaps(0, 1, 8) == source.overlaps(0, 3, 8) == [0] * 8
-    with pytest.raises(ValueError, match=r"a\.idx: an entry of 16 to 24 is shorter than its prefix"):
-        source.overlaps(0, 2, 8)
+    source, order = open_windows(tmp_path), np.arange(8)
+    for read in (lambda: source.overlaps(0, 2, 8), lambda: source.fetch(0, 2, 8), lambda: source.prefixes(0),
+                 lambda: source.in_order(0, 2, 8, order), lambda: source.in_order(0, 2, 8, order, most=100)):
+        with pytest.raises(ValueError, match=r"a\.idx: entry 20 is shorter than its prefix \(2 ids, 9 repeated\)"):
+            read()
 
 
 def test_the_order_of_each_unit_is_that_of_its_words(monkeypatch):

@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 import tiktoken
 import torch
 
-from nanochat.common import read_json, run_main, write_json
+from nanochat.common import quiet_gc, read_json, run_main, write_json
 from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
@@ -85,6 +85,7 @@ def bench_speed(args: argparse.Namespace) -> dict[str, Any]:
     loaders = {"loader": open_loader(args)[0], "loader, no digest": open_loader(args, with_digest=False)[0]}
     for loader in loaders.values():
         steps(loader, 80)  # past the first rows, while buffers grow and more is read than delivered
+    quiet_gc()  # as base_train does after its first step
     at = 0
     for _ in range(args.rounds):
         part: list[str] = []
@@ -257,6 +258,7 @@ def shard_speed(folder: Path, tokenizer: RustBPETokenizer, rounds: int) -> dict[
         opened = [source._shard(i) for i in range(len(source.manifest["files"]))]
         maps = [shard.reader.read(0, shard.index.num_tokens) for shard in opened]
         steps(loader, 40)  # past the first rows, while buffers grow
+        quiet_gc()  # as base_train does after its first step
         rates, floors = [], []
         for i in range(rounds):
             floors.append(gather_rate(maps, 256, i))

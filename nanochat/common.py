@@ -9,6 +9,7 @@ that only touch files and text start without it.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -228,6 +229,14 @@ def setup_logging() -> None:
     """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr."""
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def quiet_gc() -> None:
+    """Let Python's collector rest: what is there now is not looked at again, and nothing is until 100,000 more objects
+    are alive than now. For loops whose rounds leave no cycles: it took a tenth of the loader's time to find none."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def run_main(main: Callable[[], int | None]) -> None:

@@ -14,7 +14,6 @@ log, checkpoints, tokenizer, and which files it reads.
 """
 
 import argparse
-import gc
 import logging
 import math
 import os
@@ -36,6 +35,7 @@ from nanochat.common import (
     get_compute_dtype,
     get_peak_flops,
     print0,
+    quiet_gc,
     run_main,
     setup_logging,
 )
@@ -267,8 +267,7 @@ def loop(run: Run) -> int:
                 checkpoint_now(run, f"checkpoint-{p.step}", "running")
             one_step(run)
             if p.step == run.start.step + 1:
-                gc.collect()
-                gc.freeze()  # what set-up left is not looked at again
+                quiet_gc()
     except Stop as e:
         run.watch.ending("stopping", str(e))
         checkpoint_now(run, f"checkpoint-{p.step}-shutdown", "stopped", last=True, stopped=str(e))

@@ -17,13 +17,13 @@ import numpy as np
 
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Concat
-from nanochat.rows import Deferred, Document, Keys, Piece, PlacedRow, Row, Tape, TapeRow
+from nanochat.rows import Deferred, Key, Keys, Piece, PlacedRow, Row, Tape, TapeRow, to_document, to_key
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Source
 
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
 JOINED_TOKENS = 1 << 17  # of a unit that is gathered: 2 or 4 bytes each, for each lane
-Unit = tuple[Sequence[Document], list[np.ndarray], list[int], list[int]]  # keys, tokens (of each document, or one array
+Unit = tuple[Sequence[Key], list[np.ndarray], list[int], list[int]]  # keys, tokens (of each document, or one array
 # of all), lengths, and how many first tokens are repeated (nothing where none are)
 
 
@@ -36,10 +36,10 @@ class Feed:
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
         self.tape = Tape() if config.layout == "concat" else None  # tokens of all that waits, or:
-        self.documents: dict[Document, Any] = {}  # that wait: tokens, a Deferred, or an int: restored, so long
-        self.gone: dict[Document, int] = {}  # of waiting documents whose first tokens are used and gone: how many
-        self.prefix: dict[Document, int] = {}  # of waiting documents that begin with overlap: where it ends
-        self.restored: set[Document] = set()  # waiting documents that came from a cursor
+        self.documents: dict[Key, Any] = {}  # that wait: tokens, a Deferred, or an int: restored, so long
+        self.gone: dict[Key, int] = {}  # of waiting documents whose first tokens are used and gone: how many
+        self.prefix: dict[Key, int] = {}  # of waiting documents that begin with overlap: where it ends
+        self.restored: set[Key] = set()  # waiting documents that came from a cursor
         self.unasked: set[tuple[int, int]] = set()  # (group, unit) of restored documents not fetched yet
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents and their tokens, BOS and repeated ones not counted
@@ -82,7 +82,8 @@ class Feed:
             kept = [i for i, length in enumerate(lengths) if length]
             used, tokens, lengths = [used[i] for i in kept], [tokens[i] for i in kept], [lengths[i] for i in kept]
             overlaps = [overlaps[i] for i in kept] if overlaps else []
-        keys = [(epoch, group, first + i) for i in used] if self.tape is None else Keys(epoch, group, first, used)
+        number = to_key(epoch, group, first)
+        keys = [number + i for i in used] if self.tape is None else Keys(number, used)
         return keys, tokens, lengths, overlaps
 
     def _locate(self, epoch: int, unit: int) -> tuple[int, int]:
@@ -116,7 +117,7 @@ class Feed:
         try:
             self.packer.push_many(keys, lengths)
         except ValueError as e:
-            name, group = self.source.locate(keys[0][1])
+            name, group = self.source.locate(to_document(keys[0])[1])
             raise ValueError(f"{name}: group {group}: {e}") from None
         inserted, repeated = len(keys) * self.config.framed, sum(overlaps)
         if self.tape is None:
@@ -212,7 +213,7 @@ class Feed:
             del self.documents[key]
         return piece._replace(tokens=document)
 
-    def _take(self, key: Document) -> tuple[Any, int, int]:
+    def _take(self, key: Key) -> tuple[Any, int, int]:
         """A placed document's tokens, or what will give them, how many first ones are gone, where live ones begin."""
         document = self.documents[key]
         if type(document) is int:
@@ -230,37 +231,39 @@ class Feed:
             self.documents[key], self.gone[key] = document[useless:].copy(), gone + useless
         return document, gone, prefix
 
-    def _restored(self, key: Document) -> Any:
+    def _restored(self, key: Key) -> Any:
         """What gives the tokens of a restored document. The pool fetches the texts of all others in its unit too."""
         size = self.order.unit_size
-        group, unit = key[1], key[2] // size
+        _, group, row = to_document(key)
+        unit = row // size
         if self.source.mapped:
             document = self.tokens_of(key, self.documents[key])
             self.documents[key] = document
             return document
-        keys = [k for k, d in self.documents.items() if type(d) is int and (k[1], k[2] // size) == (group, unit)]
-        rows = [k[2] - unit * size for k in keys]
+        coming = [(k, *to_document(k)) for k, d in self.documents.items() if type(d) is int]
+        mine = [(k, row % size) for k, _, g, row in coming if (g, row // size) == (group, unit)]
 
         def fetch() -> dict[int, Any]:
             texts = self.source.fetch(group, unit, size, lambda: self.wants(group))
             self.unasked.discard((group, unit))
-            return {row: texts[row] for row in rows}
+            return {row: texts[row] for _, row in mine}
 
         future = self.pool.submit(fetch)
-        for k, row in zip(keys, rows):
+        for k, row in mine:
             self.documents[k] = Deferred(future, row, self.documents[k])
         return self.documents[key]
 
-    def tokens_of(self, key: Document, document: "Deferred | int") -> np.ndarray:
+    def tokens_of(self, key: Key, document: "Deferred | int") -> np.ndarray:
         """Tokens of a restored document; ValueError if they are not as many as when it was saved."""
+        _, group, row = to_document(key)
         if isinstance(document, int):
-            raw, length = self.source.fetch(key[1], key[2], 1), document
+            raw, length = self.source.fetch(group, row, 1), document
         else:
             raw, length = [document.texts.result()[document.index]], document.length
         tokens = self.source.encode(raw)[0]
         if len(tokens) != length:
-            name, local = self.source.locate(key[1])
-            raise ValueError(f"{name}: document {key[2]} of row group {local} has {len(tokens):,} tokens, the "
+            name, local = self.source.locate(group)
+            raise ValueError(f"{name}: document {row} of row group {local} has {len(tokens):,} tokens, the "
                              f"checkpoint says {length:,}; the data or the tokenizer changed since the run began")
         if key in self.documents:
             self.documents[key] = tokens
@@ -282,7 +285,7 @@ class Feed:
         for name in COUNTS:
             setattr(p, name, state[name])
         for epoch, group, row, length, start, arrived in state["waiting"]:
-            key = (epoch, group, row)
+            key = to_key(epoch, group, row)
             p.push(key, length, start, arrived)
             self.documents[key] = p.document_length(length, start)
             self.unasked.add((group, row // self.order.unit_size))
@@ -302,4 +305,4 @@ def feed_json(snapshot: tuple[Any, ...]) -> dict[str, Any]:
     packer = frozen.thawed()
     return {**dict(zip(("epoch", "unit", "documents", "read"), numbers)),
             **{name: getattr(frozen, name) for name in COUNTS}, "pending": packer.pending,
-            "waiting": [[*key, length, start, arrived] for key, length, start, arrived in packer.waiting()]}
+            "waiting": [[*to_document(key), *piece] for key, *piece in packer.waiting()]}

@@ -188,7 +188,7 @@ class Order:
         drawn = words(n, *self.key, epoch, group)
         if n % size:
             drawn = np.append(drawn, np.full(size - n % size, np.iinfo(np.uint64).max))
-        rows = np.argsort(drawn.reshape(-1, size), axis=1, kind="stable").reshape(-1)  # what fills the last unit is last
+        rows = np.argsort(drawn.reshape(-1, size), axis=1, kind="stable").reshape(-1)  # what fills the last is last
         with self._lock:
             if len(self._rows) >= 2 * self.V:
                 del self._rows[next(iter(self._rows))]

@@ -170,7 +170,7 @@ class Rehearsal(Feed):
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Lengths, order: Order):
         super().__init__(config, bucket=bucket, lane=lane, source=source, order=order, pool=None)  # type: ignore
         self._units: list[tuple[list[int], int]] = []  # (lengths, overlap) of the group, the next one last
-        self._key = 0
+        self._key = 0  # of what is read, below zero: a document that a cursor names has its own
 
     def _prepare(self) -> None:
         """The lengths of what this lane reads of the next group, each unit in its order of use."""
@@ -196,7 +196,7 @@ class Rehearsal(Feed):
         lengths, repeated = self._units.pop()
         packer, n = self.packer, len(lengths)
         try:
-            packer.push_many(range(self._key, self._key + n), lengths)
+            packer.push_many(range(self._key - n, self._key), lengths)
         except ValueError as e:
             name, group = self.source.locate(self.order.locate(self.epoch, self.unit)[0])
             raise ValueError(f"{name}: group {group}: {e}") from None
@@ -205,7 +205,7 @@ class Rehearsal(Feed):
         packer.repeated += repeated
         self.read += sum(lengths) - inserted - repeated
         self.num_documents += n
-        self._key += n
+        self._key -= n
         self.unit += 1
         self._settle()
 

@@ -32,7 +32,23 @@ from nanochat.packing import Placement, Run, placements_of
 if TYPE_CHECKING:
     from nanochat.feed import Feed
 
-Document = tuple[int, int, int]  # (epoch, group, row in the group): what packers and cursors name documents by
+Document = tuple[int, int, int]  # (epoch, group, row in the group): what cursors name documents by
+Key = int  # the same as one number, for packers: dicts find it in half the time, and Python's collector passes it by
+
+
+def to_key(epoch: int, group: int, row: int) -> Key:
+    """The number of a document. Those of a group's rows follow one another."""
+    return epoch << 64 | group << 32 | row
+
+
+def to_document(key: Key) -> Document:
+    """What has that number."""
+    return key >> 64, key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF
+
+
+def named(placements: Sequence[Placement]) -> list[Placement]:
+    """Placements of documents instead of keys."""
+    return [(to_document(key), start, length, off) for key, start, length, off in placements]
 
 
 class Deferred:
@@ -59,10 +75,15 @@ class PlacedRow:
     lane: int
     index: int  # of this lane's rows
     bucket: str
-    placements: list[Placement]
+    placed: list[Placement]  # of keys
     taken: list[Any]  # of each: (tokens or a Deferred, how many are gone, where live ones begin), or if plain, tokens
     feed: "Feed"
     plain: bool  # every document is there, begins with its token 0 and is live
+
+    @property
+    def placements(self) -> list[Placement]:
+        """Which documents the row is made of."""
+        return named(self.placed)
 
     @property
     def documents(self) -> list[tuple[Any, int, int]]:
@@ -75,7 +96,7 @@ class PlacedRow:
         times. Returns whether `live` was written."""
         if self.plain:
             pieces = self.taken.copy()
-            _, _, length, _ = self.placements[-1]
+            _, _, length, _ = self.placed[-1]
             if length < len(pieces[-1]):
                 pieces[-1] = pieces[-1][:length]
         else:
@@ -91,14 +112,14 @@ class PlacedRow:
         if not framed:
             live[1:] &= tokens[:-1] != bos[0]  # what follows the end of a document is off
         if doc_ids is not None:
-            number_documents(doc_ids, self.placements)
+            number_documents(doc_ids, self.placed)
         return not (framed and self.plain)
 
     def _pieces(self, bos: np.ndarray, live: np.ndarray) -> list[np.ndarray]:
         """What the row is put together from; writes the overlaps into `live`."""
         own_bos, framed = self.feed.packer.own_bos, self.feed.config.framed
         pieces, at = [], 0
-        for (key, start, length, off), (document, gone, prefix) in zip(self.placements, self.taken):
+        for (key, start, length, off), (document, gone, prefix) in zip(self.placed, self.taken):
             if type(document) is Deferred:
                 document = self.feed.tokens_of(key, document)
             first = start - gone
@@ -123,7 +144,7 @@ class Piece(NamedTuple):
     stop: int  # position behind its last
     tokens: Any  # (stop - begin,), a Deferred, or None: restored, not asked for
     live: np.ndarray | None  # (stop - begin,) u8, 0 where a token is no target; None: all are
-    key: Document | None = None  # of a restored document
+    key: Key | None = None  # of a restored document
 
 
 def live_of(lengths: Sequence[int], overlaps: Sequence[int]) -> np.ndarray | None:
@@ -157,7 +178,7 @@ class Tape:
         begin, self.end = self.end, self.end + len(tokens)
         self.pieces.append(Piece(begin, self.end, tokens, live))
 
-    def restore(self, key: Document, length: int, start: int, overlap: int) -> None:
+    def restore(self, key: Key, length: int, start: int, overlap: int) -> None:
         """Append a document of `length` tokens, of which the first `start` are used up; its tokens come later."""
         begin, self.end = self.end - start, self.end - start + length
         self.pieces.append(Piece(begin, self.end, None, live_of((length,), (overlap,)), key))
@@ -178,19 +199,19 @@ class Tape:
         return found
 
 
-class Keys(Sequence[Document]):
-    """The documents of a unit, named when somebody asks: rows of a tape are made without their names."""
+class Keys(Sequence[Key]):
+    """The documents of a unit, numbered when somebody asks: rows of a tape are made without their names."""
 
-    __slots__ = ("_epoch", "_first", "_group", "_order")
+    __slots__ = ("_first", "_order")
 
-    def __init__(self, epoch: int, group: int, first: int, order: list[int]):
-        self._epoch, self._group, self._first, self._order = epoch, group, first, order
+    def __init__(self, first: Key, order: list[int]):
+        self._first, self._order = first, order
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, i: Any) -> Any:
-        return self._epoch, self._group, self._first + self._order[i]
+        return self._first + self._order[i]
 
 
 class Known(NamedTuple):
@@ -222,6 +243,10 @@ class TapeRow:
     @property
     def placements(self) -> list[Placement]:
         """As those of a `PlacedRow`."""
+        return named(self._placed)
+
+    @property
+    def _placed(self) -> list[Placement]:
         return placements_of(self.runs, self.first, self.first + self.feed.config.T + 1)
 
     @property
@@ -229,7 +254,7 @@ class TapeRow:
         """For each placement (length of the whole document, 0, 0)."""
         ends = {key: (end, before) for run in self.runs for key, end, before in zip(
             run.keys, run.ends, (run.first - run.gone, *run.ends))}
-        return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self.placements]
+        return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self._placed]
 
     def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
         """As `PlacedRow.copy`."""
@@ -252,7 +277,7 @@ def copy_stretch(rows: Sequence[TapeRow], tokens: np.ndarray, live: np.ndarray, 
     tokens[...] = windows(found, first - begin, n, width)
     if doc_ids is not None:
         for row, ids in zip(rows, doc_ids):
-            number_documents(ids, row.placements)
+            number_documents(ids, row._placed)
     return masked
 
 

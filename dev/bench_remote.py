@@ -172,7 +172,7 @@ def measure(name: str, read: Callable[..., int], bounds: list[np.ndarray], args:
 class Ends:
     """What the loader asks of a tokenizer whose texts are ids already."""
 
-    fingerprint = "none"
+    fingerprint, token_dtype = "none", np.dtype(np.uint16)
 
     def get_bos_token_id(self) -> int:
         return EOD

@@ -139,19 +139,22 @@ class Layout:
 
 class Slot:
     """Host memory for one micro-batch: tokens and target masks. The device makes int64 of them, so that fewer bytes
-    travel and nothing is written twice."""
+    travel and nothing is written twice. What a CPU widens is as small as the tokenizer's ids; elsewhere it is int32,
+    since torch can do little with uint16."""
 
-    def __init__(self, B: int, T: int, bos: int, *, pinned: bool, with_doc_ids: bool = False):
+    def __init__(self, B: int, T: int, tokenizer: RustBPETokenizer, device: torch.device, *,
+                 with_doc_ids: bool = False):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+            return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
-        self.tokens, self.live = new(torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
+        narrow = device.type == "cpu" and tokenizer.token_dtype == np.uint16
+        self.tokens, self.live = new(torch.uint16 if narrow else torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
         self.buckets = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
         self.host_tokens, self.host_live = self.tokens.numpy(), self.live.numpy()
         self.host_doc_ids = None if self.doc_ids is None else self.doc_ids.numpy()
         self.host_buckets, self.host_rows = self.buckets.numpy(), list(zip(self.host_tokens, self.host_live))
-        self.bos = np.full(T + 1, bos, np.int32)
+        self.bos = np.full(T + 1, tokenizer.get_bos_token_id(), self.host_tokens.dtype)
         self.live[...] = 1
         self.all_live = True  # `live` is 1 everywhere
         self.copied: torch.cuda.Event | None = None
@@ -257,8 +260,8 @@ class DataLoader:
         self._on_cpu = self.device.type == "cpu"
         if prefetch is None:
             prefetch = 0 if self._on_cpu and self.stream.mapped else PREFETCH
-        slots = [Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), with_doc_ids=with_doc_ids,
-                      pinned=self.device.type == "cuda") for _ in range(1 if self._on_cpu else max(1, prefetch))]
+        slots = [Slot(device_batch_size, config.T, tokenizer, self.device, with_doc_ids=with_doc_ids)
+                 for _ in range(1 if self._on_cpu else max(1, prefetch))]
         for i in range(max(1, prefetch)):
             self._free.put(slots[i % len(slots)])  # on the CPU a slot is empty again when its batch is made
         self._making = self._make()

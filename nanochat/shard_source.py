@@ -280,8 +280,8 @@ class ShardSource:
         if np.count_nonzero(short):
             at = int(np.argmax(short))
             raise ValueError(f"{shard.index.path.with_suffix('.idx')}: entry {first + at:,} is shorter than its prefix "
-                             f"({ends[at] - starts[at]:,} ids, {prefixes[at]:,} repeated); python -m scripts.verify tells which others "
-                             f"are; then {REDO}")
+                             f"({ends[at] - starts[at]:,} ids, {prefixes[at]:,} repeated); python -m scripts.verify "
+                             f"tells which others are; then {REDO}")
         return prefixes
 
     def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:

@@ -36,8 +36,7 @@ def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, de
         return
     layout = Layout(config.V, config.V, device_batch_size, rank, min(world_size, config.V), min(num_leaves, config.V))
     device = torch.device(device)
-    slot = Slot(device_batch_size, T, tokenizer.get_bos_token_id(), pinned=device.type == "cuda",
-                 with_doc_ids=with_doc_ids)
+    slot = Slot(device_batch_size, T, tokenizer, device, with_doc_ids=with_doc_ids)
     stream = Stream(config, {"val": source}, layout.lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
     waiting: list[list[Row]] = [[] for _ in layout.leaves]
     leaf_of = {lane: rows for lanes, rows in zip(layout.leaves, waiting) for lane in lanes}

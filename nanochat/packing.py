@@ -36,7 +36,7 @@ fills up with them until the buffer is a fraction of its size.
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -139,23 +139,23 @@ class BestFit(_Packer):
         """Add whole documents, in order. Both sequences must stay as they are."""
         if self._base is not None:
             self._log.append((self.row, keys, lengths))
+        self.docs.update(zip(keys, zip(lengths, repeat(0), repeat(self.row))))
         self._add(keys, lengths)
 
     def _add(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-        docs, by_length, capacity, row, new = self.docs, self.by_length, self.capacity, self.row, []
+        """All but `docs`."""
+        by_length, capacity, new = self.by_length, self.capacity, []
         for key, length in zip(keys, lengths):
-            docs[key] = (length, 0, row)
             if length >= capacity:
                 self.long.append(key)
-            elif length in by_length:
-                same = by_length[length]
-                if type(same) is list:
-                    same.append(key)
-                else:
-                    by_length[length] = [same, key]
-            else:
-                by_length[length] = key
+                continue
+            same = by_length.setdefault(length, key)
+            if same is key:
                 new.append(length)
+            elif type(same) is list:
+                same.append(key)
+            else:
+                by_length[length] = [same, key]
         self.tokens += sum(lengths)
         self._turn_on(new)
 
@@ -172,19 +172,6 @@ class BestFit(_Packer):
             self.bits |= 1 << length
             self.mirror |= 1 << self.capacity - length
 
-    def _pop(self, length: int) -> Key:
-        """The oldest of the shorter pieces of that length, which no longer waits."""
-        same = self.by_length[length]
-        if type(same) is list:
-            key = same.pop(0)
-            if len(same) == 1:
-                self.by_length[length] = same[0]
-            return key
-        del self.by_length[length]
-        self.bits ^= 1 << length
-        self.mirror ^= 1 << self.capacity - length
-        return same
-
     def _several(self, length: int) -> bool:
         """Whether more than one of the shorter pieces has that length."""
         return type(self.by_length[length]) is list
@@ -192,7 +179,16 @@ class BestFit(_Packer):
     def _take(self, length: int, placements: list[Placement], room: int) -> None:
         """Place the oldest piece of that length; what is beyond `room` is dropped or comes back. A length of
         `capacity` means the oldest of the long ones."""
-        key = self.long.popleft() if length >= self.capacity else self._pop(length)
+        if length >= self.capacity:
+            key = self.long.popleft()
+        elif type(key := self.by_length[length]) is list:
+            same, key = key, key.pop(0)
+            if len(same) == 1:
+                self.by_length[length] = same[0]
+        else:
+            del self.by_length[length]
+            self.bits ^= 1 << length
+            self.mirror ^= 1 << self.capacity - length
         length, start, _ = self.docs.pop(key)
         self.tokens -= length
         if start == 0 and length <= room:

@@ -192,7 +192,7 @@ class Feed:
                 self.refill()
                 if not packer.ready:
                     break
-            more = min(num - len(rows), (packer.end - packer.position - 1) // T)
+            more = min(num - len(rows), packer.num_ready)
             runs, first = packer.runs, packer.advance(more)
             stop = first + more * T + 1
             pieces = tape.take(first, stop)

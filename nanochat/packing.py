@@ -384,8 +384,13 @@ class Concat(_Packer):
         return self.end - self.position
 
     @property
+    def num_ready(self) -> int:
+        """How many rows the waiting documents fill."""
+        return (self.end - self.position - 1) // self.T
+
+    @property
     def ready(self) -> bool:
-        """Whether the waiting documents can fill a row."""
+        """Whether they fill one."""
         return self.end - self.position > self.T
 
     @property

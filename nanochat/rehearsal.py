@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.order import Order, StreamConfig, words
+from nanochat.packing import Concat
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, Source
 from nanochat.stream import COUNTS, Feed
@@ -211,7 +212,15 @@ class Rehearsal(Feed):
 
     def pack(self, rows: int) -> bool:
         """Go on until so many rows are packed, in all; False where the feed is dry before."""
-        packer, docs, target = self.packer, self.packer.docs, self.config.buffer_size
+        packer = self.packer
+        if isinstance(packer, Concat):  # rows are numbers
+            while packer.row < rows:
+                self.refill()
+                if not packer.ready:
+                    return False
+                packer.advance(min(rows - packer.row, packer.num_ready))
+            return True
+        docs, target = packer.docs, self.config.buffer_size
         while packer.row < rows:
             if not self.full or len(docs) < target or not packer.ready:
                 self.refill()

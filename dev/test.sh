@@ -21,8 +21,8 @@ export OMP_NUM_THREADS=1 # tests are small; more threads only wait for one anoth
 export PYTHONDONTWRITEBYTECODE= # tests start many processes, which need not compile what another has
 export PYTEST_XDIST_AUTO_NUM_WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1)) # some wait for processes, or for time
 run .venv/bin/python -m ruff check
-[[ -d tests/__pycache__ ]] || .venv/bin/python -m pytest -n 0 --collect-only -q > /dev/null 2>&1 & # compiles the tests,
-# which else each of pytest's processes would do; what is wrong with them is said below
+# Beside mypy the tests are compiled, which else each of pytest's processes does; what is wrong with them is said below.
+[[ -d tests/__pycache__ ]] || .venv/bin/python -m pytest -n 0 --collect-only -q > /dev/null 2>&1 &
 run .venv/bin/python -m mypy
 wait
 run .venv/bin/python -m pytest "$@"

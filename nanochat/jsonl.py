@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20  # of the file at a time: gzip would ask for 8 KB
 
 
 class Line(NamedTuple):

@@ -264,11 +264,14 @@ def test_verify_finds_ids_outside_the_vocabulary(workplace: Path, value: int) ->
     assert "outside the vocabulary" in check(path, "--tokenizer", str(workplace / "tokenizer")).out
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("value", [training.VOCAB_SIZE, 65535])
-def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(workplace: Path, value: int) -> None:
-    path = shard(workplace)
+def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(workplace: Path, value: int, split: str
+                                                                       ) -> None:
+    path = shard(workplace, split)
     spoil_ids(path, value)
-    refuse(path.name, f"{value:,}", "vocabulary", "verify")
+    refuse(f"{split}/data/{path.name}: entry ", f"holds the id {value:,}", f"vocabulary of {training.VOCAB_SIZE:,}",
+           "verify", **({"eval_every": 1} if split == "val" else {}))
     assert checkpoints() == []
 
 

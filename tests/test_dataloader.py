@@ -1,5 +1,8 @@
 """Batches of rows: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
 
+import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -10,8 +13,12 @@ import pytest
 import torch
 
 import nanochat.dataloader as module
+from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves
 from nanochat.order import StreamConfig, block, permutation
+from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter
+from nanochat.sources import scan
 from nanochat.stream import Stream
 from nanochat.validation import validation_config, validation_loader
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
@@ -69,6 +76,53 @@ def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_
                 assert targets[i].tolist() == np.where(live[1:], tokens[1:].astype(int), -100).tolist()
                 off += int((live[1:] == 0).sum())
     assert (off > 0) == (layout == "split"), "the case: repeated context"
+
+
+@pytest.mark.parametrize("layout", ["split", "concat"])
+def test_batches_do_not_depend_on_the_width_of_the_ids(layout):
+    config = replace(CONFIG, layout="concat") if layout == "concat" else CONFIG
+    found = {}
+    for dtype in (np.uint16, np.uint32):
+        tokenizer = ByteTokenizer()
+        tokenizer.token_dtype = np.dtype(dtype)
+        with DataLoader(config, {"b": fixed_source()}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=4,
+                        num_threads=1, prefetch=0) as loader:
+            batches = [batch for _ in range(3) for batch in take_step(loader)]
+            slot = loader._free.get()
+            assert slot.host_tokens.dtype == (np.uint16 if dtype == np.uint16 else np.int32), "the case"
+            found[dtype] = [(b.inputs.tolist(), b.targets.tolist()) for b in batches], loader.digest, loader.cursors()
+    assert found[np.uint16] == found[np.uint32]
+
+
+@pytest.mark.parametrize("layout", ["split", "concat"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_steps_leave_no_cycles_for_the_collector(tmp_path, layout, mapped):
+    """`common.quiet_gc` counts on it."""
+    config = replace(CONFIG, layout="concat") if layout == "concat" else CONFIG
+    source = fixed_source()
+    if mapped:
+        with ShardWriter(tmp_path / "a", vocab_size=BOS + 1) as writer:
+            for _ in range(400):
+                writer.add(np.array([1] * 29 + [BOS]), [30], [0])
+        source = ShardSource(scan(tmp_path, find_files(tmp_path, "shards")), ByteTokenizer())
+    with make_loader(config, source, prefetch=0) as loader:
+        for _ in range(3):
+            take_step(loader)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                take_step(loader)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+def test_a_resting_collector_looks_at_nothing_that_was_there():
+    code = ("import gc; from nanochat.common import quiet_gc; quiet_gc(); "
+            "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["100000", "True", "True", "True"]
 
 
 def test_doc_ids_say_which_document_of_its_row_an_input_belongs_to():

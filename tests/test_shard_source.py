@@ -1,17 +1,21 @@
 """Shards as a source: blocks, tapes and copies show the documents that the files hold, in the order of the words."""
 
+import hashlib
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanochat import feed as feed_module
 from nanochat import shard_source
 from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, words
-from nanochat.rows import Tape, TapeRow, copy_stretch, together
+from nanochat.rows import Tape, TapeRow, copy_stretch, to_document, to_key, together
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import scan
@@ -87,6 +91,22 @@ def test_a_prefix_longer_than_its_entry_is_refused_and_named_by_whatever_reads_i
                  lambda: source.in_order(0, 2, 8, order), lambda: source.in_order(0, 2, 8, order, most=100)):
         with pytest.raises(ValueError, match=r"a\.idx: entry 20 is shorter than its prefix \(2 ids, 9 repeated\)"):
             read()
+
+
+def test_words_are_those_of_a_new_generator_in_every_thread_whatever_came_before():
+    keys = [(n, n % 7, "bucket", n * n) for n in range(1, 40)]
+    expected = [np.random.Philox(key=int.from_bytes(hashlib.blake2b(
+        "/".join(map(str, key)).encode(), digest_size=16).digest(), "little")).random_raw(n).tolist()
+        for n, *key in keys]
+    with ThreadPoolExecutor(3) as pool:
+        for each in (map, pool.map):
+            assert [found.tolist() for found in each(lambda key: words(*key), keys)] == expected
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 32) - 1))
+def test_law_a_key_names_one_document_and_those_of_a_group_follow_one_another(epoch, group, row):
+    key = to_key(epoch, group, 0) + row
+    assert to_document(key) == (epoch, group, row) and key == to_key(epoch, group, row)
 
 
 def test_the_order_of_each_unit_is_that_of_its_words(monkeypatch):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nanochat.feed import Feed
 
 Document = tuple[int, int, int]  # (epoch, group, row in the group): what cursors name documents by
-Key = int  # the same as one number, for packers: dicts find it in half the time, and Python's collector passes it by
+Key = int  # the same as one number, for packers: dicts hash it sooner, and Python's collector passes it by
 
 
 def to_key(epoch: int, group: int, row: int) -> Key:

@@ -9,6 +9,7 @@ counts, and a flag that does not fit is better told before gigabytes are filled.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 
-def find_tokenizer(tokenizer_dir: str | None, data_path: str) -> RustBPETokenizer:
+def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> RustBPETokenizer:
     """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have no folder in common,
     beside the first), or the default one."""
     folder = data_folder(data_path)

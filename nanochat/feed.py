@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.concat import Concat
 from nanochat.order import Order, StreamConfig
-from nanochat.packing import Concat
 from nanochat.rows import Deferred, Key, Keys, Piece, PlacedRow, Row, Tape, TapeRow, to_document, to_key
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Source

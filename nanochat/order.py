@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.packing import VERSION, BestFit, Binned, Concat, Packer
+from nanochat.concat import Concat
+from nanochat.packing import VERSION, BestFit, Binned, Packer
 
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum

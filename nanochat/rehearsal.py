@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.concat import Concat
 from nanochat.order import Order, StreamConfig, words
-from nanochat.packing import Concat
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, Source
 from nanochat.stream import COUNTS, Feed

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nanochat.packing import Placement, Run, placements_of
+from nanochat.concat import Run, placements_of
+from nanochat.packing import Placement
 
 if TYPE_CHECKING:
     from nanochat.feed import Feed

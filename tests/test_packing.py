@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat.packing import BestFit, Concat
+from nanochat.concat import Concat
+from nanochat.packing import BestFit
 from tests.toy import examples
 
 # the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide

@@ -235,8 +235,7 @@ class BestFit:
             if room in by_length:
                 take(room, placements, room)
                 return placements
-            above = self.bits >> room
-            fitting = self.bits ^ above << room
+            fitting = self.bits & (1 << room) - 1
             pairs = fitting & self.mirror >> capacity - room
             if pairs:
                 larger = pairs.bit_length() - 1
@@ -244,8 +243,7 @@ class BestFit:
                     take(larger, placements, larger)
                     take(room - larger, placements, room - larger)
                     return placements
-            near = above & self.near_bits
-            if near:
+            if self.near_bits and (near := self.bits >> room & self.near_bits):
                 take(room + (near & -near).bit_length() - 1, placements, room)
                 return placements
             if not fitting:

@@ -5,10 +5,11 @@ Pairs of .bin and .idx as a bucket of the stream: which ids each document is.
     document 1:       # t t                    the E in front of it is its BOS; most documents are views
 
 Opening a pair looks at its header, both ends of its index and two sizes: a thousand pairs open in well under a second.
-What stands between is looked up and checked where it is used, a **block** of some units at a time: two dozen NumPy
-calls take the same time for a unit as for a block, and the lane that reads a unit reads its neighbours next. Only the
-blocks used last are kept, so nothing grows with the data. The rejected alternative, one Python object or array element
-for each document, costs gigabytes at a billion documents.
+What stands between is looked up and checked where it is used. The index: a **block** of some units at a time, since two
+dozen NumPy calls take the same time for a unit as for a block, and the lane that reads a unit reads its neighbours
+next. The ids: a unit at a time, when it is read anyhow. Only the blocks used last are kept, so nothing grows with the
+data. The rejected alternative, one Python object or array element for each document, costs gigabytes at a billion
+documents.
 
 That holds where ids are mapped. Where they are read (readers.py), a block is one unit: its documents and the id in
 front of them are read as one stretch, by the pool, ahead of the lane, and each document has memory of its own. So it

@@ -251,6 +251,9 @@ def test_documents_behind_an_end_are_plain_read_only_views_and_files_are_opened_
     assert [d.tolist() for d in stored] == [[1, E], [2, 3], [4, E]]
     assert not any(d.flags.owndata for d in stored)
     assert before is None or len(os.listdir("/proc/self/fd")) == before  # no descriptor a shard
+    write_pair(tmp_path / "wide" / "c", [[5, E], [70_000, E]], vocab_size=100_000)
+    [_, wide] = open_source(tmp_path / "wide", Tokenizer(100_000)).fetch(0, 0, 64)
+    assert wide.tolist() == [E, 70_000] and wide.dtype == np.uint32 and not wide.flags.owndata
 
 
 def test_views_outlive_the_source(tmp_path):

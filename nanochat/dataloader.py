@@ -39,7 +39,6 @@ import torch
 from nanochat.common import get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig, block
-from nanochat.rows import copy_stretch, together
 from nanochat.sample_stream import AnyRow, Config, open_stream
 from nanochat.sources import ParquetSource, Source, scan
 from nanochat.stream import Cursor, Stream, ledger, row_digest
@@ -174,15 +173,9 @@ class Slot:
                 doc_ids[num:] = 0
         if len(buckets) > 1:
             bucket_ids[:num] = [buckets.index(row.bucket) for row in rows]
-        at, masked = 0, num < len(tokens)
-        while at < num:
-            n = together(rows, at)
-            ids = None if doc_ids is None else doc_ids[at:at + n]
-            if n > 1:
-                masked |= copy_stretch(rows[at:at + n], tokens[at:at + n], live[at:at + n], ids)  # type: ignore[arg-type]
-            else:
-                masked |= rows[at].copy(self.bos, *self.host_rows[at], None if ids is None else ids[0])
-            at += n
+        masked = num < len(tokens)
+        if rows:
+            masked |= type(rows[0]).copy(rows, self.bos, tokens[:num], live[:num], None if doc_ids is None else doc_ids[:num])
         if first is not None:
             for i, (row_tokens, row_live) in enumerate(self.host_rows[:num], first):
                 total += row_digest(i, row_tokens, row_live[1:])
@@ -290,10 +283,12 @@ class DataLoader:
     def _make(self) -> Iterator[_Filled]:
         """Micro-batches, step after step, until closed. Waits for free slots."""
         n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
+        coming = self.stream.steps(n)
         for step in itertools.count(self.step):
             for _ in range(self.skips.get(step, 0)):
-                self._next_rows(step)
-            rows = self._next_rows(step)
+                self._whole(step, next(coming)[0])
+            rows, snapshot = next(coming)
+            self._whole(step, rows)
             digest, index = 0, 0
             for leaf in self.layout.leaves:
                 mine = rows[(leaf.start - lanes.start) * n:(leaf.stop - lanes.start) * n]
@@ -305,18 +300,16 @@ class DataLoader:
                     digest += slot.fill(mine[at:at + B], self.buckets, first=first)
                     index += 1
                     last = index == self.micro_batches_per_step
-                    end = (digest % 2**64, self.stream.snapshot()) if last else None
+                    end = (digest % 2**64, snapshot) if last else None
                     batch = slot.batch(self.device, step, index - 1, last) if self._on_cpu else None
                     yield _Filled(slot, batch, step, index - 1, end)
 
-    def _next_rows(self, step: int) -> Sequence[AnyRow]:
-        """The rows of a step. Raises Dry."""
+    def _whole(self, step: int, rows: Sequence[AnyRow]) -> None:
+        """Dry unless the rows are those of a whole step."""
         n, lanes = self.layout.rows_per_lane, self.layout.lanes
-        rows = self.stream.next_rows(n)
         if len(rows) < n * len(lanes):
             dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
             raise Dry(step, dry, self.stream.dry_bucket(dry))
-        return rows
 
     def _next_slot(self) -> Slot | None:
         while not self._closed.is_set():

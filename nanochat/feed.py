@@ -155,31 +155,27 @@ class Feed:
         if self.tape is not None:
             return self._stretches(index, num)
         rows: list[Row] = []
-        packer, mapped = self.packer, self.source.mapped
+        packer, mapped, docs, pop = self.packer, self.source.mapped, self.packer.docs, self.documents.pop
         for i in range(index, index + num):
-            if not (self.full and mapped and packer.ready) or len(packer.docs) < self.target:
+            if not (self.full and mapped and packer.ready) or len(docs) < self.target:
                 self.refill()
                 if not packer.ready:
                     break
-            rows.append(self._next_placed(i))
+            before = packer.inserted
+            placements = packer.next_row()
+            plain = not (self.restored or self.prefix or self.gone or packer.inserted > before)
+            if plain and placements[-1][0] not in docs:
+                taken: list[Any] = [pop(key) for key, _, _, _ in placements]
+            else:  # what is cut comes last
+                taken = [self._take(key) for key, _, _, _ in placements]
+                if plain:
+                    taken = [tokens for tokens, _, _ in taken]
+            rows.append(PlacedRow(self, i, placements, taken, plain))
         return rows
 
     def next_row(self, index: int) -> Row | None:
         """The next row, or None when the bucket is dry."""
         return next(iter(self.next_rows(index, 1)), None)
-
-    def _next_placed(self, index: int) -> PlacedRow:
-        placements, docs = self.packer.next_row(), self.packer.docs
-        plain = not (self.restored or self.prefix or self.gone)
-        for _, start, _, _ in placements:
-            if start:
-                plain = False
-        if plain:
-            pop = self.documents.pop
-            taken: list[Any] = [self._take(key)[0] if key in docs else pop(key) for key, _, _, _ in placements]
-        else:
-            taken = [self._take(key) for key, _, _, _ in placements]
-        return PlacedRow(self.lane, index, self.bucket, placements, taken, self, plain)
 
     def _stretches(self, index: int, num: int) -> list[Row]:
         """`next_rows` from the tape: as many at once as lie on it."""
@@ -198,8 +194,8 @@ class Feed:
             pieces = tape.take(first, stop)
             if self.documents:
                 pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
-            rows += [TapeRow(self, i, at, pieces, runs) for i, at in
-                     zip(range(index + len(rows), index + num), range(first, stop - 1, T))]
+            rows += [TapeRow(self, i, at, pieces, runs, left) for i, at, left in
+                     zip(range(index + len(rows), index + num), range(first, stop - 1, T), range(more, 0, -1))]
         return rows
 
     def _known(self, piece: Piece, stop: int) -> Piece:

@@ -235,8 +235,7 @@ class BestFit:
             if room in by_length:
                 take(room, placements, room)
                 return placements
-            fitting = self.bits & (1 << room) - 1
-            pairs = fitting & self.mirror >> capacity - room
+            pairs = self.bits & self.mirror >> capacity - room
             if pairs:
                 larger = pairs.bit_length() - 1
                 if 2 * larger != room or self._several(larger):
@@ -246,10 +245,10 @@ class BestFit:
             if self.near_bits and (near := self.bits >> room & self.near_bits):
                 take(room + (near & -near).bit_length() - 1, placements, room)
                 return placements
-            if not fitting:
+            largest = (self.bits & (1 << room) - 1).bit_length() - 1
+            if largest < 0:
                 take(self._to_cut(), placements, room)
                 return placements
-            largest = fitting.bit_length() - 1
             take(largest, placements, largest)
             room -= largest
         return placements
@@ -333,9 +332,8 @@ class Binned(BestFit):
         """Length of the entry to go on with: an exact fit, the larger of an exact pair, the largest that fits, or 0."""
         if room in self.by_length:
             return room
-        fitting = self.bits & (1 << room) - 1
-        pairs = fitting & self.mirror >> self.capacity - room
+        pairs = self.bits & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
         if pairs and (2 * larger != room or self._several(larger)):
             return larger
-        return fitting.bit_length() - 1 if fitting else 0
+        return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)

@@ -73,13 +73,21 @@ def number_documents(doc_ids: np.ndarray, placements: Sequence[Placement]) -> No
 class PlacedRow:
     """A packed row: placements, and for each what its tokens come from. `copy` writes the tokens."""
 
-    lane: int
+    feed: "Feed"
     index: int  # of this lane's rows
-    bucket: str
     placed: list[Placement]  # of keys
     taken: list[Any]  # of each: (tokens or a Deferred, how many are gone, where live ones begin), or if plain, tokens
-    feed: "Feed"
     plain: bool  # every document is there, begins with its token 0 and is live
+
+    @property
+    def lane(self) -> int:
+        """Whose row it is."""
+        return self.feed.lane
+
+    @property
+    def bucket(self) -> str:
+        """Which bucket it comes from."""
+        return self.feed.bucket
 
     @property
     def placements(self) -> list[Placement]:
@@ -91,30 +99,32 @@ class PlacedRow:
         """For each placement (tokens or a Deferred, how many of them are gone, where live ones begin)."""
         return [(tokens, 0, 0) for tokens in self.taken] if self.plain else self.taken
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
-        """Write the row's tokens (T + 1,), 0 into `live` (T + 1,) u8 where a token is no target, and into `doc_ids`
-        (T + 1,) int32, if given, which of the row's documents each token belongs to. `bos`: the BOS id, (T + 1,)
-        times. Returns whether `live` was written."""
-        if self.plain:
-            pieces = self.taken.copy()
-            _, _, length, _ = self.placed[-1]
-            if length < len(pieces[-1]):
-                pieces[-1] = pieces[-1][:length]
-        else:
-            pieces = self._pieces(bos, live)
-        framed = self.feed.config.framed
-        if not framed and (at := sum(map(len, pieces))) < len(tokens):
-            pieces.append(bos[at:])
-            live[at:] = 0
-        if len(pieces) == 1:
-            tokens[...] = pieces[0]
-        else:
-            np.concatenate(pieces, out=tokens, casting="unsafe")
+    @staticmethod
+    def copy(rows: "Sequence[PlacedRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
+             doc_ids: np.ndarray | None = None) -> bool:
+        """Write tokens of n rows of one feed's layout into `tokens` (n, T + 1), 0 into `live` (n, T + 1) u8 where one
+        is no target, and into `doc_ids` (n, T + 1) int32, if given, which of its row's documents each belongs to.
+        `bos`: the BOS id, (T + 1,) times. Returns whether `live` was written."""
+        pieces: list[np.ndarray] = []
+        framed, masked, width = rows[0].feed.config.framed, False, len(bos)
+        for i, row in enumerate(rows):
+            if row.plain:
+                pieces += row.taken
+                if (length := row.placed[-1][2]) < len(pieces[-1]):
+                    pieces[-1] = pieces[-1][:length]
+            else:
+                pieces += row._pieces(bos, live[i])
+                masked = True
+            if not framed and (at := sum(length for _, _, length, _ in row.placed)) < width:
+                pieces.append(bos[at:])
+                live[i, at:] = 0
+        np.concatenate(pieces, out=tokens.reshape(-1), casting="unsafe")
         if not framed:
-            live[1:] &= tokens[:-1] != bos[0]  # what follows the end of a document is off
+            live[:, 1:] &= tokens[:, :-1] != bos[0]  # what follows the end of a document is off
         if doc_ids is not None:
-            number_documents(doc_ids, self.placed)
-        return not (framed and self.plain)
+            for row, ids in zip(rows, doc_ids):
+                number_documents(ids, row.placed)
+        return masked or not framed
 
     def _pieces(self, bos: np.ndarray, live: np.ndarray) -> list[np.ndarray]:
         """What the row is put together from; writes the overlaps into `live`."""
@@ -228,8 +238,9 @@ class TapeRow:
     feed: "Feed"
     index: int  # of this lane's rows
     first: int  # position of its first token
-    pieces: Sequence[Piece]  # of its stretch: rows taken at once share them
+    pieces: Sequence[Piece]  # of its stretch
     runs: tuple[Run, ...]
+    left: int  # rows of its stretch from this one on
 
     @property
     def lane(self) -> int:
@@ -257,14 +268,24 @@ class TapeRow:
             run.keys, run.ends, (run.first - run.gone, *run.ends))}
         return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self._placed]
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
+    @staticmethod
+    def copy(rows: "Sequence[TapeRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
+             doc_ids: np.ndarray | None = None) -> bool:
         """As `PlacedRow.copy`."""
-        return copy_stretch([self], tokens[None], live[None], None if doc_ids is None else doc_ids[None])
+        at, masked, num = 0, False, len(rows)
+        while at < num:
+            stop = min(num, at + rows[at].left)
+            masked |= _copy_stretch(rows[at], tokens[at:stop], live[at:stop])
+            at = stop
+        if doc_ids is not None:
+            for row, ids in zip(rows, doc_ids):
+                number_documents(ids, row._placed)
+        return masked
 
 
-def copy_stretch(rows: Sequence[TapeRow], tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None) -> bool:
-    """`TapeRow.copy` of n rows of one stretch, neighbours, into (n, T + 1)."""
-    row, (n, width) = rows[0], tokens.shape
+def _copy_stretch(row: TapeRow, tokens: np.ndarray, live: np.ndarray) -> bool:
+    """`TapeRow.copy` of that row and those behind it on its stretch."""
+    n, width = tokens.shape
     first, pieces, masked = row.first, row.pieces, False
     begin, _, found, is_live, _ = pieces[0]
     if len(pieces) > 1 or is_live is not None or type(found) is Deferred:  # seldom
@@ -276,9 +297,6 @@ def copy_stretch(rows: Sequence[TapeRow], tokens: np.ndarray, live: np.ndarray, 
         if masked:
             live[...] = windows(np.concatenate([_live(piece, first, stop) for piece in pieces]), 0, n, width)
     tokens[...] = windows(found, first - begin, n, width)
-    if doc_ids is not None:
-        for row, ids in zip(rows, doc_ids):
-            number_documents(ids, row._placed)
     return masked
 
 
@@ -302,16 +320,6 @@ def _live(piece: Piece, first: int, stop: int) -> np.ndarray:
     """`_cut` of the target mask."""
     span = slice(max(first - piece.begin, 0), min(stop, piece.stop) - piece.begin)
     return np.ones(span.stop - span.start, np.uint8) if piece.live is None else piece.live[span]
-
-
-def together(rows: Sequence[Any], at: int) -> int:
-    """How many rows from `at` on are of one stretch; 1 of any other kind."""
-    if type(rows[at]) is not TapeRow:
-        return 1
-    pieces, stop, num = rows[at].pieces, at + 1, len(rows)
-    while stop < num and type(rows[stop]) is TapeRow and rows[stop].pieces is pieces:
-        stop += 1
-    return stop - at
 
 
 Row = PlacedRow | TapeRow

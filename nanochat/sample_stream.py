@@ -26,7 +26,7 @@ nothing. Where ids are not mapped, those of the next AHEAD steps are then read a
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -101,15 +101,18 @@ class SampleRow:
         """Which row of the run it is."""
         return self.block.first + self.at
 
-    def copy(self, bos: np.ndarray, tokens: np.ndarray, live: np.ndarray, doc_ids: np.ndarray | None = None) -> bool:
+    @staticmethod
+    def copy(rows: "Sequence[SampleRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
+             doc_ids: np.ndarray | None = None) -> bool:
         """As `PlacedRow.copy`. `bos` is the EOD as well."""
-        ids, mask = self.block.read()
-        tokens[...] = ids[self.at]
-        if mask is not None:
-            live[1:] = mask[self.at]
+        for i, row in enumerate(rows):
+            ids, mask = row.block.read()
+            tokens[i] = ids[row.at]
+            if mask is not None:
+                live[i, 1:] = mask[row.at]
         if doc_ids is not None:
             ends = tokens == bos[0]
-            doc_ids[...] = np.cumsum(ends) - ends
+            doc_ids[...] = np.cumsum(ends, axis=1) - ends
         return mask is not None
 
 
@@ -164,6 +167,11 @@ class SampleStream:
         self.taken += num_rows * self.config.V
         self.row += num_rows
         return found
+
+    def steps(self, num_rows: int) -> Iterator[tuple[list[SampleRow], list[tuple[Any, ...]]]]:
+        """As of `Stream`."""
+        while True:
+            yield self.next_rows(num_rows), self.snapshot()
 
     def _buckets_of(self, block: Block) -> np.ndarray:
         """Which bucket each sample of a block is of, (n,)."""

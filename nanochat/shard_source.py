@@ -206,22 +206,23 @@ class ShardSource:
             self._announce(group, unit, unit_size, keep)
         block, span = self._unit(group, unit, unit_size)
         self._check_ids(group, unit * unit_size, block, span)
-        return self._documents(block, block.begins[span].tolist(), block.ends[span].tolist())
+        return self._documents(block, span, block.begins[span].tolist(), block.ends[span].tolist())
 
-    def _documents(self, block: _Block, begins: list[int], ends: list[int]) -> list[np.ndarray]:
+    def _documents(self, block: _Block, span: slice, begins: list[int], ends: list[int]) -> list[np.ndarray]:
+        """Those of a span, in any order."""
         ids = block.ids
-        if self._framed(block, begins):
+        if self._framed(block, span):
             found = [ids[a:b] for a, b in zip(begins, ends)]
         else:
             bos = np.array([self.eod], ids.dtype)
-            found = [ids[a:b] if self._framed(block, [a]) else np.concatenate((bos, ids[a + 1:b]))
+            found = [ids[a:b] if a >= 0 and ids[a] == self.eod else np.concatenate((bos, ids[a + 1:b]))
                      for a, b in zip(begins, ends)]
         return found if block.views else [d.copy() if d.base is not None else d for d in found]
 
-    def _framed(self, block: _Block, begins: list[int]) -> bool:
-        """Whether documents that begin there do so as they should: with a BOS, unless they are used as stored."""
-        ids = memoryview(block.ids)  # type: ignore[arg-type]  # which gives plain ints
-        return self.keep_eod or (min(begins) >= 0 and {ids[a] for a in begins} == {self.eod})
+    def _framed(self, block: _Block, span: slice) -> bool:
+        """Whether its documents begin as they should: with a BOS, unless they are used as stored."""
+        begins = block.begins[span]
+        return self.keep_eod or (begins[0] >= 0 and not np.count_nonzero(block.ids[begins] != self.eod))
 
     def _announce(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]]) -> None:
         """Tell the reader what the lane reads of a group, at its first unit."""
@@ -247,11 +248,11 @@ class ShardSource:
         overlaps = [] if block.prefixes is None else block.prefixes[span][order].tolist()
         if sum(lengths) > most:
             self._check_ids(group, unit * unit_size, block, span)
-            return self._documents(block, begins, ends), lengths, overlaps
+            return self._documents(block, span, begins, ends), lengths, overlaps
         ids = memoryview(block.ids)  # type: ignore[arg-type]  # bytes are joined in half the time of arrays
         joined = np.frombuffer(b"".join([ids[a:b] for a, b in zip(begins, ends)]), block.ids.dtype)
-        if not self._framed(block, begins):  # looked at now that they are in a cache, as below
-            joined = np.concatenate(self._documents(block, begins, ends))
+        if not self._framed(block, span):  # looked at now that they are in a cache, as below
+            joined = np.concatenate(self._documents(block, span, begins, ends))
         if joined.max(initial=0) >= self.bound:
             self._check_ids(group, unit * unit_size, block, span)
         return [joined], lengths, overlaps

@@ -14,7 +14,7 @@ the accounts. Their JSON is the lane's **cursor**; V cursors are all the state t
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +29,7 @@ from nanochat.sources import Source
 __all__ = ["COUNTS", "Cursor", "Document", "Feed", "Row", "Stream", "feed_json", "ledger", "row_digest"]
 
 FORMAT = 2  # of cursors
+TURN_ROWS = 16  # that a lane packs before the next one does
 U32 = np.dtype("<u4")
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
@@ -139,6 +140,31 @@ class Stream:
             rows += self._lane_rows(lane, num_rows)
         return rows
 
+    def steps(self, num_rows: int) -> Iterator[tuple[list[Row], list[tuple[Any, ...]]]]:
+        """For ever: (the next `num_rows` rows of each lane, lane after lane, fewer where a lane is dry; a snapshot of
+        the state behind them). What goes wrong is raised in place of the step in which it does.
+
+        Rows of a memory map hold no tokens, so a lane packs those of several steps while what it needs is in the
+        processor's caches."""
+        turn = max(1, TURN_ROWS // num_rows) if self.mapped else 1
+        while True:
+            if not self.mapped:
+                self._read_ahead(num_rows)
+            found: list[tuple[list[Row], list[tuple[Any, ...]]]] = [([], []) for _ in range(turn)]
+            error: Exception | None = None
+            for lane in self.lanes:
+                for i, (rows, ends) in enumerate(found):
+                    try:
+                        rows += self._lane_rows(lane, num_rows)
+                    except Exception as e:
+                        error = e
+                        del found[i:]
+                        break
+                    ends.append(self._end(lane))
+            yield from found
+            if error is not None:
+                raise error
+
     def _read_ahead(self, num_rows: int) -> None:
         """Have the pool read for all lanes whose next rows wait for it."""
         for lane in self.lanes:
@@ -184,8 +210,11 @@ class Stream:
 
     def snapshot(self) -> list[tuple[Any, ...]]:
         """The state of all lanes, for `cursors`; cheap enough for every step."""
-        return [(lane, self.rows[lane], self.dropped[lane],
-                 {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()}) for lane in self.lanes]
+        return list(map(self._end, self.lanes))
+
+    def _end(self, lane: int) -> tuple[Any, ...]:
+        feeds = {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()}
+        return lane, self.rows[lane], self.dropped[lane], feeds
 
     def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
         """The cursors of these lanes, now or when a snapshot was taken: JSON values."""

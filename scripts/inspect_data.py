@@ -272,7 +272,8 @@ def describe(opened: Opened, stream: Stream | SampleStream, row: AnyRow, *, with
     source, tokenizer, at, found = opened.sources[row.bucket], opened.tokenizer, 0, []
     tokens = np.zeros(opened.config.T + 1, np.uint32)
     if with_text:
-        row.copy(np.full(len(tokens), tokenizer.get_bos_token_id()), tokens, np.ones(len(tokens), np.uint8))
+        bos = np.full(len(tokens), tokenizer.get_bos_token_id())
+        type(row).copy([row], bos, tokens[None], np.ones((1, len(tokens)), np.uint8))  # type: ignore[arg-type, list-item]
     for ((epoch, group, number), start, length, off), (document, gone, _) in zip(row.placements, row.documents):
         name, local = source.locate(group)
         inserted = int(start > 0 and row.feed.packer.own_bos)

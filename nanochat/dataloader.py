@@ -39,6 +39,7 @@ import torch
 from nanochat.common import get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig, block
+from nanochat.rows import copy_rows
 from nanochat.sample_stream import AnyRow, Config, open_stream
 from nanochat.sources import ParquetSource, Source, scan
 from nanochat.stream import Cursor, Stream, ledger, row_digest
@@ -175,7 +176,7 @@ class Slot:
             bucket_ids[:num] = [buckets.index(row.bucket) for row in rows]
         masked = num < len(tokens)
         if rows:
-            masked |= type(rows[0]).copy(rows, self.bos, tokens[:num], live[:num], None if doc_ids is None else doc_ids[:num])
+            masked |= copy_rows(rows, self.bos, tokens[:num], live[:num], None if doc_ids is None else doc_ids[:num])
         if first is not None:
             for i, (row_tokens, row_live) in enumerate(self.host_rows[:num], first):
                 total += row_digest(i, row_tokens, row_live[1:])
@@ -283,7 +284,7 @@ class DataLoader:
     def _make(self) -> Iterator[_Filled]:
         """Micro-batches, step after step, until closed. Waits for free slots."""
         n, B, lanes = self.layout.rows_per_lane, self.layout.device_batch_size, self.layout.lanes
-        coming = self.stream.steps(n)
+        coming: Iterator[tuple[Sequence[AnyRow], list[tuple[Any, ...]]]] = self.stream.steps(n)
         for step in itertools.count(self.step):
             for _ in range(self.skips.get(step, 0)):
                 self._whole(step, next(coming)[0])

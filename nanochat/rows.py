@@ -71,7 +71,7 @@ def number_documents(doc_ids: np.ndarray, placements: Sequence[Placement]) -> No
 
 @dataclass(slots=True)
 class PlacedRow:
-    """A packed row: placements, and for each what its tokens come from. `copy` writes the tokens."""
+    """A packed row: placements, and for each what its tokens come from."""
 
     feed: "Feed"
     index: int  # of this lane's rows
@@ -101,10 +101,8 @@ class PlacedRow:
 
     @staticmethod
     def copy(rows: "Sequence[PlacedRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
-             doc_ids: np.ndarray | None = None) -> bool:
-        """Write tokens of n rows of one feed's layout into `tokens` (n, T + 1), 0 into `live` (n, T + 1) u8 where one
-        is no target, and into `doc_ids` (n, T + 1) int32, if given, which of its row's documents each belongs to.
-        `bos`: the BOS id, (T + 1,) times. Returns whether `live` was written."""
+             doc_ids: np.ndarray | None) -> bool:
+        """`copy_rows` of this kind."""
         pieces: list[np.ndarray] = []
         framed, masked, width = rows[0].feed.config.framed, False, len(bos)
         for i, row in enumerate(rows):
@@ -118,7 +116,7 @@ class PlacedRow:
             if not framed and (at := sum(length for _, _, length, _ in row.placed)) < width:
                 pieces.append(bos[at:])
                 live[i, at:] = 0
-        np.concatenate(pieces, out=tokens.reshape(-1), casting="unsafe")
+        np.concatenate(pieces, out=tokens.reshape(-1, copy=False), casting="unsafe")
         if not framed:
             live[:, 1:] &= tokens[:, :-1] != bos[0]  # what follows the end of a document is off
         if doc_ids is not None:
@@ -270,8 +268,8 @@ class TapeRow:
 
     @staticmethod
     def copy(rows: "Sequence[TapeRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
-             doc_ids: np.ndarray | None = None) -> bool:
-        """As `PlacedRow.copy`."""
+             doc_ids: np.ndarray | None) -> bool:
+        """`copy_rows` of this kind."""
         at, masked, num = 0, False, len(rows)
         while at < num:
             stop = min(num, at + rows[at].left)
@@ -323,3 +321,11 @@ def _live(piece: Piece, first: int, stop: int) -> np.ndarray:
 
 
 Row = PlacedRow | TapeRow
+
+
+def copy_rows(rows: Sequence[Any], bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
+              doc_ids: np.ndarray | None = None) -> bool:
+    """Write the tokens of n rows of one stream into `tokens` (n, T + 1), C-contiguous, 0 into `live` (n, T + 1) u8
+    where one is no target, and into `doc_ids` (n, T + 1) int32, if given, which of its row's documents each belongs to.
+    `bos`: the BOS id, (T + 1,) times. Returns whether `live` was written."""
+    return type(rows[0]).copy(rows, bos, tokens, live, doc_ids)

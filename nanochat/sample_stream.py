@@ -103,8 +103,8 @@ class SampleRow:
 
     @staticmethod
     def copy(rows: "Sequence[SampleRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
-             doc_ids: np.ndarray | None = None) -> bool:
-        """As `PlacedRow.copy`. `bos` is the EOD as well."""
+             doc_ids: np.ndarray | None) -> bool:
+        """`nanochat.rows.copy_rows` of this kind. `bos` is the EOD as well."""
         for i, row in enumerate(rows):
             ids, mask = row.block.read()
             tokens[i] = ids[row.at]

@@ -39,6 +39,7 @@ from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
+from nanochat.rows import copy_rows
 from nanochat.run_data import open_run, open_source
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
 from nanochat.sample_data import ORDERS, SampleConfig, check_order, find_prefixes, parse_weights, settle_split
@@ -273,7 +274,7 @@ def describe(opened: Opened, stream: Stream | SampleStream, row: AnyRow, *, with
     tokens = np.zeros(opened.config.T + 1, np.uint32)
     if with_text:
         bos = np.full(len(tokens), tokenizer.get_bos_token_id())
-        type(row).copy([row], bos, tokens[None], np.ones((1, len(tokens)), np.uint8))  # type: ignore[arg-type, list-item]
+        copy_rows([row], bos, tokens[None], np.ones((1, len(tokens)), np.uint8))
     for ((epoch, group, number), start, length, off), (document, gone, _) in zip(row.placements, row.documents):
         name, local = source.locate(group)
         inserted = int(start > 0 and row.feed.packer.own_bos)

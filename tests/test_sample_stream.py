@@ -11,6 +11,7 @@ import torch
 from nanochat import readers
 from nanochat.dataloader import OFF, DataLoader, Dry
 from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.rows import copy_rows
 from nanochat.sample_data import (
     DEFAULT_SPLIT,
     WHOLE,
@@ -79,7 +80,7 @@ def rows_of(stream: SampleStream, num: int) -> list[tuple[list[int], list[int]]]
     found = []
     for row in stream.next_rows(num):
         tokens, live = np.zeros(T + 1, np.int32), np.ones(T + 1, np.uint8)
-        row.copy(np.full(T + 1, BOS, np.int32), tokens, live)
+        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], live[None])
         found.append((tokens.tolist(), live[1:].tolist()))
     return found
 
@@ -285,7 +286,7 @@ def test_a_row_says_of_which_documents_it_is(pairs):
                  for name, part in zip(sources, parts_of(stream.samples))}
     for row in stream.next_rows(20):
         tokens = np.zeros(T + 1, np.int32)
-        row.copy(np.full(T + 1, BOS, np.int32), tokens, np.ones(T + 1, np.uint8))
+        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], np.ones((1, T + 1), np.uint8))
         for place in stream.describe(row):
             assert place["file"] == f"{row.bucket}.bin"
             document = documents[row.bucket][place["document"]]

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from nanochat import feed as feed_module
 from nanochat import shard_source
+from nanochat import stream as stream_module
 from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, words
-from nanochat.rows import Tape, TapeRow, copy_stretch, to_document, to_key, together
+from nanochat.rows import Tape, TapeRow, copy_rows, to_document, to_key
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import scan
@@ -252,19 +253,71 @@ def test_binned_rows_of_shards_are_off_in_overlaps_padding_and_behind_the_end_of
     assert seen["overlap"] and seen["padding behind a window"] and (seen["behind an end"] or not pack), seen
 
 
+CASES = {"crop": {}, "split": {"long_docs": "split", "overlap": 3}, "concat": {"layout": "concat"},
+         "binned": {"layout": "binned"}}
+
+
 @pytest.mark.parametrize("joined", [1 << 17, 0])
-def test_rows_taken_together_are_the_rows_one_by_one(tmp_path, monkeypatch, joined):
+@pytest.mark.parametrize("case", CASES)
+def test_rows_copied_together_are_the_rows_one_by_one(tmp_path, monkeypatch, case, joined):
     monkeypatch.setattr(feed_module, "JOINED_TOKENS", joined)
-    folder, several, off = write_windows(tmp_path, 150), 0, 0
-    stream = Stream(StreamConfig(T=9, V=2, layout="concat"), {"b": open_windows(folder)}, range(2), tokenizer="t")
-    for _ in range(20):
-        rows, at = stream.next_rows(6), 0
-        while at < len(rows):
-            n = together(rows, at)
-            tokens, live = np.zeros((n, 10), np.int32), np.ones((n, 10), np.uint8)
-            assert copy_stretch(rows[at:at + n], tokens, live, None) or live.all()
-            for row, a, b in zip(rows[at:], tokens, live):
-                assert [x.tolist() for x in row_arrays(row, 9)] == [a.tolist(), b.tolist()]
-            at, several, off = at + n, several + (n > 1), off + live.size - int(live.sum())
+    config = StreamConfig(T=17, V=2, buffer_size=5, **CASES[case])
+    source, off, masked = open_windows(write_windows(tmp_path, 150), keep_eod=not config.framed), 0, set()
+    stream = Stream(config, {"b": source}, range(2), tokenizer="t")
+    for _ in range(40):
+        rows = stream.next_rows(3)
+        tokens, live = np.zeros((len(rows), 18), np.int32), np.ones((len(rows), 18), np.uint8)
+        doc_ids, own = np.zeros((len(rows), 18), np.int32), np.zeros((1, 18), np.int32)
+        written = copy_rows(rows, np.full(18, BOS), tokens, live, doc_ids)
+        assert written or live.all()
+        for row, *found in zip(rows, tokens, live, doc_ids):
+            copy_rows([row], np.full(18, BOS), tokens[:1].copy(), live[:1].copy(), own)
+            assert [x.tolist() for x in (*row_arrays(row, 17), own[0])] == [x.tolist() for x in found]
+        off += live.size - int(live.sum())
+        masked.add(written)
     stream.close()
-    assert several and off, "the case: several rows at once, some targets off"
+    assert off and True in masked, "the case: some targets are off"
+
+
+class Torn(ShardSource):
+    """A source of which one unit of each group cannot be read."""
+
+    torn = -1
+
+    def in_order(self, group: int, unit: int, *args: Any, **kwargs: Any) -> Any:
+        if unit == self.torn:
+            raise ValueError(f"unit {unit} of group {group} is torn")
+        return super().in_order(group, unit, *args, **kwargs)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_that_a_lane_packs_in_one_go_are_the_steps_one_by_one(tmp_path, monkeypatch, case, torn):
+    """Rows, cursors, which step is the last and why."""
+    monkeypatch.setattr(shard_source, "BLOCK_ENTRIES", 16)
+    config = StreamConfig(T=17, V=3, buffer_size=5, unit_size=4, max_epochs=1, **CASES[case])
+    source = open_windows(write_windows(tmp_path, 150), keep_eod=not config.framed)
+    streams = []
+    for _ in range(2):
+        found = Torn(source.manifest, ByteTokenizer(), keep_eod=not config.framed)
+        found.torn = 20 if torn else -1
+        streams.append(Stream(config, {"b": found}, range(3), tokenizer="t"))
+    together, alone = streams
+    coming, steps, outcomes, cursors = together.steps(2), 0, [[], []], [[], []]
+    assert stream_module.TURN_ROWS >= 6, "the case: several steps of two rows in one go"
+    while not isinstance(outcomes[1], str) and len(outcomes[1]) in (0, 6):
+        for i, take in enumerate((lambda: next(coming), lambda: (alone.next_rows(2), alone.snapshot()))):
+            try:
+                rows, end = take()
+            except ValueError as e:
+                outcomes[i] = str(e)
+                continue
+            arrays = [[x.tolist() for x in row_arrays(row, 17)] for row in rows]
+            outcomes[i] = [(row.lane, row.index, row.placements, pair) for row, pair in zip(rows, arrays)]
+            cursors[i] = alone.cursors(end)
+        assert outcomes[0] == outcomes[1] and cursors[0] == cursors[1]
+        steps += 1
+    assert steps > 10 and torn == isinstance(outcomes[0], str)
+    if not torn:
+        dry = [lane for lane in range(3) if sum(row[0] == lane for row in outcomes[0]) < 2]
+        assert [together.dry_bucket(lane) for lane in dry] == ["b"] * len(dry)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanochat import sources
 from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, block, default_lanes, permutation, words
+from nanochat.rows import copy_rows
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger, row_digest
 from tests.toy import (
@@ -276,8 +277,7 @@ def test_rows_hold_the_tokens_that_their_placements_name(layout):
     for row in stream.next_rows(20):
         tokens, live = row_arrays(row, config.T)
         doc_ids, expected, off_at = np.zeros(config.T + 1, np.int32), [], []
-        row.copy(np.full(config.T + 1, BOS), np.zeros(config.T + 1, np.uint32), np.ones(config.T + 1, np.uint8),
-                     doc_ids)
+        copy_rows([row], np.full(config.T + 1, BOS), tokens[None].copy(), live[None].copy(), doc_ids[None])
         for (_, group, document), start, length, off in row.placements:
             whole = [BOS, *source.documents[group][document].tolist()]
             own = layout != "concat" and start > 0
@@ -558,7 +558,7 @@ def test_of_a_long_document_only_what_is_still_needed_is_held():
     feed, held, used = stream.feeds["data"][0], [], 0
     while rows := stream.next_rows(1):
         tokens, live = np.zeros(100, np.uint32), np.ones(100, np.uint8)
-        rows[0].copy(np.full(100, 999), tokens, live)
+        copy_rows(rows, np.full(100, 999), tokens[None], live[None])
         new = tokens[1 + rows[0].placements[0][3]:]  # after BOS and context
         assert (new == rest[used:used + len(new)]).all()
         used += len(new)

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
+from nanochat.rows import copy_rows
 from nanochat.stream import Cursor, Row, Stream
 
 BOS = 256
@@ -140,7 +141,7 @@ def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int
 def row_arrays(row: Row, T: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens (T + 1,), live (T + 1,)) of a row."""
     tokens, live = np.full(T + 1, 2**32 - 1, np.uint32), np.ones(T + 1, np.uint8)
-    row.copy(np.full(T + 1, BOS, np.uint32), tokens, live)
+    copy_rows([row], np.full(T + 1, BOS, np.uint32), tokens[None], live[None])
     return tokens, live
 
 

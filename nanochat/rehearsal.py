@@ -180,11 +180,12 @@ class Rehearsal(Feed):
         stop = min(order.span(self.epoch, group).stop, order.share(self.lane, self.epoch).stop)
         n = int(order.groups[group])
         lengths, prefixes = self.source.lengths(group, 0, n), self.source.prefixes(group)  # type: ignore
+        begins = np.arange(0, n, size)
+        used = lengths[order.rows(self.epoch, group, 0, n) + np.repeat(begins, size)[:n]].tolist()
+        repeated = np.add.reduceat(prefixes, begins, dtype=np.int64).tolist()
         for unit in range(local, local + stop - self.unit):
-            span = slice(unit * size, min((unit + 1) * size, n))
-            mine = lengths[span][order.rows(self.epoch, group, unit, span.stop - span.start)].tolist()
-            repeated = int(prefixes[span].sum(dtype=np.int64))
-            self._units.append((mine if self.config.framed else [n for n in mine if n], repeated))
+            mine = used[unit * size:(unit + 1) * size]
+            self._units.append((mine if self.config.framed else [n for n in mine if n], repeated[unit]))
         self._units.reverse()
 
     def read_ahead(self) -> None:

@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
+from nanochat.common import quiet_gc
+
 POLL_S = 0.2  # how long a signal may wait, when the system hands it to another thread than the one that waits
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Work = Callable[[Any], Generator[Any, None, Any]]  # task -> generator of its progress, which returns its result
@@ -104,7 +106,9 @@ def _serve(pipe: Connection, open_work: Callable[..., Work], arguments: tuple[An
         except (EOFError, OSError):
             return
         try:
-            work = work or open_work(*arguments)
+            if work is None:
+                work = open_work(*arguments)
+                quiet_gc()
             events = _events(work, index, task)
         except (ValueError, OSError) as e:
             events = iter([Event(index, "failed", str(e))])

@@ -158,8 +158,8 @@ class BestFit:
         if len(lengths) > 8:
             on = np.zeros(self.capacity + 1, np.uint8)
             on[lengths] = 1
-            self.bits |= int.from_bytes(np.packbits(on, bitorder="little").tobytes(), "little")
-            self.mirror |= int.from_bytes(np.packbits(on[::-1], bitorder="little").tobytes(), "little")
+            self.bits |= int.from_bytes(np.packbits(on, bitorder="little"), "little")
+            self.mirror |= int.from_bytes(np.packbits(on), "big") >> -len(on) % 8
             return
         for length in lengths:
             self.bits |= 1 << length

@@ -161,7 +161,8 @@ class Stream:
                         del found[i:]
                         break
                     ends.append(self._end(lane))
-            yield from found
+            while found:
+                yield found.pop(0)
             if error is not None:
                 raise error
 

@@ -146,7 +146,7 @@ class Stream:
 
         Rows of a memory map hold no tokens, so a lane packs those of several steps while what it needs is in the
         processor's caches."""
-        turn = max(1, TURN_ROWS // num_rows) if self.mapped else 1
+        turn = 1  # the first step should not wait for others
         while True:
             if not self.mapped:
                 self._read_ahead(num_rows)
@@ -165,6 +165,7 @@ class Stream:
                 yield found.pop(0)
             if error is not None:
                 raise error
+            turn = max(1, TURN_ROWS // num_rows) if self.mapped else 1
 
     def _read_ahead(self, num_rows: int) -> None:
         """Have the pool read for all lanes whose next rows wait for it."""

@@ -194,8 +194,8 @@ class Feed:
             pieces = tape.take(first, stop)
             if self.documents:
                 pieces = [piece if piece.key is None else self._known(piece, stop) for piece in pieces]
-            rows += [TapeRow(self, i, at, pieces, runs, left) for i, at, left in
-                     zip(range(index + len(rows), index + num), range(first, stop - 1, T), range(more, 0, -1))]
+            rows += [TapeRow(self, i, at, pieces, runs) for i, at in
+                     zip(range(index + len(rows), index + num), range(first, stop - 1, T))]
         return rows
 
     def _known(self, piece: Piece, stop: int) -> Piece:

@@ -161,7 +161,7 @@ class Feed:
                 self.refill()
                 if not packer.ready:
                     break
-            before = packer.inserted
+            before = packer.inserted  # a continuation inserts a BOS
             placements = packer.next_row()
             plain = not (self.restored or self.prefix or self.gone or packer.inserted > before)
             if plain and placements[-1][0] not in docs:

@@ -70,15 +70,12 @@ def number_documents(doc_ids: np.ndarray, placements: Sequence[Placement]) -> No
     doc_ids[at:] = len(lengths)
 
 
-@dataclass(slots=True)
-class PlacedRow:
-    """A packed row: placements, and for each what its tokens come from."""
+class _OfFeed:
+    """What rows have by their feed."""
 
+    __slots__ = ()
     feed: "Feed"
-    index: int  # of this lane's rows
     placed: list[Placement]  # of keys
-    taken: list[Any]  # of each: (tokens or a Deferred, how many are gone, where live ones begin), or if plain, tokens
-    plain: bool  # every document is there, begins with its token 0 and is live
 
     @property
     def lane(self) -> int:
@@ -94,6 +91,17 @@ class PlacedRow:
     def placements(self) -> list[Placement]:
         """Which documents the row is made of."""
         return named(self.placed)
+
+
+@dataclass(slots=True)
+class PlacedRow(_OfFeed):
+    """A packed row: placements, and for each what its tokens come from."""
+
+    feed: "Feed"
+    index: int  # of this lane's rows
+    placed: list[Placement]  # of keys
+    taken: list[Any]  # of each: (tokens or a Deferred, how many are gone, where live ones begin), or if plain, tokens
+    plain: bool  # every document is there, begins with its token 0 and is live
 
     @property
     def documents(self) -> list[tuple[Any, int, int]]:
@@ -231,7 +239,7 @@ class Known(NamedTuple):
 
 
 @dataclass(slots=True)
-class TapeRow:
+class TapeRow(_OfFeed):
     """A row of `concat`: a stretch of the tape. What its placements are is found out when it is asked for."""
 
     feed: "Feed"
@@ -241,22 +249,8 @@ class TapeRow:
     runs: tuple[Run, ...]
 
     @property
-    def lane(self) -> int:
+    def placed(self) -> list[Placement]:  # type: ignore[override]
         """As of a `PlacedRow`."""
-        return self.feed.lane
-
-    @property
-    def bucket(self) -> str:
-        """As of a `PlacedRow`."""
-        return self.feed.bucket
-
-    @property
-    def placements(self) -> list[Placement]:
-        """As those of a `PlacedRow`."""
-        return named(self._placed)
-
-    @property
-    def _placed(self) -> list[Placement]:
         return placements_of(self.runs, self.first, self.first + self.feed.config.T + 1)
 
     @property
@@ -264,7 +258,7 @@ class TapeRow:
         """For each placement (length of the whole document, 0, 0)."""
         ends = {key: (end, before) for run in self.runs for key, end, before in zip(
             run.keys, run.ends, (run.first - run.gone, *run.ends))}
-        return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self._placed]
+        return [(Known(ends[key][0] - ends[key][1]), 0, 0) for key, _, _, _ in self.placed]
 
     @staticmethod
     def copy(rows: "Sequence[TapeRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
@@ -290,7 +284,7 @@ class TapeRow:
         np.concatenate(parts, out=tokens.reshape(-1, copy=False), casting="unsafe")
         if doc_ids is not None:
             for row, ids in zip(rows, doc_ids):
-                number_documents(ids, row._placed)
+                number_documents(ids, row.placed)
         return masked
 
 

@@ -268,19 +268,21 @@ def shard_speed(folder: Path, tokenizer: RustBPETokenizer, rounds: int) -> dict[
         maps = [shard.reader.read(0, shard.index.num_tokens) for shard in opened]
         steps(loader, 40)  # past the first rows, while buffers grow
         quiet_gc()  # as base_train does after its first step
-        rates, floors, ratios, cpu, floor_cpu = [], [], [], [], []
+        rates: list[float] = []
+        floors: list[float] = []
+        ratios, cpu, floor_cpu = [], [], []
+        rows = WINDOW_STEPS * STEP_ROWS
         for i in range(rounds):
-            rows = WINDOW_STEPS * STEP_ROWS
             places = random_places(maps, WINDOWS * rows, i)
-            found, seconds = windows([partial(gather, maps, places[at:at + rows]) for at in
-                                      range(0, len(places), rows)], rows * T)
-            floors += found
-            floor_cpu.append(seconds)
+            theirs, rate = windows([partial(gather, maps, places[at:at + rows]) for at in
+                                    range(0, len(places), rows)], rows * T)
+            floors += theirs
+            floor_cpu.append(rate)
             steps(loader, 1)  # into the caches
-            mine, seconds = windows([partial(steps, loader, WINDOW_STEPS)] * WINDOWS, rows * T)
+            mine, rate = windows([partial(steps, loader, WINDOW_STEPS)] * WINDOWS, rows * T)
             rates += mine
-            cpu.append(seconds)
-            ratios.append(statistics.harmonic_mean(mine) / statistics.harmonic_mean(found))
+            cpu.append(rate)
+            ratios.append(statistics.harmonic_mean(mine) / statistics.harmonic_mean(theirs))
         loader.close()
         found = {"tokens_per_s": statistics.median(rates), "floor": statistics.median(floors),
                  "undisturbed": statistics.quantiles(rates, n=10)[-1],

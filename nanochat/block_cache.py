@@ -209,6 +209,7 @@ class RemoteReader:
         found: list[np.ndarray] = [np.empty(0, self.dtype)] * len(ranges)
 
         def collect() -> list[np.ndarray]:
+            """Wait for the answers: an array of each range."""
             while asked:  # so that the bytes of a run go as soon as its arrays are made
                 run, questions = asked.pop()
                 first = spans[run[0]][0]

@@ -260,6 +260,7 @@ def open_rehearsals(config: StreamConfig, packed: Mapping[str, Any]
     orders = {bucket: Order(source.groups, bucket=bucket, config=config) for bucket, source in sources.items()}
 
     def work(task: Task) -> Generator[int, None, dict[str, int]]:
+        """Rehearse one feed."""
         feed = Rehearsal(config, bucket=task.bucket, lane=task.lane, source=sources[task.bucket],
                          order=orders[task.bucket])
         if task.state is not None:

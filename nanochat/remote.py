@@ -116,6 +116,7 @@ def ask_range(stat: Stat, begin: int, end: int) -> Question[memoryview]:
     client, key = _client(stat.path)
 
     def ask() -> memoryview:
+        """The request, with what the errors mean here."""
         try:
             part = client.get(key, begin, end, stat.etag)
         except Changed:

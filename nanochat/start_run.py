@@ -304,6 +304,7 @@ def load_states(start: Start) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def read() -> None:
+        """Rank 0's part."""
         path = start.checkpoint or (start.origin.path if start.origin else None)
         if path is None:
             return

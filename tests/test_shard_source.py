@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanochat import feed as feed_module
 from nanochat import shard_source
 from nanochat import stream as stream_module
+from nanochat.curriculum import Curriculum, Phase
 from nanochat.data_files import find_files
 from nanochat.order import Order, StreamConfig, words
 from nanochat.rows import Tape, TapeRow, copy_rows, to_document, to_key
@@ -291,17 +292,23 @@ class Torn(ShardSource):
 
 
 @pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("mix", ["one bucket", "two", "two, dropped when dry"])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_that_a_lane_packs_in_one_go_are_the_steps_one_by_one(tmp_path, monkeypatch, case, torn):
+def test_steps_that_a_lane_packs_in_one_go_are_the_steps_one_by_one(tmp_path, monkeypatch, case, mix, torn):
     """Rows, cursors, which step is the last and why."""
     monkeypatch.setattr(shard_source, "BLOCK_ENTRIES", 16)
-    config = StreamConfig(T=17, V=3, buffer_size=5, unit_size=4, max_epochs=1, **CASES[case])
-    source = open_windows(write_windows(tmp_path, 150), keep_eod=not config.framed)
+    names = "b" if mix == "one bucket" else "ab"
+    curriculum = None if mix == "one bucket" else Curriculum((Phase(30 * 17 * 3, (("a", 1), ("b", 2))),
+                                                              Phase(10**9, (("a", 1), ("b", 1)))))
+    config = StreamConfig(T=17, V=3, buffer_size=5, unit_size=4, max_epochs=1, curriculum=curriculum, **CASES[case])
+    folders = {name: write_windows(tmp_path / name, 100 + 50 * (name == "b"), seed=i) for i, name in enumerate(names)}
+    sources = {name: open_windows(folder, keep_eod=not config.framed) for name, folder in folders.items()}
     streams = []
     for _ in range(2):
-        found = Torn(source.manifest, ByteTokenizer(), keep_eod=not config.framed)
-        found.torn = 20 if torn else -1
-        streams.append(Stream(config, {"b": found}, range(3), tokenizer="t"))
+        found = {name: Torn(source.manifest, ByteTokenizer(), keep_eod=not config.framed)
+                 for name, source in sources.items()}
+        found["b"].torn = 20 if torn else -1
+        streams.append(Stream(config, found, range(3), tokenizer="t", drop_dry="dropped" in mix))
     together, alone = streams
     coming, steps, outcomes, cursors = together.steps(2), 0, [[], []], [[], []]
     assert stream_module.TURN_ROWS >= 6, "the case: several steps of two rows in one go"
@@ -320,4 +327,19 @@ def test_steps_that_a_lane_packs_in_one_go_are_the_steps_one_by_one(tmp_path, mo
     assert steps > 10 and torn == isinstance(outcomes[0], str)
     if not torn:
         dry = [lane for lane in range(3) if sum(row[0] == lane for row in outcomes[0]) < 2]
-        assert [together.dry_bucket(lane) for lane in dry] == ["b"] * len(dry)
+        buckets = [together.dry_bucket(lane) for lane in dry]
+        assert buckets == [alone.dry_bucket(lane) for lane in dry] and (None in buckets) == ("dropped" in mix)
+
+
+def test_text_is_packed_step_by_step(tmp_path):
+    """Its rows hold tokens; those of a map do not, so lanes go ahead."""
+    for mapped, ahead in ((True, stream_module.TURN_ROWS), (False, 2)):
+        source = open_windows(tmp_path / "b" if not mapped else write_windows(tmp_path / "b", 150))
+        source.mapped = mapped
+        stream = Stream(StreamConfig(T=17, V=3), {"b": source}, range(3), tokenizer="t")
+        coming = stream.steps(2)
+        next(coming)
+        assert set(stream.rows.values()) == {2}, "the first step waits for no other"
+        next(coming)
+        assert set(stream.rows.values()) == {2 + ahead}
+        stream.close()

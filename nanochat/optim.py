@@ -54,7 +54,11 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-TINY = 1e-7  # keeps a zero matrix zero instead of NaN
+# Floors of the norms that are divided by; they keep a zero matrix zero instead of NaN. They also decide how far the
+# singular values of a gradient of this size (small gates have such) are evened out, so they are those of nanochat, for
+# which the learning rates were tuned.
+NORM_FLOOR = 1e-6
+VARIANCE_FLOOR = 1e-10
 
 
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
@@ -66,7 +70,7 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # the Gram matrix below is then the small one
-    X = X / (X.norm(dtype=torch.float32) * 1.01 + TINY).to(X.dtype)
+    X = X / (X.norm(dtype=torch.float32) * 1.01 + NORM_FLOOR).to(X.dtype)
     for a, b, c in POLAR_EXPRESS[:steps] + POLAR_EXPRESS[-1:] * (steps - len(POLAR_EXPRESS)):
         gram = X @ X.mT
         X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
@@ -76,7 +80,7 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
 def equilibrate_rows(G: Tensor) -> Tensor:
     """Scale each row of G (rows, cols) to the root mean square of the row norms. Source: MuonEq, arXiv 2603.28254."""
     norms = G.norm(dim=1, keepdim=True)
-    return G * (norms.square().mean().sqrt() / (norms + TINY))
+    return G * (norms.square().mean().sqrt() / norms.clamp_min(NORM_FLOOR))
 
 
 def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor) -> Tensor:
@@ -88,8 +92,8 @@ def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: f
     """
     mean_square = update.square().mean(dim=1 if second_momentum_buffer.size(1) == 1 else 0, keepdim=True)
     second_momentum_buffer.add_((mean_square - second_momentum_buffer) * weight)
-    scaled = update * second_momentum_buffer.clamp_min(1e-10).rsqrt()
-    return scaled * (update.norm() / (scaled.norm() + TINY))
+    scaled = update * second_momentum_buffer.clamp_min(VARIANCE_FLOOR).rsqrt()
+    return scaled * (update.norm() / scaled.norm().clamp_min(VARIANCE_FLOOR))
 
 
 def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
@@ -110,7 +114,7 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_mom
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
     direction = grad + (momentum_buffer - grad) * momentum  # Nesterov: where the buffer will be after one more step
     update = polar_express(equilibrate_rows(direction).to(polar_dtype), ns_steps).float()
-    update = update * (math.sqrt(min(rows, cols)) / (update.norm() + TINY))
+    update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
     update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
     p = param.float()
     p = p - (update + cautious_decay(p, update) * weight_decay) * (lr * (max(1.0, rows / cols) ** 0.5) * live)

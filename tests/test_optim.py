@@ -4,12 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from nanochat.messages import Member, cut_at_grains, deal_whole
-from nanochat.optim import MuonAdamW, cautious_decay, muon_update, polar_express, reduce_variance
+from nanochat.optim import POLAR_EXPRESS, MuonAdamW, cautious_decay, muon_update, polar_express, reduce_variance
 from tests import _optim_worker as worker
 from tests import training
 
@@ -124,6 +125,39 @@ def test_muon_step_has_the_norm_of_an_orthogonal_matrix_times_lr() -> None:
         optimizer.step()
         expected = 0.1 * math.sqrt(max(1, shape[0] / shape[1])) * math.sqrt(min(shape))
         assert param.norm().item() == pytest.approx(expected, rel=1e-4)
+
+
+def muon_in_float64(grad: np.ndarray, lr: float) -> np.ndarray:
+    """The first step of Muon from a zero parameter without decay (momentum 0.9, beta2 0.9), written out in numpy."""
+    rows, cols = grad.shape
+    momentum = 0.1 * grad
+    X = grad + 0.9 * (momentum - grad)
+    norms = np.linalg.norm(X, axis=1, keepdims=True)
+    X = X * (np.linalg.norm(X) / math.sqrt(rows)) / np.maximum(norms, 1e-6)
+    X = X / (1.01 * np.linalg.norm(X) + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        A = X @ X.T
+        X = a * X + (b * A + c * A @ A) @ X
+    X = X * math.sqrt(min(rows, cols)) / max(np.linalg.norm(X), 1e-6)
+    mean_square = 0.1 * (X**2).mean(axis=1 if rows >= cols else 0, keepdims=True)
+    scaled = X / np.sqrt(np.maximum(mean_square, 1e-10))
+    scaled *= np.linalg.norm(X) / max(np.linalg.norm(scaled), 1e-10)
+    return -lr * math.sqrt(max(1, rows / cols)) * scaled
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-8])
+@pytest.mark.parametrize("shape", [(6, 12), (40, 24), (24, 40)])
+def test_the_floors_of_muons_norms(shape: tuple[int, int], scale: float) -> None:
+    """Tiny gradients, as those of small gates, feel the floors: a tenth of them, or one that is added, would show."""
+    grad = randn(*shape, seed=3) * scale * torch.logspace(-1, 0, shape[0])[:, None]
+    param = torch.zeros(shape)
+    state = torch.zeros(shape), torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
+    muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.9, weight_decay=0.0)
+    wanted = muon_in_float64(grad.double().numpy(), 0.1)
+    np.testing.assert_allclose(param.numpy(), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+    if scale < 1:  # the floors matter here
+        unscaled = muon_in_float64((grad / scale).double().numpy(), 0.1)
+        assert np.abs(unscaled - wanted).max() > 0.01 * np.abs(wanted).max()
 
 
 def test_a_quadratic_converges() -> None:

@@ -27,13 +27,10 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import save_checkpoint
+from nanochat.checkpoint import Code, Saver, prune, save_checkpoint, to_host
 from nanochat.common import get_compute_dtype, run_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW
-from nanochat.plain_state import to_host
-from nanochat.retention import prune
-from nanochat.saving import Code, Saver
 
 AIM = 1.2
 MODES = ("sync", "fresh", "reuse")

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nanochat.checkpoint import map_tensors
 from nanochat.common import get_dist_info
-from nanochat.plain_state import map_tensors
 
 T = TypeVar("T")
 NAMED = 8  # so many ranks are named, the others counted
@@ -124,7 +124,7 @@ def gather_all(value: T) -> list[T]:
 
 
 def broadcast(state: Any) -> Any:
-    """Collective. Rank 0's plain state (see nanochat/plain_state.py) on every rank, its tensors on the CPU, one after
+    """Collective. Rank 0's plain state (see nanochat/checkpoint.py) on every rank, its tensors on the CPU, one after
     another. What the other ranks pass does not matter. Rank 0 gets its own tensors back and copies none of them, but
     those that are not contiguous, one at a time."""
     _, rank, _, world_size = get_dist_info()

@@ -24,6 +24,7 @@ from nanochat.checkpoint import list_checkpoints, load_checkpoint, load_run_weig
 from nanochat.common import write_json
 from nanochat.curriculum import Curriculum
 from nanochat.gpt import GPTConfig
+from nanochat.lifecycle import FLAG_NAME, Owner, check_free, claim
 from nanochat.plan import Plan
 from nanochat.ranks import broadcast, on_rank0
 from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data, stream_config
@@ -40,12 +41,10 @@ from nanochat.run_dir import (
     read_config,
     write_config,
 )
-from nanochat.run_state import Owner, check_free, claim
 from nanochat.sample_data import SampleConfig, open_samples
 from nanochat.sample_stream import open_stream
 from nanochat.schedule import Horizon
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
-from nanochat.shutdown import FLAG_NAME
 from nanochat.sources import Manifest, Source
 from nanochat.tokenizer import RustBPETokenizer
 

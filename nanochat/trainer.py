@@ -21,14 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import save_checkpoint
+from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
 from nanochat.common import get_dist_info, wide_dtype
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
-from nanochat.plain_state import to_host
 from nanochat.ranks import gather
-from nanochat.saving import Code, Saver
 from nanochat.schedule import Schedule
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import DummyWandb, print0
+from nanochat.lifecycle import RunState
 from nanochat.run_dir import TrainLog, iter_log
-from nanochat.run_state import RunState
 from nanochat.schedule import Schedule
 from nanochat.trainer import Progress
 

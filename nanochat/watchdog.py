@@ -49,7 +49,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from nanochat.run_state import identify, is_alive_here
+from nanochat.lifecycle import identify, is_alive_here
 
 log = logging.getLogger(__name__)
 

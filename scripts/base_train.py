@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import list_checkpoints
+from nanochat.checkpoint import Code, Outcome, Saver, check_retention, list_checkpoints, prune
 from nanochat.common import (
     EXIT_HALTED,
     autodetect_device_type,
@@ -45,21 +45,18 @@ from nanochat.engine import Engine
 from nanochat.flags import add_flags
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, derive, find_tokenizer, introduce, resolve
+from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.places import begin as begin_data
 from nanochat.places import place
 from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.reduce import LeafAccumulator
-from nanochat.retention import check_retention, prune
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
-from nanochat.run_state import RunState, identify
 from nanochat.sample_stream import build_indices
-from nanochat.saving import Code, Outcome, Saver
 from nanochat.schedule import Horizon, Schedule
-from nanochat.shutdown import StopWatch, deadline, join_reasons
 from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples, settled
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save

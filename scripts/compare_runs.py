@@ -42,8 +42,8 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, l
 from nanochat.checkpoint import read_state as read_trainer_state
 from nanochat.common import EXIT_FAILED, run_main, setup_logging
 from nanochat.gaps import Gap, compare_values, relative
+from nanochat.lifecycle import liveness, read_state
 from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, is_run_dir, iter_log, read_config, read_cursors
-from nanochat.run_state import liveness, read_state
 from nanochat.settings import SETTINGS
 
 LISTED = 20  # differences of a checkpoint that are told one by one; the others are counted

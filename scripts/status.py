@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import get_base_dir, run_main
+from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import find_run, is_run_dir
-from nanochat.run_state import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 
 WATCH_EVERY_S = 2.0
 COLUMNS = ("run", "status", "step", "loss", "tok/s", "eta", "checkpoint", "heartbeat")

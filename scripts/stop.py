@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import EXIT_FAILED, get_base_dir, run_main
-from nanochat.run_state import is_alive_here, liveness, read_state
-from nanochat.shutdown import request_stop
+from nanochat.lifecycle import is_alive_here, liveness, read_state, request_stop
 from scripts.status import describe, find, list_all, state_of
 
 POLL_S = 0.2

@@ -31,11 +31,11 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.check_pairs import LISTED, Expected, Facts, check_pair
+from nanochat.checkpoint import SEAL_NAME, check_file, unsealed_files
 from nanochat.common import run_main, setup_logging
 from nanochat.places import begin, place
 from nanochat.remote import is_remote
 from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
-from nanochat.sealed import SEAL_NAME, check_file, unsealed_files
 from nanochat.shards import MANIFEST_NAME, ends_follow, read_manifest
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
-from nanochat import sealed
 from nanochat.common import hash_bytes, hash_json
 from tests import faults
 from tests.toy import examples
@@ -79,7 +78,7 @@ def reseal(path: Path) -> None:
     for name in state["files"]:
         data = (path / name).read_bytes()
         state["files"][name] = {"bytes": len(data), "blake2b": hash_bytes(data)}
-    state["checksum"] = sealed.NO_CHECKSUM
+    state["checksum"] = ckpt.NO_CHECKSUM
     state["checksum"] = hash_bytes((json.dumps(state, indent=2) + "\n").encode())
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
 
@@ -303,7 +302,7 @@ def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole: Pat
                                                                       caplog: pytest.LogCaptureFixture) -> None:
     run = shutil.copytree(whole, tmp_path / "run")
     path = run / "checkpoints/checkpoint-20"
-    state = {**json.loads((path / ckpt.STATE_NAME).read_text()), **SEALS[change], "checksum": sealed.NO_CHECKSUM}
+    state = {**json.loads((path / ckpt.STATE_NAME).read_text()), **SEALS[change], "checksum": ckpt.NO_CHECKSUM}
     state["checksum"] = hash_bytes((json.dumps(state, indent=2) + "\n").encode())
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
     check_skipped(run, ckpt.STATE_NAME, caplog)
@@ -470,12 +469,12 @@ def test_a_disk_that_fills_at_any_byte_is_an_error_and_keeps_the_older(whole: Pa
     needed = sum(p.stat().st_size for p in (run / "checkpoints/checkpoint-20").rglob("*") if p.is_file())
     for room in range(0, needed - 1, max(1, needed // 60)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sealed, "open", FillingDisk(room), raising=False)
+            patch.setattr(ckpt, "open", FillingDisk(room), raising=False)
             with pytest.raises(OSError, match="No space left"):
                 save(run, 30)
         assert {f: (run / f).read_bytes() for f in files_of(run)} == before and hidden(run) == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sealed, "open", FillingDisk(2 * needed), raising=False)
+        patch.setattr(ckpt, "open", FillingDisk(2 * needed), raising=False)
         save(run, 30)
     good = ckpt.newest_good(run)
     assert good is not None and good.name == "checkpoint-30"

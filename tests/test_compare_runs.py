@@ -18,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import gaps, plain_state
+from nanochat import checkpoint as checkpoint_module
+from nanochat import gaps
 from nanochat.checkpoint import load_checkpoint, save_checkpoint
 from nanochat.run_dir import TrainLog, cursor_files
 from scripts import compare_runs
@@ -371,7 +372,7 @@ def test_tensors_are_mapped_by_the_loader_of_the_project(base: Path, monkeypatch
         seen.append((Path(file).name, kwargs["mmap"], kwargs["weights_only"]))
         return load(file, **kwargs)
 
-    monkeypatch.setattr(plain_state.torch, "load", watched)
+    monkeypatch.setattr(checkpoint_module.torch, "load", watched)
     compare("a@4", "again@4")
     assert seen.count(("pytorch_model.bin", True, True)) == seen.count(("optimizer.bin", True, True)) == 2
     assert len(seen) == 6

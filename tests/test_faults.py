@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nanochat import checkpoint as ckpt
-from nanochat import run_state, start_run
+from nanochat import lifecycle, start_run
 from nanochat.run_dir import TrainLog, cursor_files, iter_log, read_cursors
 from tests import faults, training
 from tests.training import checkpoints, die_in, digests, losses, refuse, state_of, steps, succeed
@@ -74,8 +74,8 @@ def assert_equal(reference: dict[str, Any]) -> None:
     assert digests() == reference["digests"] and losses() == reference["losses"]
     assert not [name for name in checkpoints() if name.startswith(".")]
     assert not [path for path in training.run_dir().rglob("*.tmp") if not path.name.startswith(".owner")]
-    state = run_state.read_state(training.run_dir())
-    assert state is not None and run_state.exit_code(state) == 0 and state["checkpoint"] == "final"
+    state = lifecycle.read_state(training.run_dir())
+    assert state is not None and lifecycle.exit_code(state) == 0 and state["checkpoint"] == "final"
 
 
 def take_over(reference: dict[str, Any], last: int) -> Path:
@@ -209,7 +209,7 @@ def test_three_saves_in_a_row_without_room_end_the_run(reference: dict[str, Any]
         message = refuse()
     assert "No space left" in message and "checkpoint-2 is kept" in message and "same command again" in message
     assert checkpoints() == ["checkpoint-2"] and len(failed_saves()) == 3
-    state = run_state.read_state(training.run_dir())
+    state = lifecycle.read_state(training.run_dir())
     assert state is not None and state["status"] == "failed" and "No space left" in state["reason"]
     succeed()
     assert resumed_at() == 2
@@ -245,11 +245,11 @@ def jump(step: int, flag: Path, now: Callable[[], float] = time.time) -> None:
         write(self, **record)
         if record.get("step") == step and "event" not in record:
             time.time = lambda: now() + 3600 * next(hours)
-            run_state.HEARTBEAT_S = 0.1
+            lifecycle.HEARTBEAT_S = 0.1
             flag.touch()
             wait_until(lambda: not flag.exists())
 
-    run_state.WRITE_EVERY_S = 0.05
+    lifecycle.WRITE_EVERY_S = 0.05
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
@@ -261,10 +261,10 @@ def test_a_clock_that_jumps_moves_neither_walltime_nor_heartbeat_nor_lock(
     wait_until(flag.exists)
     seen: list[dict[str, Any]] = []
     while len({state["writes"] for state in seen}) < 6:  # it beats
-        state = run_state.read_state(training.run_dir())
-        assert state is not None and run_state.liveness(state) == "alive"
+        state = lifecycle.read_state(training.run_dir())
+        assert state is not None and lifecycle.liveness(state) == "alive"
         seen.append(state)
-    ages = [run_state.heartbeat_age_s(state) for state in seen]
+    ages = [lifecycle.heartbeat_age_s(state) for state in seen]
     assert min(ages) < -4 * 3600 and max(ages) > 8 * 3600
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     assert f"pid {group.processes[0].pid}" in refuse()
@@ -297,7 +297,7 @@ def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str,
     before = {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
     second = training.start()
     assert second.wait() == [1]
-    here = run_state.identify()
+    here = lifecycle.identify()
     told = second.text()
     assert f"host {here['host']}, pid {first.processes[0].pid}, since" in told and told.count("error: ") == 1
     assert "scripts.stop" in told and "--model-tag" in told and "Traceback" not in told
@@ -315,7 +315,7 @@ def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(
     """A launch on another machine may be watched for a minute; what is looked at before is old news."""
     take_over(reference, 4)
 
-    def watch(run: Path, look: Callable[[Path], int] = run_state.check_free) -> int:
+    def watch(run: Path, look: Callable[[Path], int] = lifecycle.check_free) -> int:
         for step in (ends_at - 2, ends_at):
             name = "final" if step == STEPS else f"checkpoint-{step}"
             shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)

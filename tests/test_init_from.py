@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanochat import plain_state
+from nanochat import checkpoint as checkpoint_module
 from nanochat.checkpoint import load_checkpoint, load_run_weights
 from nanochat.run_dir import cursor_files, read_config, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
@@ -109,13 +109,13 @@ def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace: Path) 
 def only_rank_0_reads() -> None:
     """A hook: reading weights is fatal on other ranks."""
     import os
-    load = plain_state.load_plain
+    load = checkpoint_module.load_plain
 
     def watched(path: Path, **how: Any) -> Any:
         assert os.environ["RANK"] == "0", "another rank reads weights"
         return load(path, **how)
 
-    for module in ("nanochat.plain_state", "nanochat.checkpoint"):
+    for module in ("nanochat.checkpoint",):
         __import__(module, fromlist=["load_plain"]).load_plain = watched
 
 

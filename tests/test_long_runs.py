@@ -19,9 +19,8 @@ import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
 from nanochat.data_files import BUCKET
+from nanochat.lifecycle import StopWatch, liveness, read_state
 from nanochat.run_dir import iter_log, read_log
-from nanochat.run_state import liveness, read_state
-from nanochat.shutdown import StopWatch
 from nanochat.stream import ledger
 from scripts import inspect_data, status, stop, tok_shards
 from tests import training

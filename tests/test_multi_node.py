@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from nanochat.lifecycle import read_state
 from nanochat.run_data import check_files
-from nanochat.run_state import read_state
 from nanochat.sources import ParquetSource
 from nanochat.watchdog import Watchdog
 from scripts import base_train

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanochat import checkpoint as ckpt
-from nanochat.retention import check_retention, expendable, own_steps, prune
+from nanochat.checkpoint import SealedFolder, check_retention, expendable, own_steps, prune
 from nanochat.run_dir import clean_stale, put_in_place, temporary_path
-from nanochat.sealed import SealedFolder
 from tests import faults
 
 

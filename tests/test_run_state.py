@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import run_state
-from nanochat.run_state import (
+from nanochat import lifecycle
+from nanochat.lifecycle import (
     STATE_NAME,
     RunState,
     acquire,
@@ -36,9 +36,9 @@ PATIENCE_S = 60
 @pytest.fixture
 def quick(monkeypatch):
     """A minute becomes a second."""
-    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(run_state, "HEARTBEAT_LIMIT_S", 0.6)
-    monkeypatch.setattr(run_state, "WRITE_EVERY_S", 0.02)
+    monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(lifecycle, "HEARTBEAT_LIMIT_S", 0.6)
+    monkeypatch.setattr(lifecycle, "WRITE_EVERY_S", 0.02)
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen:
@@ -55,7 +55,7 @@ def until(condition) -> None:
 
 def dead_process() -> dict:
     """What `identify` said in a process that is gone."""
-    process = python("import json; from nanochat.run_state import identify; print(json.dumps(identify()))")
+    process = python("import json; from nanochat.lifecycle import identify; print(json.dumps(identify()))")
     told = json.loads(process.communicate(timeout=PATIENCE_S)[0])
     assert told["pid"] == process.pid
     return told
@@ -81,7 +81,7 @@ def test_what_is_told_is_read_and_a_change_of_status_at_once(tmp_path):
 
 
 def test_news_is_written_by_itself_but_not_at_every_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_state, "WRITE_EVERY_S", 0.05)
+    monkeypatch.setattr(lifecycle, "WRITE_EVERY_S", 0.05)
     with RunState(acquire(tmp_path), [identify()], status="running") as state:
         before = read_state(tmp_path)["writes"]
         for step in range(10_000):
@@ -142,13 +142,13 @@ def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch
         raise OSError(28, "No space left on device")
 
     owner = acquire(tmp_path)
-    replace = run_state._replace
-    monkeypatch.setattr(run_state, "_replace", full)
+    replace = lifecycle._replace
+    monkeypatch.setattr(lifecycle, "_replace", full)
     with RunState(owner, [identify()]) as state:
         state.update(status="running", step=1)
         until(lambda: len(calls) > 4)
         assert caplog.text.count("No space left on device") == 1
-        monkeypatch.setattr(run_state, "_replace", replace)
+        monkeypatch.setattr(lifecycle, "_replace", replace)
         state.close("stopped", "SIGTERM")
     assert exit_code(read_state(tmp_path)) == 10
 
@@ -237,10 +237,10 @@ def test_exit_codes_of_runs_whose_process_is_gone(status, code):
 LAUNCH = """
 import sys, time
 from pathlib import Path
-from nanochat import run_state
+from nanochat import lifecycle
 run_dir = Path(sys.argv[1])
-run_state.HEARTBEAT_S, run_state.WRITE_EVERY_S = 0.1, 0.02
-with run_state.RunState(run_state.acquire(run_dir), [run_state.identify()], status="running") as state:
+lifecycle.HEARTBEAT_S, lifecycle.WRITE_EVERY_S = 0.1, 0.02
+with lifecycle.RunState(lifecycle.acquire(run_dir), [lifecycle.identify()], status="running") as state:
     print("ready", flush=True)
     sys.stdin.readline()
     state.close("stopped")
@@ -285,7 +285,7 @@ def test_looking_changes_nothing(tmp_path):
 RACER = """
 import sys, time
 from pathlib import Path
-from nanochat.run_state import acquire
+from nanochat.lifecycle import acquire
 print("ready", flush=True)
 began = float(sys.stdin.readline())
 for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
@@ -306,7 +306,7 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
     for run_dir in rounds:
         run_dir.mkdir()
         if stale:
-            run_state._link_whole(run_dir / ".owner-000004.json", {"launch": "x", "released": False, **gone})
+            lifecycle._link_whole(run_dir / ".owner-000004.json", {"launch": "x", "released": False, **gone})
     racers = [python(RACER, tmp_path) for _ in range(5)]
     for racer in racers:
         assert racer.stdout.readline() == "ready\n"
@@ -334,7 +334,7 @@ ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim"
 def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(actions):
     living: set[str] = set()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_state, "_owner_lives", lambda run_dir, record: record["launch"] in living)
+        patch.setattr(lifecycle, "_owner_lives", lambda run_dir, record: record["launch"] in living)
         run_dir, looks, owners = Path(folder), {}, {}
         for actor, action in actions:
             if action == "look" and actor not in owners:
@@ -375,10 +375,10 @@ def elsewhere(run_dir: Path, *, age: float) -> dict:
     """A run that a launch in another place owns: its state, whose heartbeat is so old."""
     there = {**identify(), "host": "node7", "place": "another boot"}
     record = {"launch": "theirs", "since": 0.0, "released": False, **there}
-    run_state._link_whole(run_dir / ".owner-000003.json", record)
+    lifecycle._link_whole(run_dir / ".owner-000003.json", record)
     state = {"format_version": 1, "status": "running", "launch": "theirs", "ranks": [there],
              "heartbeat": time.time() - age, "writes": 1}
-    run_state._replace(run_dir / STATE_NAME, state)
+    lifecycle._replace(run_dir / STATE_NAME, state)
     return state
 
 
@@ -390,7 +390,7 @@ def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp
     def beat() -> None:
         while not over.wait(0.05):
             state.update(writes=state["writes"] + 1, heartbeat=time.time() - age)
-            run_state._replace(tmp_path / STATE_NAME, state)
+            lifecycle._replace(tmp_path / STATE_NAME, state)
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -406,8 +406,8 @@ def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp
 def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_path, quick, monkeypatch, age, least_s,
                                                                          most_s):
     clock = [0.0]
-    monkeypatch.setattr(run_state.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(run_state.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(lifecycle.time, "sleep", lambda s: clock.__setitem__(0, clock[0] + s))
     elsewhere(tmp_path, age=age)
     assert acquire(tmp_path).generation == 4
     assert least_s - 0.02 <= clock[0] <= most_s
@@ -415,13 +415,13 @@ def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_
 
 def test_a_launch_elsewhere_that_has_ended_is_succeeded_at_once(tmp_path):
     state = elsewhere(tmp_path, age=0)
-    run_state._replace(tmp_path / STATE_NAME, {**state, "status": "stopped"})
+    lifecycle._replace(tmp_path / STATE_NAME, {**state, "status": "stopped"})
     assert acquire(tmp_path).generation == 4
 
 
 def test_the_state_of_an_earlier_launch_says_nothing_about_the_owner(tmp_path, quick):
     state = elsewhere(tmp_path, age=0)
-    run_state._replace(tmp_path / STATE_NAME, {**state, "status": "stopped", "launch": "before theirs"})
+    lifecycle._replace(tmp_path / STATE_NAME, {**state, "status": "stopped", "launch": "before theirs"})
     began = time.monotonic()
     assert acquire(tmp_path).generation == 4
     assert time.monotonic() - began >= 0.5  # it was watched, not believed
@@ -431,7 +431,7 @@ def test_without_hard_links_one_wins_all_the_same(tmp_path, monkeypatch):
     def link(source: Path, target: Path) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(run_state.os, "link", link)
+    monkeypatch.setattr(lifecycle.os, "link", link)
     late = check_free(tmp_path)
     acquire(tmp_path)
     with pytest.raises(ValueError, match="another launch is at work"):

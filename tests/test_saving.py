@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from nanochat import checkpoint as ckpt
+from nanochat.checkpoint import MAX_ERRORS, NICE, Code, Outcome, Policy, Saver, map_tensors, prune, to_host
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.plain_state import map_tensors, to_host
-from nanochat.retention import prune
 from nanochat.run_dir import clean_stale
-from nanochat.saving import MAX_ERRORS, NICE, Code, Outcome, Policy, Saver
 from tests import faults
 from tests.test_checkpoint import bits, hidden, states
 

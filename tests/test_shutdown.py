@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.shutdown import (
+from nanochat.lifecycle import (
     LOOK_EVERY_S,
     SIGNALS,
     Deadline,
@@ -76,7 +76,7 @@ def test_entered_in_another_thread_it_leaves_signals_alone():
 
 SLEEPER = """
 import sys, time
-from nanochat.shutdown import StopWatch
+from nanochat.lifecycle import StopWatch
 with StopWatch() as stop:
     print("ready", flush=True)
     while True:
@@ -113,7 +113,7 @@ def test_signals_in_a_storm_are_one_clean_stop():
 
 
 def test_neither_module_brings_torch():
-    code = "import sys, nanochat.shutdown, nanochat.run_state, nanochat.watchdog; print('torch' in sys.modules)"
+    code = "import sys, nanochat.lifecycle, nanochat.lifecycle, nanochat.watchdog; print('torch' in sys.modules)"
     assert run_python(code).communicate(timeout=60)[0] == "False\n"
 
 
@@ -217,7 +217,7 @@ def test_a_stale_flag_is_removed_and_a_new_one_is_seen_within_its_second(tmp_pat
 
 def test_only_the_rank_that_was_given_the_folder_looks(tmp_path, monkeypatch):
     looks = []
-    monkeypatch.setattr("nanochat.shutdown.os.path.lexists", lambda path: looks.append(path) or False)
+    monkeypatch.setattr("nanochat.lifecycle.os.path.lexists", lambda path: looks.append(path) or False)
     other, first = StopWatch(), StopWatch()
     first.clear(tmp_path)
     for tick in range(1000):

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanochat import run_state
-from nanochat.run_state import RunState, acquire, exit_code, identify, read_state
-from nanochat.shutdown import stop_requested
+from nanochat import lifecycle
+from nanochat.lifecycle import RunState, acquire, exit_code, identify, read_state, stop_requested
 from scripts import status, stop
 from tests import training
 from tests.training import a_step_is_a_second
@@ -27,8 +26,8 @@ PATIENCE_S = 120
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from nanochat.run_state import RunState, acquire, identify
-from nanochat.shutdown import StopWatch, deadline
+from nanochat.lifecycle import RunState, acquire, identify
+from nanochat.lifecycle import StopWatch, deadline
 started = time.monotonic()
 env = os.environ
 with StopWatch(deadline(-1, env, started)) as stop:
@@ -106,7 +105,7 @@ def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
     """A run of this process in a state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
-    told = {**run_state.FIELDS, "format_version": 1, "launch": name, "world_size": 1, "ranks": [identify()],
+    told = {**lifecycle.FIELDS, "format_version": 1, "launch": name, "world_size": 1, "ranks": [identify()],
             "started": time.time() - 3000, "heartbeat": time.time(), "writes": 1, "status": status, **fields}
     (path / ".run_state.json").write_text(json.dumps(told))
     return path
@@ -233,7 +232,7 @@ DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);
 def process_of(code: str) -> tuple[subprocess.Popen, dict]:
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     process.stdout.readline()
-    return process, {**identify(), "pid": process.pid, "start": run_state.process_start(process.pid)}
+    return process, {**identify(), "pid": process.pid, "start": lifecycle.process_start(process.pid)}
 
 
 def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys):

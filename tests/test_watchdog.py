@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanochat import watchdog
-from nanochat.run_state import RunState, acquire, identify, read_state
+from nanochat.lifecycle import RunState, acquire, identify, read_state
 from nanochat.watchdog import Watchdog, open_store
 from tests.training import server
 

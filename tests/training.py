@@ -34,8 +34,8 @@ import torch
 
 from nanochat import checkpoint as checkpoint_module
 from nanochat.common import run_main
+from nanochat.lifecycle import StopWatch
 from nanochat.run_dir import TrainLog, read_log
-from nanochat.shutdown import StopWatch
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train
 

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Code, Saver, prune, save_checkpoint, to_host
-from nanochat.common import get_compute_dtype, run_main
+from nanochat.common import run_main
+from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW
 

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nanochat.common import get_compute_dtype, run_main, write_json
+from nanochat.common import run_main, write_json
+from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator, Reduce, tree_reduce

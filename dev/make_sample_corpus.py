@@ -20,7 +20,6 @@ in. Another machine has other packages, hence another corpus; `sample_corpus.jso
     python -m dev.make_sample_corpus
 """
 
-import argparse
 import ast
 import hashlib
 import itertools
@@ -35,7 +34,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from dev.repackage_data_reference import ROW_GROUP_DOCUMENTS, new_folder, write_shard
-from nanochat.common import get_base_dir, read_json, run_main, write_json
+from nanochat.common import Parser, get_base_dir, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
 
 MANIFEST = "sample_corpus.json"
@@ -225,7 +224,7 @@ def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make a corpus of the Python code and documentation on this machine.")
+    parser = Parser(description="Make a corpus of the Python code and documentation on this machine.")
     parser.add_argument("--output-dir", type=Path, help="default: $NANOCHAT_BASE_DIR/data/sample")
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail with less training text")

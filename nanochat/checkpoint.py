@@ -119,7 +119,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 
-from nanochat.common import fsync_dir, get_compute_dtype, hash_bytes, hash_file, hash_json, read_json
+from nanochat.common import fsync_dir, hash_bytes, hash_file, hash_json, read_json
+from nanochat.dist import get_compute_dtype, map_tensors
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
@@ -167,20 +168,6 @@ def to_host(value: Any, *, into: Any = None) -> Any:
     for stream in streams:
         stream.synchronize()
     return copied
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor], where: str) -> Any:
-    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for anything not plain.
-    `where` names the state in places such as "state['w'][0]"."""
-    if isinstance(value, torch.Tensor):
-        return function(value, where)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
 
 
 def save_plain(state: Any, file: Any, where: str) -> None:

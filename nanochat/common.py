@@ -1,14 +1,15 @@
 """
-What every other module may need: where files go, which process this is, which device and compute type,
-and how a file is written so that a crash can never leave half of it.
+What every other module may need: where files go, how a file is written so that a crash can never leave half of it,
+fingerprints, and how a script begins and ends.
 
-Nothing happens on import. Environment variables are read when a function is called:
-`NANOCHAT_BASE_DIR` (default ~/.cache/nanochat) and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`.
-PyTorch, which takes seconds to import, is imported by the few functions that need it: commands and worker processes
-that only touch files and text start without it.
+Importing it does nothing and is quick: environment variables are read when a function is called (`NANOCHAT_BASE_DIR`,
+default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`), and PyTorch, which takes seconds to
+load, stays in nanochat/dist.py. Commands and worker processes that only touch files and text start without it.
 """
 
+import argparse
 import contextlib
+import difflib
 import gc
 import hashlib
 import json
@@ -16,15 +17,16 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    import torch
-
-log = logging.getLogger(__name__)
+    from nanochat.dist import autodetect_device_type as autodetect_device_type
+    from nanochat.dist import compute_cleanup as compute_cleanup
+    from nanochat.dist import compute_init as compute_init
+    from nanochat.dist import get_peak_flops as get_peak_flops
 
 EXIT_FAILED = 1  # what a script returns after a clear error
 EXIT_HALTED = 3  # a person must decide how the run goes on
@@ -128,89 +130,73 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, **{"flush": True, **kwargs})
 
 
-def autodetect_device_type() -> str:
-    """'cuda' where there is one, else 'mps', else 'cpu'."""
-    import torch
+if not TYPE_CHECKING:
+    def __getattr__(name: str) -> Any:
+        """The names that forks of nanochat import from here and that need PyTorch: loaded when somebody asks."""
+        if name not in ("autodetect_device_type", "compute_cleanup", "compute_init", "get_peak_flops"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from nanochat import dist
 
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> "tuple[bool, int, int, int, torch.device]":
-    """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the device.
-
-    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed, rank, local rank, world
-    size, device). Raises ValueError where the device is absent.
-    """
-    import torch
-    import torch.distributed as dist
-
-    if device_type not in ("cuda", "mps", "cpu"):
-        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type cpu")
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device-type mps: this PyTorch sees no Apple GPU; use --device-type cpu")
-    distributed, rank, local_rank, world_size = get_dist_info()
-    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device(device_type)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-    if distributed and not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s),
-                                device_id=device if device_type == "cuda" else None)
-    return distributed, rank, local_rank, world_size, device
+        return getattr(dist, name)
 
 
-def compute_cleanup() -> None:
-    """Leave the process group, if any."""
-    import torch.distributed as dist
+# ---- settings and flags ---------------------------------------------------------------------------------------------
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def get_compute_dtype(device: "torch.device", name: str = "auto") -> "torch.dtype":
-    """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute capability 8.0
-    and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or float32."""
-    import torch
-
-    if name == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if has_bf16 else torch.float32
-    if name not in ("bfloat16", "float32"):
-        raise ValueError(f"--dtype: got {name!r}, expected auto, bfloat16 or float32")
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
+    """A field of a dataclass of settings: its default, what --help says of it, and either why a run may never change
+    it (`fixed`) or what changing it does (`note`). `more` is for nanochat/config.py, which makes flags of such fields.
+    It stands here so that the room which owns a default can declare it."""
+    assert bool(fixed) != bool(note), "either may a later launch change it, or not"
+    return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
 
 
-def wide_dtype(device: "torch.device") -> "torch.dtype":
-    """What sums over many values are kept in: float64, float32 on MPS, which has nothing wider."""
-    import torch
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows every default that says something, numbers too."""
 
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-# Dense bf16 peaks from the vendors' data sheets, FLOP/s. More specific names first.
-PEAK_FLOPS = (
-    ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
-    ("h200 nvl", 836e12), ("h200", 989e12),
-    ("h100 nvl", 835e12), ("h100 pcie", 756e12), ("h100", 989e12), ("h800", 989e12),
-    ("a100", 312e12), ("a800", 312e12), ("a40", 149.7e12), ("a30", 165e12),
-    ("l40s", 362e12), ("l40", 181e12), ("l4", 121e12),
-    ("mi355", 2.5e15), ("mi325", 1.3074e15), ("mi300x", 1.3074e15), ("mi250x", 383e12),
-    ("5090", 209.5e12), ("4090", 165.2e12), ("3090", 71e12),
-)
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        nothing = action.default in (None, "", argparse.SUPPRESS) or action.nargs == 0
+        return text if nothing or "default" in text else f"{text} (default: %(default)s)".strip()
 
 
-def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0 instead of wrong."""
-    lowered = device_name.lower()
-    for fragment, flops in PEAK_FLOPS:
-        if fragment in lowered:
-            return flops
-    log.warning("peak FLOP/s of %r unknown: MFU will read 0", device_name)
-    return float("inf")
+class Parser(argparse.ArgumentParser):
+    """The command line of every script. Flags are written in full, with `-` or `_` as one likes; --help shows the
+    defaults; what is wrong is told in one line, with the flag that was probably meant. `instead`: flags that people
+    know from elsewhere, and what to do here."""
+
+    def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **kwargs: Any):
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
+        self.instead = instead or {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(word) for word in given], namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = str(unknown[0]).partition("=")[0]
+            close = difflib.get_close_matches(word, self._flags(), n=1, cutoff=0.7)
+            meant = self.instead.get(word) or (f"did you mean {close[0]}?" if close else "there is no such flag")
+            self.error(f"{word}: {meant}")
+        return found
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"error: {message} (all flags: --help)\n")
+
+    def _flags(self) -> list[str]:
+        """All flags, those of subcommands too."""
+        found = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found += [flag for parser in action.choices.values() for flag in parser._option_string_actions]
+        return found
+
+
+def _dashed(word: Any) -> str:
+    """A flag whose name is written with underscores, with dashes."""
+    name, equals, value = str(word).partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else str(word)
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ exponential backoff, Retry-After); a body that breaks off is invisible to it, so
     python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
 """
 
-import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -39,7 +38,7 @@ from tqdm import tqdm
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from nanochat.common import fsync_dir, get_base_dir, read_json, run_main, setup_logging, write_json
+from nanochat.common import Parser, fsync_dir, get_base_dir, read_json, run_main, setup_logging, write_json
 from nanochat.places import local, place
 from nanochat.remote import is_remote
 
@@ -410,7 +409,7 @@ def _fail(failed: dict[str, str], total: int, way_out: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify. Raises ValueError for bad flags and OSError that lists what failed."""
-    parser = argparse.ArgumentParser(description="Download the shards of a data set, or check those that are here.")
+    parser = Parser(description="Download the shards of a data set, or check those that are here.")
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from the first on; -1 = all")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
     parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name)

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.common import get_compute_dtype, wide_dtype
+from nanochat.dist import get_compute_dtype, wide_dtype
 from nanochat.messages import Member, Message, Piece, cut_at_grains, deal_whole
 from nanochat.reduce import Reduce, tree_reduce
 

@@ -23,10 +23,10 @@ from typing import Any
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, load_run_weights, newest_good
 from nanochat.common import write_json
 from nanochat.curriculum import Curriculum
+from nanochat.dist import broadcast, on_rank0
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import FLAG_NAME, Owner, check_free, claim
 from nanochat.plan import Plan
-from nanochat.ranks import broadcast, on_rank0
 from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data, stream_config
 from nanochat.run_dir import (
     HIDDEN_NAME,

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
-from nanochat.common import get_dist_info, wide_dtype
+from nanochat.common import get_dist_info
 from nanochat.dataloader import DataLoader, Layout
+from nanochat.dist import gather, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
-from nanochat.ranks import gather
 from nanochat.schedule import Schedule
 
 

@@ -25,22 +25,18 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import STATE_NAME, find_checkpoint, load_model
-from nanochat.common import (
+from nanochat.common import Parser, print0, read_json, run_main, setup_logging, write_json
+from nanochat.dataloader import DataLoader, Dry
+from nanochat.dist import (
     autodetect_device_type,
     compute_cleanup,
     compute_init,
     get_compute_dtype,
-    print0,
-    read_json,
-    run_main,
-    setup_logging,
-    write_json,
+    on_rank0,
 )
-from nanochat.dataloader import DataLoader, Dry
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
-from nanochat.ranks import on_rank0
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import list_runs, read_config
 from nanochat.sample_stream import Config
@@ -52,8 +48,7 @@ FORMAT = 2  # of eval.json
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description="Evaluate a trained model.", epilog=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description="Evaluate a trained model.", epilog=__doc__)
     which = p.add_mutually_exclusive_group()
     which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
     which.add_argument("--checkpoint", help="a checkpoint directory")

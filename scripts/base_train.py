@@ -27,20 +27,21 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Code, Outcome, Saver, check_retention, list_checkpoints, prune
-from nanochat.common import (
-    EXIT_HALTED,
+from nanochat.common import EXIT_HALTED, Parser, print0, quiet_gc, run_main, setup_logging
+from nanochat.dataloader import DataLoader, Dry
+from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dist import (
+    agree,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
+    gather,
+    gather_all,
     get_compute_dtype,
     get_peak_flops,
-    print0,
-    quiet_gc,
-    run_main,
-    setup_logging,
+    on_rank0,
+    same,
 )
-from nanochat.dataloader import DataLoader, Dry
-from nanochat.dataset import DEFAULT_DATASET
 from nanochat.engine import Engine
 from nanochat.flags import add_flags
 from nanochat.gpt import GPT
@@ -50,7 +51,6 @@ from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.places import begin as begin_data
 from nanochat.places import place
-from nanochat.ranks import agree, gather, gather_all, on_rank0, same
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
@@ -75,8 +75,7 @@ SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water 
 
 def parser() -> argparse.ArgumentParser:
     """The flags; scripts.validate takes the same."""
-    p = argparse.ArgumentParser(description="Pretrain a base model.", epilog=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(description="Pretrain a base model.", epilog=__doc__)
     add_flags(p)
     return p
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import read_json, run_main, write_bytes
+from nanochat.common import Parser, read_json, run_main, write_bytes
 from nanochat.convert import back_to_gpts, back_to_megatron, checksums, to_gpts, to_megatron
 from nanochat.data_files import data_folder, find_files
 from nanochat.indexed import Documents
@@ -34,7 +34,7 @@ TOKENIZER = "tokenizer"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("input", type=Path, metavar="IN", help="folder of pairs; or PREFIX[,PREFIX...]")
     parser.add_argument("output", type=Path, metavar="OUT", help="another folder")
     parser.add_argument("--to", required=True, choices=list(TARGETS), help="the format to make")

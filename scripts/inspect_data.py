@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat import sample_stream
-from nanochat.common import EXIT_FAILED, run_main, setup_logging
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
 from nanochat.data_files import FORMATS, split_train_val
 from nanochat.dataloader import DataLoader, Layout
@@ -353,9 +353,9 @@ def span(text: str) -> range:
     return range(int(first), int(stop))
 
 
-def stream_flags() -> argparse.ArgumentParser:
+def stream_flags() -> Parser:
     """The parent parser: which stream."""
-    parent = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    parent = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     parent.add_argument("--run", default=None, metavar="DIR_OR_TAG", help="a run directory or its tag; or, without it:")
     flags = parent.add_argument_group("a stream from flags, as base_train would make it")
     default = {flag: getattr(StreamConfig, field, None) for flag, field in CONFIG_FLAGS.items()} | DEFAULTS
@@ -385,7 +385,7 @@ def stream_flags() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="digest|rows|ledger")
     parent = stream_flags()
     digest = commands.add_parser("digest", parents=[parent], help="one JSON line a step: its batch digest")

@@ -30,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat import remote
-from nanochat.common import read_json, run_main
+from nanochat.common import Parser, read_json, run_main
 from nanochat.workers import Terminated, sigterm_raises
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
@@ -40,7 +40,7 @@ SHOWN = 10
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
     parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
     parser.add_argument("--num-workers", type=int, default=8, help="files at once")

@@ -11,13 +11,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanochat.common import run_main, write_bytes
+from nanochat.common import Parser, run_main, write_bytes
 from nanochat.report import describe_machine, make_report, read_facts, result_part
 from nanochat.run_dir import find_run
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write the report of a run.")
+    parser = Parser(description="Write the report of a run.")
     parser.add_argument("--run", required=True, help="run directory or model tag")
     parser.add_argument("--stages", type=Path, help="a file of stage times, as speedrun.sh keeps it")
     parser.add_argument("--output", type=Path, help="default: RUN/report.md")

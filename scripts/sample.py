@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.checkpoint import load_model
-from nanochat.common import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, run_main
+from nanochat.common import Parser, run_main
+from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine
 from nanochat.run_dir import find_run, list_runs
 
@@ -27,7 +28,7 @@ PROMPTS = (
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Continue prompts with a trained model.")
+    parser = Parser(description="Continue prompts with a trained model.")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
     which.add_argument("--checkpoint", type=Path, help="a checkpoint directory")

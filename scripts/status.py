@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import get_base_dir, run_main
+from nanochat.common import Parser, get_base_dir, run_main
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import find_run, is_run_dir
 
@@ -29,8 +29,7 @@ COLUMNS = ("run", "status", "step", "loss", "tok/s", "eta", "checkpoint", "heart
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Where runs stand.", epilog=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description="Where runs stand.", epilog=__doc__)
     parser.add_argument("run", nargs="?", help="tag or run directory (default: all runs)")
     parser.add_argument("--watch", action="store_true", help="again every two seconds, until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object (a list for all runs)")

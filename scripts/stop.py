@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import EXIT_FAILED, get_base_dir, run_main
+from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
 from nanochat.lifecycle import is_alive_here, liveness, read_state, request_stop
 from scripts.status import describe, find, list_all, state_of
 
@@ -28,8 +28,7 @@ POLL_S = 0.2
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Ask a run to stop.", epilog=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description="Ask a run to stop.", epilog=__doc__)
     parser.add_argument("run", nargs="?", help="tag or run directory (default: the only one at work)")
     parser.add_argument("--wait", action="store_true", help="until the run has ended; 1 if it did not end by itself")
     parser.add_argument("--force", action="store_true", help="end the run's processes on this host")

@@ -9,12 +9,11 @@ compresses better and costs parameters and softmax time. Use it for tokenizers o
 GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) stand beside ours where tiktoken has or can fetch their ranks.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.common import run_main, setup_logging
+from nanochat.common import Parser, run_main, setup_logging
 from nanochat.dataset import list_parquet_files, open_parquet, read_texts
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
@@ -110,7 +109,7 @@ def print_table(rows: list[list[str]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
+    parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
     parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one tok_train writes)")
     parser.add_argument("--data-path", type=Path, help="folder of parquet files to measure on as well")
     parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of train and of val")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import get_base_dir, run_main
+from nanochat.common import Parser, get_base_dir, run_main
 from nanochat.places import etag_of, here, place
 from nanochat.pretokenize import Windows, pretokenize
 from nanochat.shard_set import TOKENIZER, Input, Record, ShardSet, deal, describe_tokenizer, find_inputs
@@ -34,7 +34,7 @@ SHOWN = 10  # broken lines of an input that the summary shows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Tokenize text files into shards.")
+    parser = Parser(description="Tokenize text files into shards.")
     parser.add_argument("--input-dir", type=Path, required=True, help="folder of .jsonl, .jsonl.gz, .parquet files, "
                                                                         "here or in a store (s3://BUCKET/KEY)")
     parser.add_argument("--output-dir", type=Path, required=True)

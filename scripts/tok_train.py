@@ -21,14 +21,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import get_base_dir, run_main, setup_logging
+from nanochat.common import Parser, get_base_dir, run_main, setup_logging
 from nanochat.dataset import DEFAULT_DATASET, list_parquet_files, open_parquet, read_texts
 from nanochat.places import here, place
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a BPE tokenizer on the training split")
+    parser = Parser(description="Train a BPE tokenizer on the training split")
     parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="stop reading after this many characters")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="use at most this many characters of a document")
     parser.add_argument("--vocab-size", type=int, default=32_768, help="number of tokens, special tokens included")

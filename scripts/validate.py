@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.common import EXIT_FAILED, autodetect_device_type, get_compute_dtype, run_main, setup_logging
+from nanochat.common import EXIT_FAILED, run_main, setup_logging
 from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dist import autodetect_device_type, get_compute_dtype
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, find_tokenizer, resolve
 from nanochat.places import begin as begin_data

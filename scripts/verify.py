@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from nanochat.check_pairs import LISTED, Expected, Facts, check_pair
 from nanochat.checkpoint import SEAL_NAME, check_file, unsealed_files
-from nanochat.common import run_main, setup_logging
+from nanochat.common import Parser, run_main, setup_logging
 from nanochat.places import begin, place
 from nanochat.remote import is_remote
 from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
@@ -233,7 +233,7 @@ def find_all(paths: Sequence[Path]) -> list[tuple[str, Any]]:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(description=__doc__,
                                      epilog=f"Of each kind of problem {LISTED} of a file are told, the others counted.")
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH")
     parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")

@@ -261,7 +261,7 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
     with pytest.raises(SystemExit) as e:
         inspect_data.main(argv)
     assert e.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv, message", [

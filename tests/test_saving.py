@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from nanochat import checkpoint as ckpt
-from nanochat.checkpoint import MAX_ERRORS, NICE, Code, Outcome, Policy, Saver, map_tensors, prune, to_host
+from nanochat.checkpoint import MAX_ERRORS, NICE, Code, Outcome, Policy, Saver, prune, to_host
+from nanochat.dist import map_tensors
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.run_dir import clean_stale
 from tests import faults

@@ -13,6 +13,7 @@ import pytest
 
 from dev import make_sample_corpus
 from nanochat import dataset
+from nanochat.common import Parser
 from nanochat.schedule import resolve_horizon
 from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
 
@@ -94,14 +95,14 @@ def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: p
         if hasattr(module, "parse_args"):
             assert vars(module.parse_args(arguments(words)))
         else:  # its parser is made in main: stop behind it
-            parse = module.argparse.ArgumentParser.parse_args
+            parse = Parser.parse_args
 
-            def stop(parser: object, argv: list[str] | None = None, parse: object = parse) -> None:
+            def stop(parser: Parser, argv: list[str] | None = None, parse: object = parse) -> None:
                 parse(parser, argv)  # type: ignore[operator]
                 raise Parsed
 
             with monkeypatch.context() as patched, pytest.raises(Parsed):
-                patched.setattr(module.argparse.ArgumentParser, "parse_args", stop)
+                patched.setattr(Parser, "parse_args", stop)
                 module.main(arguments(words))
         checked += 1
     assert checked == (8 if profile == "gpu" else 6)

@@ -1,5 +1,5 @@
 """
-Ranks: the processes of one launch, and what they tell each other besides gradients.
+The processes of one launch: how they find device and group, and what they tell each other besides gradients.
 
     on_rank0(f)     rank 0: f() --value or error--> all        reading and writing the run directory
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
@@ -17,19 +17,104 @@ An exception that is no bad input is a bug: the first rank that has it raises it
 are collective, and plain calls in a single process. Errors of one rank between collectives are the watchdog's.
 """
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import map_tensors
 from nanochat.common import get_dist_info
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NAMED = 8  # so many ranks are named, the others counted
 
+
+# ---- device and group -----------------------------------------------------------------------------------------------
+
+def autodetect_device_type() -> str:
+    """'cuda' where there is one, else 'mps', else 'cpu'."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> tuple[bool, int, int, int, torch.device]:
+    """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the device.
+
+    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed, rank, local rank, world
+    size, device). Raises ValueError where the device is absent.
+    """
+    if device_type not in ("cuda", "mps", "cpu"):
+        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type cpu")
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device-type mps: this PyTorch sees no Apple GPU; use --device-type cpu")
+    distributed, rank, local_rank, world_size = get_dist_info()
+    on_cuda = device_type == "cuda"
+    device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
+    if on_cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if distributed and not dist.is_initialized():
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
+                                device_id=device if on_cuda else None)
+    return distributed, rank, local_rank, world_size, device
+
+
+def compute_cleanup() -> None:
+    """Leave the process group, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
+    """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute capability 8.0
+    and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or float32."""
+    if name == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if has_bf16 else torch.float32
+    if name not in ("bfloat16", "float32"):
+        raise ValueError(f"--dtype: got {name!r}, expected auto, bfloat16 or float32")
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many values are kept in: float64, float32 on MPS, which has nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+# FLOP/s in bfloat16 without sparsity, as the vendors' data sheets give them (a figure "with sparsity" is halved). Which
+# chips are listed follows nanochat (github.com/karpathy/nanochat, nanochat/common.py). The first name that is part of
+# the device's own name counts, so special models stand before their family. An H800 has the tensor cores of an H100:
+# only its links and its float64 are slower.
+PEAK_FLOPS = (
+    ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
+    ("h200 nvl", 836e12), ("h200", 989e12),
+    ("h100 nvl", 835e12), ("h100 pcie", 756e12), ("h100", 989e12), ("h800 pcie", 756e12), ("h800", 989e12),
+    ("a100", 312e12), ("a800", 312e12), ("a40", 149.7e12), ("a30", 165e12),
+    ("l40s", 362e12), ("l40", 181e12), ("l4", 121e12),
+    ("mi355", 2.5e15), ("mi325", 1.3074e15), ("mi300x", 1.3074e15), ("mi250x", 383e12),
+    ("5090", 209.5e12), ("4090", 165.2e12), ("3090", 71e12),
+)
+
+
+def get_peak_flops(device_name: str) -> float:
+    """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0 instead of wrong."""
+    lowered = device_name.lower()
+    for fragment, flops in PEAK_FLOPS:
+        if fragment in lowered:
+            return flops
+    log.warning("peak FLOP/s of %r unknown: no MFU is told", device_name)
+    return float("inf")
+
+
+# ---- what ranks tell each other -------------------------------------------------------------------------------------
 
 def on_rank0(function: Callable[[], T]) -> T:
     """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises, rank 0 raises that and
@@ -121,6 +206,20 @@ def gather_all(value: T) -> list[T]:
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor], where: str) -> Any:
+    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for anything not plain.
+    `where` names the state in places such as "state['w'][0]"."""
+    if isinstance(value, torch.Tensor):
+        return function(value, where)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
 
 
 def broadcast(state: Any) -> Any:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanochat import ranks
+from nanochat import dist as ranks
 from nanochat.common import run_main
-from nanochat.ranks import agree, broadcast, gather, gather_all, on_rank0, same
+from nanochat.dist import agree, broadcast, gather, gather_all, on_rank0, same
 from tests.training import as_bytes, server
 
 PATIENCE_S = 60

@@ -358,7 +358,7 @@ def test_the_loop_passes_a_signal_on_and_waits_for_the_save(base, number):
 
 def test_the_loop_wants_a_run_and_a_command(base):
     result = subprocess.run(["bash", "dev/run_until_done.sh", "d1"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and "error: " in result.stderr
+    assert result.returncode == 2 and "usage" in result.stderr
 
 
 # ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------

@@ -199,6 +199,45 @@ def _dashed(word: Any) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else str(word)
 
 
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+def show(value: Any) -> str:
+    """A value as people write it: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
+    if value is None or isinstance(value, bool):
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return str(value)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Aligned lines under a heading: columns of numbers to the right, those with any text to the left."""
+    columns = list(zip(*rows)) or [()] * len(header)
+    cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
+    for column, values in zip(cells, columns):
+        width = max(map(len, column))
+        is_text = any(isinstance(value, str) for value in values)
+        column[:] = [cell.ljust(width) if is_text else cell.rjust(width) for cell in column]
+    return ["  ".join(line).rstrip() for line in zip(*cells)]
+
+
+def duration(seconds: float | None) -> str:
+    """4.2 s, 12 min 05 s, 3 h 07 min, 2 d 04 h; a dash for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours == 0:
+        return f"{minutes} min {s:02d} s"
+    return f"{hours} h {minutes_left:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
+
+
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
 class DummyWandb:

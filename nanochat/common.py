@@ -85,12 +85,56 @@ def write_json(path: Path | str, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def read_json(path: Path | str) -> Any:
-    """Read JSON; a broken file is a ValueError that names it."""
+def read_json(path: Path | str, shape: Any = None, *,
+              way_out: str = "delete it and run the command that wrote it again") -> Any:
+    """The JSON value in a file, of the `shape` that it must have (see `parse_json`). FileNotFoundError if there is no
+    file; ValueError if it is broken or of another shape, which names the file, the field and the way out."""
+    return parse_json(Path(path).read_bytes(), path, shape, way_out=way_out)
+
+
+def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_out: str = "") -> Any:
+    """The value of JSON that somebody may have damaged. ValueError, which begins with `name`, unless it has the shape:
+
+        int, float, str, bool, dict, list    a value of this type (a whole number is a float, too)
+        (int, None)                          one of several; None stands for null
+        {"step": int, "ranks": [...]}        an object that has at least these fields, each of its own shape
+        [{"pid": int}]                       a list whose items all have this shape
+        None                                 anything
+    """
     try:
-        return json.loads(Path(path).read_bytes())
-    except ValueError as e:
-        raise ValueError(f"{path}: not valid JSON ({e}); delete it and run the command that wrote it again") from e
+        value = json.loads(data)
+        problem = None if shape is None else _misfit(value, shape, "")
+    except RecursionError:
+        problem = "not JSON of ours (nested too deep)"
+    except ValueError as e:  # also UnicodeDecodeError
+        problem = f"not valid JSON ({e})"
+    if problem:
+        raise ValueError(f"{name}: {problem}" + (f"; {way_out}" if way_out else ""))
+    return value
+
+
+def _misfit(value: Any, shape: Any, where: str) -> str | None:
+    """What is wrong with a value that should have a shape, and at which field; None if nothing is."""
+    kinds = shape if isinstance(shape, tuple) else (shape,)
+    if isinstance(shape, dict) and isinstance(value, dict):
+        for name, inner in shape.items():
+            place = f"{where}.{name}" if where else name
+            problem = _misfit(value[name], inner, place) if name in value else f"the field {place} is missing"
+            if problem:
+                return problem
+        return None
+    if isinstance(shape, list) and isinstance(value, list):
+        problems = (_misfit(item, shape[0], f"{where}[{i}]") for i, item in enumerate(value))
+        return next(filter(None, problems), None)
+    for kind in kinds:
+        if kind is None and value is None:
+            return None
+        if isinstance(kind, type) and (type(value) is kind or (kind is float and type(value) is int)):
+            return None
+    names = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
+             bool: "true or false", type(None): "null"}
+    wanted = " or ".join(names[kind if isinstance(kind, type) else type(kind)] for kind in kinds)
+    return f"{where or 'the whole'}: expected {wanted}, got {names[type(value)]}"
 
 
 def hash_bytes(*parts: bytes) -> str:

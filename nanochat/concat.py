@@ -35,7 +35,7 @@ class Concat:
         self.T = T
         self.runs: tuple[Run, ...] = ()  # with documents that wait; never changed, so rows and copies may keep it
         self.position = self.end = 0  # of the next row's first token, which the last row had too; of what is pushed
-        self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
+        self.row = self.inserted = self.repeated = self.cropped = self.padded = self.left = 0
 
     @property
     def tokens(self) -> int:
@@ -65,10 +65,10 @@ class Concat:
     def __len__(self) -> int:
         return sum(len(run.ends) - bisect_right(run.ends, self.position) for run in self.runs)
 
-    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
+    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
         """Add a document of `length` tokens, of which the first `start` are used up."""
         first, self.end = self.end, self.end + length - start
-        self.runs += (Run((key,), [self.end], first, start, self.row if arrived is None else arrived),)
+        self.runs += (Run((key,), [self.end], first, start, self.row if place is None else place),)
 
     def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
         """Add whole documents, in order."""
@@ -119,6 +119,7 @@ class FrozenConcat(NamedTuple):
     repeated: int
     cropped: int = 0
     padded: int = 0
+    left: int = 0
 
     def thawed(self) -> Concat:
         """The packer itself."""

@@ -21,7 +21,7 @@ from nanochat.rows import Deferred, Key, Keys, Piece, PlacedRow, Row, Tape, Tape
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Source
 
-COUNTS = ("row", "inserted", "repeated", "cropped", "padded")  # of a packer
+COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")  # of a packer
 JOINED_TOKENS = 1 << 17  # of a unit that is gathered: 2 or 4 bytes each, for each lane
 Unit = tuple[Sequence[Key], list[np.ndarray], list[int], list[int]]  # keys, tokens (of each document, or one array
 # of all), lengths, and how many first tokens are repeated (nothing where none are)
@@ -157,7 +157,7 @@ class Feed:
         rows: list[Row] = []
         packer, mapped, docs, pop = self.packer, self.source.mapped, self.packer.docs, self.documents.pop
         for i in range(index, index + num):
-            if not (self.full and mapped and packer.ready) or len(docs) < self.target:
+            if not (self.full and mapped and packer.ready) or len(packer) < self.target:
                 self.refill()
                 if not packer.ready:
                     break
@@ -280,9 +280,9 @@ class Feed:
         self.num_documents, self.read = state["documents"], state["read"]
         for name in COUNTS:
             setattr(p, name, state[name])
-        for epoch, group, row, length, start, arrived in state["waiting"]:
+        for epoch, group, row, length, start, place in state["waiting"]:
             key = to_key(epoch, group, row)
-            p.push(key, length, start, arrived)
+            p.push(key, length, start, place)
             self.documents[key] = p.document_length(length, start)
             self.unasked.add((group, row // self.order.unit_size))
             overlap = int(sum(self.source.overlaps(group, row, 1)))

@@ -83,15 +83,15 @@ class StreamConfig:
         if self.layout == "concat":
             return Concat(self.T)
         if self.layout == "binned":
-            return Binned(self.T, max_wait=2 * self.buffer_size, pack=self.pack)
-        return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap, max_wait=2 * self.buffer_size)
+            return Binned(self.T, pack=self.pack)
+        return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap)
 
     def fill_target(self, lane: int, row: int) -> int:
         """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size` over the first
-        rows, from a start that differs by lane: the first step waits for one unit of each lane, and refills spread."""
+        rows, so that the first step waits for one unit of each lane."""
         if self.layout == "concat" or not self.pack:
             return 0
-        return min(self.buffer_size, self.buffer_size * (lane * 37 % 64) // 128 + 2 * row)
+        return min(self.buffer_size, 2 * row)
 
 
 def block(j: int, m: int, V: int) -> range:

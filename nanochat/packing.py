@@ -8,7 +8,7 @@ documents step N held.
     T = 7, so a row has 8 tokens; three documents wait, # is BOS:      a: #aaaaa    b: #b    c: #cccccccc
 
     bestfit    # a a a a a # b        oldest first, then the document (or pair) that ends exactly at the row's end
-    crop       # c c c c c c c        a document that fills a row leaves at once; what does not fit is dropped
+    crop       # c c c c c c c        a document that fills a row leaves in its turn; what does not fit is dropped
     split      # c c c c c c c        the rest comes back: BOS, the last tokens again (targets off), the rest
                # c c c ...
     concat     # a a a a a # b        one stream of tokens (concat.py); the next row starts with the last token of this
@@ -21,27 +21,32 @@ token 0 is its BOS. `start` is the document's token they begin at. In `bestfit`,
 BOS of its own in front (counted in `length`), and the `off` tokens after that BOS are repeated context whose targets
 are off.
 
-Fitting. The waiting lengths are a set of bits in one Python integer (bit n is on when a document of n tokens waits),
-beside its mirror image (bit T + 1 - n). The largest document that fits r tokens is one mask and one `bit_length`;
-whether two documents fill r exactly is `bits & (mirror >> (T + 1 - r))`: some n with both n and r - n on. These are a
-few operations on integers of T bits, about 2 microseconds a row.
+Fitting. Whole documents shorter than a row are fillers. Their lengths are a set of bits in one Python integer (bit n is
+on when a document of n tokens waits), beside its mirror image (bit T + 1 - n). The largest filler that fits r tokens is
+one mask and one `bit_length`; whether two fill r exactly is `bits & (mirror >> (T + 1 - r))`: some n with both n and
+r - n on. These are a few operations on integers of T bits.
 
-Fairness. Documents that fill a row leave at once, but once the oldest of the others has waited `max_wait` rows, rows
-start with it. So nothing waits longer than `max_wait` rows plus the number of documents waiting when it came.
+The token clock. Every waiting piece has its place: how many tokens arrived before it, of any piece at most what a row
+holds. A document that fills a row leaves when as many tokens have left as came before it. All other rows start with the
+filler that has waited longest, and are completed by exact fits, pairs, and the largest that fits.
+
+    arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, what a row holds
+    tokens left  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
+
+So the rows of any stretch hold long and short documents as the data do, and nothing waits for ever. The rest of a cut
+document arrives anew, behind all that waits, and it too leaves in its turn alone: pieces of one document lie as far
+apart as the buffer allows. Rejected: long documents at once (the first rows hold nothing else), every row started with
+the oldest document (the first rows hold short ones), rests as fillers (two pieces of a document in neighbouring rows).
 
 Rejected: nanochat's buffer, a list searched from end to end for each placement, where over-long documents may wait. It
 fills up with them until the buffer is a fraction of its size.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
-from typing import Any, Protocol
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-VERSION = 1  # part of the stream's law: a packer that places anything differently gets another number
-REPACKED_ROWS = 64  # that a frozen packer is packed again for, at most
+VERSION = 2  # part of the stream's law: a packer that places anything differently gets another number
 
 Key = Any  # whatever the caller names documents by; hashable
 Placement = tuple[Key, int, int, int]
@@ -56,11 +61,12 @@ class Packer(Protocol):
     repeated: int  # tokens emitted a second time as context, tokens
     cropped: int  # tokens dropped
     padded: int  # tokens of rows that no document fills
+    left: int  # tokens of pieces that have left, of any piece at most what a row holds
 
     def __len__(self) -> int: ...
 
     @property
-    def docs(self) -> dict[Key, tuple[int, int, int]]: ...  # that wait
+    def docs(self) -> Mapping[Key, tuple[int, int, int]]: ...  # that wait
 
     @property
     def ready(self) -> bool: ...
@@ -68,7 +74,7 @@ class Packer(Protocol):
     @property
     def pending(self) -> int: ...
 
-    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None: ...
+    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None: ...
 
     def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None: ...
 
@@ -81,36 +87,43 @@ class Packer(Protocol):
     def document_length(self, length: int, start: int) -> int: ...
 
 
-class BestFit:
-    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it is dropped.
+class Piece(NamedTuple):
+    """A document that waits, or what is left of one: 1 BOS + context + the rest."""
 
-    `docs[key] = (length of the piece, start, row it arrived at)`, in order of arrival; `start` counts the document's
-    tokens that are used up (0: the whole document waits). The piece of a continuation is 1 BOS + context + the rest.
-    """
+    length: int  # tokens
+    start: int  # the document's tokens that are used up; 0: the whole document waits
+    place: int  # tokens that came before it, of any piece at most what a row holds
+
+
+class BestFit:
+    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it is dropped."""
 
     own_bos = True
 
-    def __init__(self, T: int, *, split: bool = False, overlap: int = 64, max_wait: int = 256):
+    def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
         self.capacity = T + 1
-        self.split, self.overlap, self.max_wait = split, overlap, max_wait
+        self.split, self.overlap = split, overlap
         # `crop` ends a row with a document that is a few tokens too long: dropping them costs less than the short
-        # documents that would fill the room. Measured at T = 1024: 0.4 points above what must be dropped, not 0.85.
+        # documents that would fill the room. Measured at T = 512: 0.2 points above what must be dropped, not 0.45.
         self.near_bits = 0 if split else (1 << min(16, T // 64) + 1) - 1
-        self.docs: dict[Key, tuple[int, int, int]] = {}
-        self.long: deque[Key] = deque()  # pieces of at least `capacity` tokens, oldest first
-        self.by_length: dict[int, Key | list[Key]] = {}  # shorter pieces: the one of that length, or a list of several
+        self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
+        self.timed: dict[Key, Piece] = {}  # the others, oldest first: each leaves in its turn
+        self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
         self.bits = self.mirror = 0
-        self.tokens = 0  # in all waiting pieces, their BOS and context included
-        self.row = self.inserted = self.repeated = self.cropped = self.padded = 0
-        self._base: tuple[int, dict[Key, tuple[int, int, int]]] | None = None  # (row, what waited then)
-        self._log: list[tuple[int, Sequence[Key], Sequence[int]]] = []  # (row, keys, lengths) pushed since
+        self.tokens = self.counted = 0  # of all waiting pieces; of any piece at most what a row holds
+        self.row = self.inserted = self.repeated = self.cropped = self.padded = self.left = 0
 
     def __len__(self) -> int:
-        return len(self.docs)
+        return len(self.fillers)
+
+    @property
+    def docs(self) -> Mapping[Key, tuple[int, int, int]]:
+        """All that waits."""
+        return ChainMap(self.timed, self.fillers)
 
     def waiting(self) -> list[tuple[Key, int, int, int]]:
-        """(key, length, start, arrived) of each waiting piece, oldest first; pushed again so, they make this packer."""
-        return [(key, *piece) for key, piece in self.docs.items()]
+        """(key, length, start, place) of each waiting piece; pushed again so, they make this packer."""
+        return [(key, *piece) for pieces in (self.timed, self.fillers) for key, piece in pieces.items()]
 
     @property
     def ready(self) -> bool:
@@ -120,101 +133,70 @@ class BestFit:
     @property
     def pending(self) -> int:
         """Tokens of waiting documents that no row has had yet (BOS and context of continuations not counted)."""
-        return self.tokens - sum(1 + min(self.overlap, start - 1) for _, start, _ in self.docs.values() if start)
+        return self.tokens - sum(1 + min(self.overlap, p.start - 1) for p in self.timed.values() if p.start)
 
-    def push(self, key: Key, length: int, start: int = 0, arrived: int | None = None) -> None:
-        """Add a piece of `length` tokens. `start` and `arrived` are given when a saved packer is filled again."""
-        self._add((key,), (length,))
-        self.docs[key] = (length, start, self.row if arrived is None else arrived)
-        self._base = None
-
-    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-        """Add whole documents, in order. Both sequences must stay as they are."""
-        if self._base is not None:
-            self._log.append((self.row, keys, lengths))
-        self.docs.update(zip(keys, zip(lengths, repeat(0), repeat(self.row))))
-        self._add(keys, lengths)
-
-    def _add(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-        """All but `docs`."""
-        by_length, capacity, new = self.by_length, self.capacity, []
-        for key, length in zip(keys, lengths):
-            if length >= capacity:
-                self.long.append(key)
-                continue
-            same = by_length.setdefault(length, key)
-            if same is key:
-                new.append(length)
-            elif type(same) is list:
-                same.append(key)
-            else:
-                by_length[length] = [same, key]
-        self.tokens += sum(lengths)
-        self._turn_on(new)
-
-    def _turn_on(self, lengths: list[int]) -> None:
-        """Set the bits of lengths that are new. For many, all at once: an integer of T bits is made anew by each
-        operation."""
-        if len(lengths) > 8:
-            on = np.zeros(self.capacity + 1, np.uint8)
-            on[lengths] = 1
-            self.bits |= int.from_bytes(np.packbits(on, bitorder="little"), "little")
-            self.mirror |= int.from_bytes(np.packbits(on), "big") >> -len(on) % 8
+    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+        """Add a piece of `length` tokens. `start` and `place` are given when a saved packer is filled again."""
+        piece = Piece(length, start, self.left + self.counted if place is None else place)
+        self.tokens += length
+        self.counted += min(length, self.capacity)
+        if start or length >= self.capacity:
+            self.timed[key] = piece
             return
-        for length in lengths:
+        self.fillers[key] = piece
+        if length not in self.by_length:
+            self.by_length[length] = []
             self.bits |= 1 << length
             self.mirror |= 1 << self.capacity - length
+        self.by_length[length].append(key)
 
-    def _several(self, length: int) -> bool:
-        """Whether more than one of the shorter pieces has that length."""
-        return type(self.by_length[length]) is list
+    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
+        """Add whole documents, in order."""
+        for key, length in zip(keys, lengths):
+            self.push(key, length)
 
-    def _take(self, length: int, placements: list[Placement], room: int) -> None:
-        """Place the oldest piece of that length; what is beyond `room` is dropped or comes back. A length of
-        `capacity` means the oldest of the long ones."""
-        if length >= self.capacity:
-            key = self.long.popleft()
-        elif type(key := self.by_length[length]) is list:
-            same, key = key, key.pop(0)
-            if len(same) == 1:
-                self.by_length[length] = same[0]
-        else:
-            del self.by_length[length]
-            self.bits ^= 1 << length
-            self.mirror ^= 1 << self.capacity - length
-        length, start, _ = self.docs.pop(key)
-        self.tokens -= length
-        if start == 0 and length <= room:
-            placements.append((key, 0, length, 0))
-            return
-        placed = length if length < room else room
+    def _pop(self, key: Key) -> Piece:
+        """Take a piece out of all that waits."""
+        piece = self.timed.pop(key, None)
+        if piece is None:
+            piece = self.fillers.pop(key)
+            same = self.by_length[piece.length]
+            same.remove(key)
+            if not same:
+                del self.by_length[piece.length]
+                self.bits ^= 1 << piece.length
+                self.mirror ^= 1 << self.capacity - piece.length
+        counted = min(piece.length, self.capacity)
+        self.tokens -= piece.length
+        self.counted -= counted
+        self.left += counted
+        return piece
+
+    def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
+        """Place a piece in what is left of a row, and return what is left then. What does not fit is dropped or comes
+        back."""
+        length, start, _ = self._pop(key)
+        placed = min(length, room)
         if start == 0:
-            total, used = length, placed
             placements.append((key, 0, placed, 0))
+            total, used = length, placed
         else:
             context = min(self.overlap, start - 1)
             off = min(context, placed - 1)
-            total, used = start + length - 1 - context, start + placed - 1 - off
             placements.append((key, start - context, placed, off))
+            total, used = start + length - 1 - context, start + placed - 1 - off
             self.inserted += 1
             self.repeated += off
         if placed < length:
             if self.split:
-                rest = 1 + min(self.overlap, used - 1) + total - used
-                self._add((key,), (rest,))
-                self.docs[key] = (rest, used, self.row)
+                self.push(key, 1 + min(self.overlap, used - 1) + total - used, used)
             else:
                 self.cropped += length - placed
-
-    def empty(self) -> "BestFit":
-        """A packer of the same kind in which nothing waits."""
-        return BestFit(self.capacity - 1, split=self.split, overlap=self.overlap, max_wait=self.max_wait)
+        return room - placed
 
     def frozen(self) -> "Frozen":
         """The packer as it is now, for later."""
-        if self._base is None or self.row - self._base[0] >= REPACKED_ROWS:
-            self._base, self._log = (self.row, self.docs.copy()), []
-        return Frozen(self, self._base, self._log)
+        return Frozen(self)
 
     def document_length(self, length: int, start: int) -> int:
         """Tokens of the whole document that a piece (length, start) is of."""
@@ -223,117 +205,85 @@ class BestFit:
     def next_row(self) -> list[Placement]:
         """The next row. The caller sees to it that `ready` holds."""
         placements: list[Placement] = []
-        take, by_length, capacity = self._take, self.by_length, self.capacity
         self.row += 1
-        length, _, arrived = self.docs[next(iter(self.docs))]
-        if self.long and (length >= capacity or self.row - arrived <= self.max_wait):
-            take(capacity, placements, capacity)
-            return placements
-        take(length, placements, capacity)
-        room = capacity - length
+        first = next(iter(self.timed), None)
+        if first is None or (self.fillers and self.timed[first].place > self.left):
+            first = next(iter(self.fillers))
+        room = self._place(first, self.capacity, placements)
         while room:
-            if room in by_length:
-                take(room, placements, room)
-                return placements
-            pairs = self.bits & self.mirror >> capacity - room
-            if pairs:
-                larger = pairs.bit_length() - 1
-                if 2 * larger != room or self._several(larger):
-                    take(larger, placements, larger)
-                    take(room - larger, placements, room - larger)
-                    return placements
-            if self.near_bits and (near := self.bits >> room & self.near_bits):
-                take(room + (near & -near).bit_length() - 1, placements, room)
-                return placements
-            largest = (self.bits & (1 << room) - 1).bit_length() - 1
-            if largest < 0:
-                take(self._to_cut(), placements, room)
-                return placements
-            take(largest, placements, largest)
-            room -= largest
+            room = self._place(self._filler(room), room, placements)
         return placements
 
-    def _to_cut(self) -> int:
-        """Length of the piece to cut when none fits: the longest where its rest comes back (short ones are worth more
-        as fillers), the shortest where the rest is dropped."""
-        if self.long and (self.split or not self.bits):
-            return self.capacity
-        return self.bits.bit_length() - 1 if self.split else (self.bits & -self.bits).bit_length() - 1
-
-
-class Frozen:
-    """A `BestFit` as it was: counters, and what makes the rest."""
-
-    __slots__ = ("_base", "_empty", "_log", "_logged", "cropped", "inserted", "padded", "repeated", "row")
-
-    def __init__(self, packer: BestFit, base: tuple[int, dict[Key, tuple[int, int, int]]],
-                 log: list[tuple[int, Sequence[Key], Sequence[int]]]):
-        self.row, self.inserted, self.repeated = packer.row, packer.inserted, packer.repeated
-        self.cropped, self.padded = packer.cropped, packer.padded
-        self._empty, self._base, self._log, self._logged = packer.empty, base, log, len(log)
-
-    def thawed(self) -> BestFit:
-        """The packer itself, but for its counters. Packs up to REPACKED_ROWS rows again."""
-        packer = self._empty()
-        packer.row, waiting = self._base
-        for key, piece in waiting.items():
-            packer.push(key, *piece)
-        for row, keys, lengths in self._log[:self._logged]:
-            while packer.row < row:
-                packer.next_row()
-            packer.push_many(keys, lengths)
-        while packer.row < self.row:
-            packer.next_row()
-        return packer
-
-
-class Binned(BestFit):
-    """Stored entries, whole: the longest first, then what fills the row best; the rest of the row is padding. With
-    `pack=False` a row is one entry, in order."""
-
-    own_bos = False
-
-    def __init__(self, T: int, *, max_wait: int = 256, pack: bool = True):
-        super().__init__(T, max_wait=max_wait)
-        self.pack = pack
-
-    def empty(self) -> "Binned":
-        """A packer of the same kind in which nothing waits."""
-        return Binned(self.capacity - 1, max_wait=self.max_wait, pack=self.pack)
-
-    @property
-    def ready(self) -> bool:
-        """Whether an entry waits."""
-        return bool(self.docs)
-
-    def push_many(self, keys: Sequence[Key], lengths: Sequence[int]) -> None:
-        """Add entries, in order. ValueError for one that is longer than a row."""
-        if max(lengths) > self.capacity:
-            raise ValueError(f"an entry has {max(lengths):,} tokens, a row of the binned layout {self.capacity:,}; "
-                             f"make the shards with --max-length {self.capacity - 1}, or take --packing bestfit")
-        super().push_many(keys, lengths)
-
-    def next_row(self) -> list[Placement]:
-        """The next row; what its placements leave of T + 1 tokens is padding."""
-        placements: list[Placement] = []
-        room = self.capacity
-        self.row += 1
-        length, _, arrived = self.docs[next(iter(self.docs))]
-        if self.pack and self.row - arrived <= self.max_wait:
-            length = self.capacity if self.long else self.bits.bit_length() - 1
-        while length:
-            self._take(length, placements, room)
-            room -= length
-            length = self._best(room) if self.pack and room else 0
-        self.padded += room
-        return placements
+    def _filler(self, room: int) -> Key:
+        """The piece to go on with where `room` tokens are left of a row."""
+        if not self.fillers:
+            return next(iter(self.timed))
+        length = self._best(room)
+        if length == 0:  # none fits: a cut one loses little where it is short, and comes back where it is long
+            length = self.bits.bit_length() - 1 if self.split else (self.bits & -self.bits).bit_length() - 1
+        return self.by_length[length][0]
 
     def _best(self, room: int) -> int:
-        """Length of the entry to go on with: an exact fit, the larger of an exact pair, the largest that fits, or 0."""
+        """Length of an exact fit, of the larger of an exact pair, of one that is a few tokens too long (where that is
+        allowed), or of the largest that fits; 0 where none does."""
         if room in self.by_length:
             return room
         pairs = self.bits & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
-        if pairs and (2 * larger != room or self._several(larger)):
+        if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
+        near = self.bits >> room & self.near_bits
+        if near:
+            return room + (near & -near).bit_length() - 1
         return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)
+
+
+class Frozen:
+    """A `BestFit` as it was: counters, and what waited."""
+
+    def __init__(self, packer: BestFit):
+        self.row, self.inserted, self.repeated = packer.row, packer.inserted, packer.repeated
+        self.cropped, self.padded, self.left = packer.cropped, packer.padded, packer.left
+        self._docs, self.pending = packer.waiting(), packer.pending
+
+    def thawed(self) -> "Frozen":
+        """Itself."""
+        return self
+
+    def waiting(self) -> list[tuple[Key, int, int, int]]:
+        """As of the packer."""
+        return self._docs
+
+
+class Binned(BestFit):
+    """Stored entries, whole: the oldest first, then what fills the row best; the rest of the row is padding. With
+    `pack=False` a row is one entry, in order."""
+
+    own_bos = False
+
+    def __init__(self, T: int, *, pack: bool = True):
+        super().__init__(T + 1)  # an entry of T + 1 tokens is a filler like any other
+        self.near_bits, self.pack = 0, pack
+
+    @property
+    def ready(self) -> bool:
+        """Whether an entry waits."""
+        return bool(self.fillers)
+
+    def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+        """Add an entry. ValueError for one that is longer than a row."""
+        T = self.capacity - 2
+        if length > T + 1:
+            raise ValueError(f"an entry has {length:,} tokens, a row of the binned layout {T + 1:,}; make the shards "
+                             f"with --max-length {T}, or take --packing bestfit")
+        super().push(key, length, start, place)
+
+    def next_row(self) -> list[Placement]:
+        """The next row; what its placements leave of T + 1 tokens is padding."""
+        placements: list[Placement] = []
+        self.row += 1
+        room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)
+        while self.pack and room and (length := self._best(room)):
+            room = self._place(self.by_length[length][0], room, placements)
+        self.padded += room
+        return placements

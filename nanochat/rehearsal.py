@@ -221,9 +221,9 @@ class Rehearsal(Feed):
                     return False
                 packer.advance(min(rows - packer.row, packer.num_ready))
             return True
-        docs, target = packer.docs, self.config.buffer_size
+        target = self.config.buffer_size
         while packer.row < rows:
-            if not self.full or len(docs) < target or not packer.ready:
+            if not self.full or len(packer) < target or not packer.ready:
                 self.refill()
                 if not packer.ready:
                     return False

@@ -28,7 +28,7 @@ from nanochat.sources import Source
 
 __all__ = ["COUNTS", "Cursor", "Document", "Feed", "Row", "Stream", "feed_json", "ledger", "row_digest"]
 
-FORMAT = 2  # of cursors
+FORMAT = 3  # of cursors
 TURN_ROWS = 16  # that a lane packs before the next one does
 U32 = np.dtype("<u4")
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")

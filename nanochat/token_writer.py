@@ -1,0 +1,224 @@
+"""
+Writing token files: a class for each of the two formats that `tokens` describes.
+
+    with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
+        writer.add(ids, lengths, prefixes)                          ...
+    writer.written                                                  web.bin, then web.idx
+
+Ids go to a temporary file as they come. When the `with` block ends well, the .bin is renamed, and
+the .idx last: a pair without a good .idx does not exist. After an exception nothing is left, and a
+pair that was there before is as it was.
+
+Several processes may write the same pair at once, since they write the same bytes. An old .idx goes
+before the new .bin comes, so that the two never belong to different data; if it is the same, it
+stays where it is, and so nobody ever sees the pair without it.
+"""
+
+import contextlib
+import os
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import atomic_open, fsync_dir, hash_file
+from nanochat.tokens import DTYPES, HEADERS, MAGICS, pair_paths, running
+
+MAX_SEQUENCE = 2**31 - 1  # ids of a sequence of Megatron's
+
+
+def shard_dtype(vocab_size: int) -> np.dtype:
+    """The type of ids in GPTS: uint16, or uint32 for more than 65,535 ids."""
+    return DTYPES["shards"][2 if vocab_size <= 65535 else 4]
+
+
+def megatron_dtype(vocab_size: int) -> np.dtype:
+    """The type of ids in Megatron's format: uint16, or int32 from 65,500 ids on, as Megatron has
+    it."""
+    return DTYPES["megatron"][8 if vocab_size < 65500 else 4]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a finished pair holds, as its record in manifest.json has it."""
+
+    entries: int
+    tokens: int
+    bin_bytes: int
+    bin_hash: str
+    idx_hash: str
+
+
+class TokenWriter:
+    """What both formats have in common: the .bin, and how a pair appears. Memory: some 10 bytes an
+    entry. ValueError for ids outside the vocabulary or beyond the type: they never wrap around."""
+
+    format: str
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype):
+        self.bin_path, self.idx_path = pair_paths(prefix)
+        self.dtype = dtype
+        self.limit = min(vocab_size, int(np.iinfo(dtype).max) + 1)
+        self.written: Written | None = None
+        self.num_tokens = 0
+        self.lengths = array("q")
+        self._hash = blake2b(digest_size=16)
+        self._open_files = contextlib.ExitStack()
+        self._bin = self._open_files.enter_context(atomic_open(self.bin_path))
+
+    def append(self, ids: Any, lengths: Any) -> None:
+        """Append ids, one stretch after another (sum of lengths,), and the lengths (n,)."""
+        ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
+        if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
+            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, and lengths that add up to "
+                             f"{lengths.sum():,}, expected as many")
+        lowest, highest = (ids.min(), ids.max()) if len(ids) else (0, 0)
+        whole = len(ids) == 0 or ids.dtype.kind in "iu"
+        if not whole or lowest < np.iinfo(self.dtype).min or highest >= self.limit:
+            raise ValueError(f"{self.bin_path}: got {ids.dtype.name} ids {lowest} .. {highest}, "
+                             f"expected integers below {self.limit:,} that fit {self.dtype.name}; "
+                             f"is it the tokenizer that they come from?")
+        data = np.ascontiguousarray(ids, self.dtype).data
+        self._bin.write(data)
+        self._hash.update(data)
+        self.num_tokens += len(ids)
+        self.lengths.frombytes(lengths.tobytes())
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,),
+        and how many first ids of each repeat the entry before (n,)."""
+        raise NotImplementedError
+
+    def index(self) -> tuple[int, list[Any]]:
+        """(number of entries, the .idx, in parts)."""
+        raise NotImplementedError
+
+    def commit(self, idx_path: Path) -> Written:
+        """Write the .idx, and let both files appear."""
+        replacing = False
+        try:
+            entries, parts = self.index()
+            digest = blake2b(digest_size=16)
+            with atomic_open(idx_path) as idx:
+                for part in parts:
+                    idx.write(part)
+                    digest.update(part)
+                for f in (self._bin, idx):  # a full disk shows here, the old pair is untouched
+                    f.flush()
+                    os.fsync(f.fileno())
+                replacing = True
+                with contextlib.suppress(FileNotFoundError):
+                    if hash_file(idx_path) != digest.hexdigest():
+                        idx_path.unlink()
+                        fsync_dir(idx_path.parent)
+                self._open_files.close()
+        except BaseException as e:
+            self.abandon(e)
+            if replacing:
+                self.bin_path.unlink(missing_ok=True)
+            raise
+        self.written = Written(entries, self.num_tokens, self.num_tokens * self.dtype.itemsize,
+                               self._hash.hexdigest(), digest.hexdigest())
+        return self.written
+
+    def abandon(self, error: BaseException) -> None:
+        """Give the pair up because of `error`."""
+        with contextlib.suppress(BaseException):
+            self._open_files.__exit__(type(error), error, error.__traceback__)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.commit(self.idx_path)
+        else:
+            self.abandon(error)
+
+
+def _code(data_format: str, dtype: np.dtype) -> int:
+    """The code of a type of ids. ValueError if the format has none for it."""
+    for code, known in DTYPES[data_format].items():
+        if known == dtype:
+            return code
+    names = ", ".join(known.name for known in DTYPES[data_format].values())
+    raise ValueError(f"ids of type {dtype.name}: expected one of {names}")
+
+
+class ShardWriter(TokenWriter):
+    """Writes GPTS. `dtype`: in place of the one that fits the vocabulary."""
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
+        dtype = dtype or shard_dtype(vocab_size)
+        self._code = _code("shards", dtype)
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
+        self._prefixes = array("H")
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        prefixes = np.asarray(prefixes)
+        fits = prefixes.min(initial=0) >= 0 and prefixes.max(initial=0) < 1 << 16
+        if len(lengths) != len(prefixes) or not fits:
+            raise ValueError(f"{self.bin_path}: got {len(prefixes):,} prefixes for "
+                             f"{len(lengths):,} entries, expected one for each, of 0 .. 65,535")
+        self.append(ids, lengths)
+        self._prefixes.frombytes(prefixes.astype(np.uint16).tobytes())
+
+    def index(self) -> tuple[int, list[Any]]:
+        n = len(self.lengths)
+        if not 0 < n < 1 << 32:
+            raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; "
+                             f"leave out an input without documents, cut one with too many")
+        header = HEADERS["shards"].pack(MAGICS["shards"], 1, self._code, n)
+        offsets = running(np.frombuffer(self.lengths, np.int64))
+        return n, [header, offsets.data, self._prefixes]
+
+
+class MegatronWriter(TokenWriter):
+    """Writes Megatron's format. `dtype`: in place of the one that fits the vocabulary.
+
+    `add` makes each entry a document of one sequence. For documents of several, `append` their
+    sequences, then `end_documents`.
+    """
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
+        dtype = np.dtype(dtype or megatron_dtype(vocab_size)).newbyteorder("<")
+        self._code = _code("megatron", dtype)
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
+        self._boundaries, self.modes = array("q", [0]), array("b")  # modes: of multimodal files
+
+    def append(self, ids: Any, lengths: Any) -> None:
+        if np.max(lengths, initial=0) > MAX_SEQUENCE:
+            raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, "
+                             f"which Megatron's format cannot hold; cut it into several")
+        super().append(ids, lengths)
+
+    def end_documents(self, counts: Iterable[int]) -> None:
+        """End documents, of so many sequences each, behind the last one that was ended."""
+        for count in counts:
+            self._boundaries.append(self._boundaries[-1] + int(count))
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        if np.count_nonzero(prefixes):
+            raise ValueError(f"{self.bin_path}: entries that repeat others, but Megatron's format "
+                             f"holds whole documents only")
+        self.append(ids, lengths)
+        self.end_documents([1] * len(lengths))
+
+    def index(self) -> tuple[int, list[Any]]:
+        n, documents = len(self.lengths), len(self._boundaries) - 1
+        if self._boundaries[-1] != n:
+            raise ValueError(f"{self.bin_path}: {n - self._boundaries[-1]:,} sequence(s) behind "
+                             f"the last document; call end_document() before finalize()")
+        lengths = np.frombuffer(self.lengths, np.int64)
+        pointers = running(lengths * self.dtype.itemsize)[:-1]
+        header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self._code, n, documents + 1)
+        return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries,
+                           self.modes]
+
+
+WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
+    "shards": ShardWriter, "megatron": MegatronWriter}

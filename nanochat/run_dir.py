@@ -70,21 +70,33 @@ def is_run_dir(path: Path) -> bool:
 
 
 def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted."""
+    """The tags of all runs under the base directory, sorted; those too that have got no further than saying that they
+    start."""
     root = get_base_dir() / "runs"
-    return sorted(p.name for p in root.iterdir() if is_run_dir(p)) if root.is_dir() else []
+    return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
 
 
-def find_run(tag_or_path: str | os.PathLike[str]) -> Path:
-    """The run directory that a tag (looked up first) or a path means. FileNotFoundError lists the runs there are."""
+def _has_run(path: Path) -> bool:
+    return is_run_dir(path) or (path / ".run_state.json").is_file()
+
+
+def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
+    """The run directory that a tag (looked up first) or a path means; None means the only run there is.
+
+    FileNotFoundError and, for None, ValueError list the runs there are."""
+    runs = list_runs()
+    known = ", ".join(runs) or "none"
+    if tag_or_path is None:
+        if len(runs) != 1:
+            raise ValueError(f"which run? There are {len(runs)} in {get_base_dir() / 'runs'} ({known}); name one")
+        return run_path(runs[0])
     text = os.fspath(tag_or_path)
     candidates = [Path(text).expanduser()]
     if text and not text.startswith(".") and Path(text).name == text:
         candidates.insert(0, run_path(text))
     for path in candidates:
-        if is_run_dir(path):
+        if _has_run(path):
             return path
-    known = ", ".join(list_runs()) or "none"
     raise FileNotFoundError(f"no run {text!r}: neither a tag under {get_base_dir() / 'runs'} nor a run directory; "
                             f"runs there: {known}")
 

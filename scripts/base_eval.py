@@ -15,6 +15,7 @@ CORE and other benchmarks that are downloaded are left out.
 
 import argparse
 import contextlib
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,26 +26,20 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import STATE_NAME, find_checkpoint, load_model
-from nanochat.common import Parser, print0, read_json, run_main, setup_logging, write_json
+from nanochat.common import Parser, print0, read_json, run_main, setup_logging, table, write_json
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.dist import (
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    get_compute_dtype,
-    on_rank0,
-)
+from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
-from nanochat.run_dir import list_runs, read_config
+from nanochat.run_dir import find_run, read_config
 from nanochat.sample_stream import Config
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.validation import validation_loader
-from scripts.sample import PROMPTS
+from scripts.sample import own_prompts
 
-FORMAT = 2  # of eval.json
+FORMAT = 3  # of eval.json
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,46 +55,33 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
     p.add_argument("--force", action="store_true", help="evaluate again what has been evaluated")
     args = p.parse_args(argv)
-    for flag in ("eval_tokens", "device_batch_size"):
-        if getattr(args, flag) < 1 and getattr(args, flag) != -1:
-            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at least 1, or -1")
-    if args.unigram_tokens < 1:
-        raise ValueError(f"--unigram-tokens: got {args.unigram_tokens}, expected at least 1")
+    for flag, allowed in (("eval_tokens", -1), ("device_batch_size", -1), ("unigram_tokens", 1)):
+        given = getattr(args, flag)
+        if given < 1 and given != allowed:
+            or_what = ", or -1" if allowed < 0 else ""
+            raise ValueError(f"--{flag.replace('_', '-')}: got {given}, expected at least 1{or_what}")
     return args
 
 
 # ---- bits per byte --------------------------------------------------------------------------------------------------
 
-def count_targets(targets: Any, counts: np.ndarray) -> None:
-    """Add the live targets of a batch to `counts` (vocab_size,) int64."""
-    ids = targets.cpu().numpy().ravel()
-    counts += np.bincount(ids[ids >= 0], minlength=len(counts))
-
-
 def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
-    """Hand batches through, counting their targets."""
+    """Hand batches through, adding their live targets to `counts` (vocab_size,) int64."""
     for batch in batches:
-        count_targets(batch.targets, counts)
+        ids = batch.targets.cpu().numpy().ravel()
+        counts += np.bincount(ids[ids >= 0], minlength=len(counts))
         yield batch
-
-
-def add_over_ranks(counts: np.ndarray, device: torch.device) -> np.ndarray:
-    """Collective. The sum of all ranks' counts, on every rank."""
-    if not dist.is_initialized():
-        return counts
-    total = torch.from_numpy(counts).to(device)
-    dist.all_reduce(total)
-    return total.cpu().numpy()
 
 
 def count_training_tokens(data: RunData, config: Config, num_tokens: int) -> np.ndarray:
     """How often each token is a target in the first rows of the run's stream, as many rows from each lane, together at
     least `num_tokens` tokens: (vocab_size,) int64."""
     counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
+    steps = -(-num_tokens // (config.V * config.T))
     with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V, device_batch_size=config.V,
                     with_digest=False, drop_dry=True) as loader, contextlib.suppress(Dry):
-        for _ in range(-(-num_tokens // (config.V * config.T))):
-            count_targets(next(loader).targets, counts)
+        for _ in itertools.islice(counting(loader, counts), steps):
+            pass
     return counts
 
 
@@ -121,7 +103,10 @@ def measure_bpb(model: Any, data: RunData, stored: RunData, config: Config, *, e
                                             for name, source in data.val.items()}, token_bytes)
     train = {name: evaluate_bpb(model, batches(source, eval_tokens, np.zeros_like(seen)), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
-    seen = add_over_ranks(seen, device)
+    if dist.is_initialized():
+        total = torch.from_numpy(seen).to(device)
+        dist.all_reduce(total)
+        seen = total.cpu().numpy()
     trained = on_rank0(lambda: count_training_tokens(stored, config, unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=data.tokenizer.token_dtype), seen)
     return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train,
@@ -129,50 +114,15 @@ def measure_bpb(model: Any, data: RunData, stored: RunData, config: Config, *, e
             "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
 
 
-# ---- samples --------------------------------------------------------------------------------------------------------
-
-def draw_samples(model: GPT, tokenizer: RustBPETokenizer) -> dict[str, list[str]]:
-    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
-    engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
-    prompted = [engine.generate_batch(tokenizer.encode(prompt, prepend=bos), max_tokens=32, temperature=0.0)[0][0]
-                for prompt in PROMPTS]
-    free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
-    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
-            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
-
-
 # ---- the script -----------------------------------------------------------------------------------------------------
 
-def pick_checkpoint(args: argparse.Namespace) -> Path:
-    """The checkpoint meant by the flags. ValueError where neither flag is given and there is not one run."""
-    runs = list_runs()
-    if args.checkpoint is None and args.run is None and len(runs) != 1:
-        raise ValueError(f"--run: not given, and there are {len(runs)} runs ({', '.join(runs) or 'none'}); name one")
-    return find_checkpoint(args.checkpoint or args.run or runs[0]).absolute()
-
-
-def stored_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
-    """What the file holds, if it is this evaluation and whole."""
-    try:
-        result = read_json(path)
-    except (ValueError, OSError):
-        return None
-    return result if isinstance(result, dict) and result.get("of") == of else None
-
-
-def show(result: dict[str, Any], path: Path) -> None:
-    """Print a result."""
-    for text in result["samples"]["prompted"] + result["samples"]["unprompted"]:
-        print0(f"{'-' * 80}\n{text}")
-    print0("-" * 80)
-    print0(f"{result['of']['checkpoint']}, step {result['step']:,}; bits per byte:")
-    buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
-    rows = [("validation", result["val_bpb"]), *((f"validation, {k}", v) for k, v in buckets.items()),
-            *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
-            ("validation, unigram model", result["unigram_bpb"])]
-    for name, bpb in rows:
-        print0(f"  {name:28s} {bpb:.6f}")
-    print0(f"result: {path}")
+def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
+    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
+    engine = Engine(model, tokenizer)
+    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
+    free, _ = engine.generate_batch([tokenizer.get_bos_token_id()], 4, max_tokens=96, temperature=1.0, seed=42)
+    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
+            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
 
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
@@ -188,9 +138,31 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], ran
     bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
                       unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size,
                       num_leaves=settings["leaves"])
-    samples = draw_samples(model, tokenizer) if rank == 0 else {}
+    samples = draw_samples(model, tokenizer, own_prompts(data, config.T)) if rank == 0 else {}
     return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,
             "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
+
+
+def stored_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
+    """What the file holds, if it is this evaluation and whole."""
+    with contextlib.suppress(ValueError, OSError):
+        result = read_json(path)
+        if isinstance(result, dict) and result.get("format") == FORMAT and result.get("of") == of:
+            return result
+    return None
+
+
+def show(result: dict[str, Any], path: Path) -> None:
+    """Print a result."""
+    for text in result["samples"]["prompted"] + result["samples"]["unprompted"]:
+        print0(f"{'-' * 80}\n{text}")
+    print0("-" * 80)
+    buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
+    rows = [("validation", result["val_bpb"]), *((f"validation, {k}", v) for k, v in buckets.items()),
+            *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
+            ("validation, unigram model", result["unigram_bpb"])]
+    heading = f"{result['of']['checkpoint']}, step {result['step']:,}", "bits per byte"
+    print0(*table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]), f"result: {path}", sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -199,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        checkpoint = on_rank0(lambda: pick_checkpoint(args))
+        checkpoint = on_rank0(lambda: find_checkpoint(args.checkpoint or args.run or find_run(None)).absolute())
         settings = read_config(checkpoint.parent.parent)
         path = args.json or checkpoint.parent.parent / "eval.json"
         dtype = str(get_compute_dtype(device, args.dtype)).removeprefix("torch.")

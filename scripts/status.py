@@ -9,10 +9,11 @@ Where runs stand.
                                                   # 1 failed or dead, 20 at work
 
 A run that says it is at work is believed while its process lives (on its own host) or its heartbeat is young
-(elsewhere).
+(elsewhere). The checkpoint that is named is the newest on disk, whatever the run had time to say of it.
 """
 
 import argparse
+import contextlib
 import json
 import time
 from collections import Counter
@@ -20,12 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, get_base_dir, run_main
+from nanochat.common import Parser, duration, get_base_dir, run_main, show, table
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
-from nanochat.run_dir import find_run, is_run_dir
+from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
 WATCH_EVERY_S = 2.0
-COLUMNS = ("run", "status", "step", "loss", "tok/s", "eta", "checkpoint", "heartbeat")
+TAIL_BYTES = 1 << 22  # of the log, in which the last validation is looked for: some ten thousand steps
+COLUMNS = ("run", "status", "step", "loss", "bits per byte", "tok/s", "eta", "checkpoint", "heartbeat", "why")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,131 +39,109 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# ---- finding --------------------------------------------------------------------------------------------------------
+# ---- looking --------------------------------------------------------------------------------------------------------
 
-def find(tag_or_path: str) -> Path:
-    """The run directory that is meant; one whose first launch has got no further than its state counts too."""
-    for path in (get_base_dir() / "runs" / tag_or_path, Path(tag_or_path).expanduser()):
-        if (path / STATE_NAME).is_file():
-            return path
-    return find_run(tag_or_path)
-
-
-def list_all() -> list[Path]:
-    """All run directories under the base directory, sorted."""
-    root = get_base_dir() / "runs"
-    return sorted(p for p in root.iterdir() if is_run_dir(p) or (p / STATE_NAME).is_file()) if root.is_dir() else []
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """The name of the checkpoint that was written last, None if there is none."""
+    times = {}
+    for name, path in checkpoint_folders(run_dir).items():
+        with contextlib.suppress(OSError):  # deleted meanwhile
+            times[name] = path.stat().st_mtime
+    return max(times, key=lambda name: times[name], default=None)
 
 
-def state_of(run_dir: Path) -> dict[str, Any]:
-    """The state of a run. FileNotFoundError if it has none."""
-    state = read_state(run_dir)
+def last_val_bpb(run_dir: Path) -> float | None:
+    """Bits per byte of the last validation that the log tells of."""
+    path = run_dir / "logs" / "train.jsonl"
+    if not path.is_file():
+        return None
+    with open(path, "rb") as f:
+        f.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = f.read().splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a torn line
+            if b'"val"' in line and json.loads(line)["event"] == "val":
+                return json.loads(line)["bpb"]
+    return None
+
+
+def look(run_dir: Path) -> dict[str, Any]:
+    """All that can be told of a run: its state, what follows from it, and what lies on disk. `status` is None where
+    the state is missing or cannot be read; `shown` is a word for people."""
+    log = run_dir / "logs" / "train.jsonl"
+    facts = {"run": str(run_dir), "status": None, "shown": "unknown", "liveness": None,
+             "val_bpb": last_val_bpb(run_dir),
+             "reason": f"{run_dir / STATE_NAME} is missing, so no launch told how the run stands; see {log}"}
+    try:
+        state = read_state(run_dir)
+    except ValueError as e:
+        return facts | {"shown": "unreadable", "reason": str(e)}
     if state is None:
-        raise FileNotFoundError(f"{run_dir / STATE_NAME}: missing, so this run was never started by a version that "
-                                f"tells its state; its log is {run_dir / 'logs' / 'train.jsonl'}")
-    return state
+        return facts
+    facts |= state | {"liveness": liveness(state), "shown": state["status"], "exit_code": exit_code(state),
+                      "heartbeat_age_s": heartbeat_age_s(state),
+                      "checkpoint": newest_checkpoint(run_dir) or state["checkpoint"]}
+    if facts["liveness"] == "dead":
+        facts["shown"] = "dead"
+        facts["reason"] = f"it says {state['status']}, but its process is gone; the same command goes on with it"
+    return facts
 
 
 # ---- telling --------------------------------------------------------------------------------------------------------
 
-def duration(seconds: float | None) -> str:
-    """4 s, 12 min 05 s, 3 h 07 min, 2 d 04 h; '-' for None."""
-    if seconds is None:
-        return "-"
-    sign, s = "-" * (seconds < 0), round(abs(seconds))
-    if s < 60:
-        return f"{sign}{s} s"
-    if s < 3600:
-        return f"{sign}{s // 60} min {s % 60:02d} s"
-    if s < 86400:
-        return f"{sign}{s // 3600} h {s % 3600 // 60:02d} min"
-    return f"{sign}{s // 86400} d {s % 86400 // 3600:02d} h"
-
-
-def number(value: float | None, digits: int = 0) -> str:
-    """A number for people, '-' for None."""
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def word(state: dict[str, Any]) -> str:
-    """The status, or dead."""
-    return "dead" if liveness(state) == "dead" else state["status"]
-
-
-def progress(state: dict[str, Any]) -> str:
+def progress(facts: dict[str, Any]) -> str:
     """1,234/5,000 (24.7 %)."""
-    step, total = state["step"], state["num_iterations"]
+    step, total = facts["step"], facts["num_iterations"]
     share = f" ({100 * step / total:.1f} %)" if step is not None and total else ""
-    return f"{number(step)}/{number(total)}{share}"
+    return f"{show(step)}/{show(total)}{share}"
 
 
-def describe(run_dir: Path, state: dict[str, Any]) -> str:
+def describe(facts: dict[str, Any]) -> str:
     """One run at a glance, some lines."""
-    at_work, shown = liveness(state) == "alive", word(state)
-    why = f": {state['reason']}" if state["reason"] else ""
-    if shown == "dead":
-        why = f": it says {state['status']}, but its process is gone; the same command goes on with it"
-    rate = f"   {number(state['tokens_per_s'])} tok/s   eta {duration(state['eta_s'])}" if at_work else ""
-    hosts = Counter(rank["host"] for rank in state["ranks"])
-    age = duration(heartbeat_age_s(state))
-    phase = f"   phase {state['phase']}" if state["phase"] else ""
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state["started"]))
-    return "\n".join([
-        f"{run_dir.name}   {shown}{why}",
-        f"  step {progress(state)}   loss {number(state['loss'], 4)}   {number(state['tokens'])} tokens{rate}",
-        f"  last checkpoint {state['checkpoint'] or 'none'}{phase}",
-        f"  started {began}   heartbeat {age} ago",
-        f"  {state['world_size']} process(es) on {', '.join(f'{host} ({n})' for host, n in hosts.items())}; rank 0 "
-        f"has pid {state['ranks'][0]['pid']}",
-        f"  {run_dir}"])
+    reason = f": {facts['reason']}" if facts["reason"] else ""
+    lines = [f"{Path(facts['run']).name}   {facts['shown']}{reason}"]
+    if facts["status"] is not None:
+        rate = ""
+        if facts["liveness"] == "alive":
+            rate = f"   {show(facts['tokens_per_s'])} tok/s   eta {duration(facts['eta_s'])}"
+        phase = f"   phase {facts['phase']}" if facts["phase"] else ""
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
+        age = duration(time.time() - facts["started"])
+        hosts = Counter(rank["host"] for rank in facts["ranks"])
+        where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
+        lines += [f"  step {progress(facts)}   loss {show(facts['loss'])}   {show(facts['tokens'])} tokens{rate}",
+                  f"  last checkpoint {facts['checkpoint'] or 'none'}{phase}",
+                  f"  validation bits per byte {show(facts['val_bpb'])}",
+                  f"  started {began}, {age} ago   heartbeat {duration(facts['heartbeat_age_s'])} ago",
+                  f"  {facts['world_size']} process(es) on {where}; rank 0 has pid {facts['ranks'][0]['pid']}"]
+    return "\n".join([*lines, f"  {facts['run']}"])
 
 
-def row(run_dir: Path) -> list[str]:
+def row(facts: dict[str, Any]) -> list[Any]:
     """A run as a row of the table; a broken state is told in it."""
-    try:
-        state = read_state(run_dir)
-    except ValueError:
-        return [run_dir.name, "unreadable", *["-"] * (len(COLUMNS) - 2)]
-    if state is None:
-        return [run_dir.name, "unknown", *["-"] * (len(COLUMNS) - 2)]
-    alive = liveness(state) == "alive"
-    return [run_dir.name, word(state), progress(state), number(state["loss"], 4),
-            number(state["tokens_per_s"]) if alive else "-", duration(state["eta_s"]) if alive else "-",
-            state["checkpoint"] or "-", f"{duration(heartbeat_age_s(state))} ago"]
+    name = Path(facts["run"]).name
+    if facts["status"] is None:
+        return [name, facts["shown"], "-", None, facts["val_bpb"], None, "-", "-", "-", facts["reason"]]
+    alive = facts["liveness"] == "alive"
+    return [name, facts["shown"], progress(facts), facts["loss"], facts["val_bpb"],
+            facts["tokens_per_s"] if alive else None, duration(facts["eta_s"] if alive else None),
+            facts["checkpoint"] or "-", f"{duration(facts['heartbeat_age_s'])} ago", facts["reason"]]
 
 
-def table(run_dirs: Sequence[Path]) -> str:
-    """All runs, a line each."""
-    rows = [list(COLUMNS), *(row(path) for path in run_dirs)]
-    widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(r, widths)).rstrip() for r in rows)
-
-
-def as_json(run_dir: Path) -> dict[str, Any]:
-    """The state with what follows from it."""
-    try:
-        state = read_state(run_dir)
-    except ValueError:
-        state = None
-    if state is None:
-        return {"run": str(run_dir), "status": None}
-    return {"run": str(run_dir), **state, "liveness": liveness(state), "exit_code": exit_code(state),
-            "heartbeat_age_s": heartbeat_age_s(state)}
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-def tell(args: argparse.Namespace) -> bool:
-    """Print once; whether anything told of is at work."""
+def tell(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Print once; what was told. FileNotFoundError where the run that is named has no state, ValueError where that
+    cannot be read."""
     if args.run is None:
-        paths = list_all()
-        none = f"no runs in {get_base_dir() / 'runs'}"
-        print(json.dumps([as_json(p) for p in paths]) if args.json else table(paths) if paths else none, flush=True)
-        return any(entry.get("liveness") == "alive" for entry in map(as_json, paths)) if args.watch else False
-    run_dir = find(args.run)
-    state = state_of(run_dir)
-    print(json.dumps(as_json(run_dir)) if args.json else describe(run_dir, state), flush=True)
-    return liveness(state) == "alive"
+        found = [look(run_path(tag)) for tag in list_runs()]
+        lines = table(COLUMNS, [row(facts) for facts in found]) if found else [f"no runs in {get_base_dir() / 'runs'}"]
+        print(json.dumps(found) if args.json else "\n".join(lines), flush=True)
+        return found
+    facts = look(find_run(args.run))
+    if facts["status"] is None:
+        error = ValueError if facts["shown"] == "unreadable" else FileNotFoundError
+        raise error(facts["reason"])
+    print(json.dumps(facts) if args.json else describe(facts), flush=True)
+    return [facts]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,11 +149,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.exit_code and args.run is None:
         raise ValueError("--exit-code: expected a run, python -m scripts.status RUN --exit-code")
-    while tell(args) and args.watch:
+    found = tell(args)
+    while args.watch and any(facts["liveness"] == "alive" for facts in found):
         time.sleep(WATCH_EVERY_S)
         if not args.json:
             print("\033[H\033[J", end="")
-    return exit_code(state_of(find(args.run))) if args.exit_code else 0
+        found = tell(args)
+    return found[0]["exit_code"] if args.exit_code else 0
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
-from nanochat.lifecycle import is_alive_here, liveness, read_state, request_stop
-from scripts.status import describe, find, list_all, state_of
+from nanochat.lifecycle import is_alive_here, request_stop
+from nanochat.run_dir import find_run, list_runs, run_path
+from scripts.status import describe, look
 
 POLL_S = 0.2
 
@@ -38,63 +39,56 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def only_live_run() -> Path:
     """The one run under the base directory that is at work. ValueError if there is none, or several."""
-    live = []
-    for path in list_all():
-        with contextlib.suppress(ValueError):
-            state = read_state(path)
-            if state is not None and liveness(state) == "alive":
-                live.append(path)
+    live = [path for path in map(run_path, list_runs()) if look(path)["liveness"] == "alive"]
     if len(live) == 1:
         return live[0]
     names = f"several are at work, name one: {', '.join(path.name for path in live)}" if live else "none is at work"
     raise ValueError(f"which run? Of those in {get_base_dir() / 'runs'}, {names}")
 
 
-def force(state: dict[str, Any], grace_s: float) -> bool:
+def force(facts: dict[str, Any], grace_s: float) -> bool:
     """End the run's processes on this host; say what is left to do on others. Whether all of them are gone."""
-    here = [rank for rank in state["ranks"] if is_alive_here(rank)]
+    here = [rank for rank in facts["ranks"] if is_alive_here(rank)]
     for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
         for rank in here:
             print(f"{number.name} to pid {rank['pid']}", flush=True)
-            send(rank, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                if is_alive_here(rank):
+                    os.kill(rank["pid"], number)
         end = time.monotonic() + patience
         while here and time.monotonic() < end:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
             here = [rank for rank in here if is_alive_here(rank)]
     elsewhere: dict[str, list[int]] = {}
-    for rank in state["ranks"]:
-        if is_alive_here(rank) is None and liveness(state) != "ended":
+    for rank in facts["ranks"]:
+        if is_alive_here(rank) is None and facts["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
         print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
     return not here and not elsewhere
 
 
-def send(rank: dict[str, Any], number: signal.Signals) -> None:
-    """A signal to a process, if it is still the one that was described: it may have ended since."""
-    with contextlib.suppress(ProcessLookupError):
-        if is_alive_here(rank):
-            os.kill(rank["pid"], number)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask; perhaps force, perhaps wait. ValueError and FileNotFoundError where it is not clear which run is meant."""
     args = parse_args(argv)
-    run_dir = only_live_run() if args.run is None else find(args.run)
-    state = state_of(run_dir)
-    if liveness(state) != "alive" and not args.force:
-        print(f"nothing to stop\n{describe(run_dir, state)}")
+    run_dir = only_live_run() if args.run is None else find_run(args.run)
+    facts = look(run_dir)
+    if facts["status"] is None:
+        raise ValueError(f"{run_dir}: nothing is known of its processes ({facts['reason']})")
+    if facts["liveness"] != "alive" and not args.force:
+        print(f"nothing to stop\n{describe(facts)}")
         return 0
-    if liveness(state) == "alive":
+    if facts["liveness"] == "alive":
         request_stop(run_dir)
         print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
-    if args.force and not force(state, args.grace_seconds):
+    if args.force and not force(facts, args.grace_seconds):
         return EXIT_FAILED
-    while args.wait and liveness(state_of(run_dir)) == "alive":
+    while args.wait and look(run_dir)["liveness"] == "alive":
         time.sleep(POLL_S)
+    facts = look(run_dir)
     if args.wait or args.force:
-        print(describe(run_dir, state_of(run_dir)))
-    return EXIT_FAILED if args.wait and liveness(state_of(run_dir)) == "dead" else 0
+        print(describe(facts))
+    return EXIT_FAILED if args.wait and facts["liveness"] == "dead" else 0
 
 
 if __name__ == "__main__":

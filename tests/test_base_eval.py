@@ -15,9 +15,9 @@ import torch
 from nanochat.checkpoint import load_model
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.run_data import open_run
-from nanochat.run_dir import read_log
+from nanochat.run_dir import find_run, read_log
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_eval, base_train
+from scripts import base_eval, base_train, sample
 from tests import training
 from tests.toy import write_parquet
 
@@ -124,10 +124,30 @@ def test_targets_that_are_off_are_not_counted() -> None:
     assert counts.tolist() == [0, 4, 0, 0, 2]
 
 
-def test_samples_begin_with_their_prompts(base: Path, first_result: dict[str, Any]) -> None:
+def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(
+        base: Path, first_result: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: every model, one of code too, was asked to go on with the same six English sentences."""
     samples = first_result["samples"]
-    assert len(samples["unprompted"]) == 4 and all(isinstance(text, str) for text in samples["unprompted"])
-    assert [t.startswith(p) for t, p in zip(samples["prompted"], base_eval.PROMPTS, strict=True)] == [True] * 6
+    held_out = some_documents(400)[300:]
+    assert len(samples["unprompted"]) == 4 and len(samples["prompted"]) == 6
+    begins = [next(n for n in range(len(text), -1, -1) if any(d.startswith(text[:n]) for d in held_out))
+              for text in samples["prompted"]]
+    assert min(begins) > 5, "a sample does not begin as one of the documents"
+    assert sample.main(["--run=tiny", "--device-type=cpu", "--max-tokens=4"]) == 0
+    texts = [text.strip("\n") for text in capsys.readouterr().out.split("-" * 80)[1:]]
+    assert len(texts) == 6 and all(any(d.startswith(text[:5]) for d in held_out) for text in texts)
+
+
+def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_prompts_given(
+        base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = sample.parse_args([])
+    assert (args.temperature, args.top_k) == (0.8, 50)
+    assert sample.main(["--device-type=cpu", "-p", "Water", "-p", "Air", "--num-samples=2", "--max-tokens=4"]) == 0
+    texts = [text.strip("\n")[:3] for text in capsys.readouterr().out.split("-" * 80)[1:]]
+    assert texts == ["Wat", "Wat", "Air", "Air"]
+    monkeypatch.setattr(sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data")))
+    assert sample.main(["--run=tiny", "--device-type=cpu", "--max-tokens=4"]) == 0
+    assert capsys.readouterr().out.count("-" * 80) == 1
 
 
 def test_an_evaluation_that_is_there_is_shown_and_not_repeated(
@@ -173,11 +193,11 @@ def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
 
 
 def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
-    assert base_eval.pick_checkpoint(base_eval.parse_args([])) == run / "checkpoints" / "final"
+    assert find_run(None) == run
     (base / "runs" / "second" / "checkpoints").mkdir(parents=True)
     try:
-        with pytest.raises(ValueError, match="there are 2 runs"):
-            base_eval.pick_checkpoint(base_eval.parse_args([]))
+        with pytest.raises(ValueError, match=r"which run\? There are 2 in .*second, tiny\); name one"):
+            base_eval.main(["--device-type=cpu"])
     finally:
         (base / "runs" / "second" / "checkpoints").rmdir()
         (base / "runs" / "second").rmdir()

@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 
-from nanochat.common import write_json
-from nanochat.report import (
+from nanochat.common import duration, show, write_json
+from nanochat.run_dir import keep_cursors, pack_cursors
+from scripts import report
+from scripts.report import (
     Facts,
     balance,
     curve_part,
     describe_machine,
-    duration,
     make_report,
+    markdown,
     quoted,
     read_facts,
-    read_stages,
-    show,
-    table,
 )
-from nanochat.run_dir import keep_cursors, pack_cursors
-from scripts import report
 from tests import training
 
 T, STEPS = 15, 40
@@ -101,9 +98,10 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert "depth 2, max_seq_len 15" in text and "train --fast" in text
     curve = rows(text.partition("## Loss curve")[2].partition("## Samples")[0])
     assert curve["0"] == ["8", "8", "1", "0.5", "4.25"] and curve["39"][0] == "4.1" and curve["40"][-1] == "2.125"
-    assert found["0"] == ["`0000000000000000`"] and found["39"] == ["`0000000000000027`"]
+    assert found["digest of the batch of step 0"] == ["`0000000000000000`"]
+    assert found["digest of the batch of step 39"] == ["`0000000000000027`"]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
-    assert found["checkpoint"] == [f"`{run}/checkpoints/final`"] and found["evaluation"] == [f"`{run}/eval.json`"]
+    assert f"`{run}`:" in text and "- `checkpoints/final`" in text and "- `eval.json`" in text
 
 
 FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]
@@ -157,15 +155,15 @@ def test_the_curve_of_a_long_run_is_short_and_has_both_ends() -> None:
 
 
 def test_a_table_is_one_whatever_is_in_its_cells() -> None:
-    lines = table(("a", "b"), [("x|y", "two\nlines")])
+    lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |"]
 
 
 def test_values_and_durations_read_well() -> None:
     assert [show(v) for v in (1234567, 0.123456, 4.2e19, 2500.7, None, True)] == [
         "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
-    assert [duration(s) for s in (0.04, 59, 60, 3599.7, 12000)] == [
-        "0.0 s", "59.0 s", "1 min 00 s", "1 h 00 min", "3 h 20 min"]
+    assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200, -70)] == [
+        "-", "0.0 s", "59.0 s", "1 min 00 s", "12 min 05 s", "1 h 00 min", "3 h 07 min", "2 d 04 h", "-1 min 10 s"]
     assert quoted("a\n````") == ["`````text", "a", "````", "`````"]
 
 
@@ -176,13 +174,21 @@ def test_the_machine_is_described() -> None:
 
 def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = run.parent.parent / "stages.tsv"
-    assert [s.name for s in read_stages(stages)] == ["set-up", "training"]
     assert report.main([f"--run={run}", f"--stages={stages}"]) == 0
     output = capsys.readouterr().out
     assert f"report: {run / 'report.md'}" in output and "2.062" in output
     assert "2 min 45 s" in (run / "report.md").read_text()
     assert report.main([f"--run={run}", f"--output={run.parent / 'other.md'}"]) == 0
     assert (run.parent / "other.md").exists()
+
+
+@pytest.mark.parametrize("name", ["eval.json", "data_manifest.json"])
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
+def test_a_broken_file_is_one_sentence_that_names_it(run: Path, name: str, text: str) -> None:
+    """Regression: a list in place of an object, or 100,000 brackets, ended in a traceback."""
+    (run / name).write_text(text)
+    with pytest.raises(ValueError, match=name):
+        report.main([f"--run={run}"])
 
 
 def test_a_run_that_is_none_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

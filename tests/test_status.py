@@ -115,30 +115,48 @@ def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
 
 def test_one_run_at_a_glance(base, capsys):
     ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
-    made_up(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000, eta_s=7500.0,
-            tokens_per_s=412_345.6, checkpoint="checkpoint-1000", phase="2 of 3", ranks=ranks, world_size=3)
+    path = made_up(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000,
+                   eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", phase="2 of 3", ranks=ranks,
+                   world_size=3)
+    (path / "logs").mkdir()
+    (path / "logs" / "train.jsonl").write_text('{"event": "val", "step": 0, "bpb": 3.5}\n{"step": 1, "loss": 9.0}\n'
+                                               '{"event": "val", "step": 1000, "bpb": 1.25}\n{"event": "val", "st')
     assert status.main(["d1"]) == 0
     told = capsys.readouterr().out
-    for fact in ("d1   running", "step 1,234/5,000 (24.7 %)", "loss 3.2146", "647,000,000 tokens", "412,346 tok/s",
-                 "eta 2 h 05 min", "last checkpoint checkpoint-1000   phase 2 of 3", "heartbeat 0 s ago",
-                 "3 process(es) on node1 (1), node2 (2); rank 0 has pid", str(run_dir(base))):
+    for fact in ("d1   running", "step 1,234/5,000 (24.7 %)", "loss 3.215", "647,000,000 tokens", "412,346 tok/s",
+                 "eta 2 h 05 min", "last checkpoint checkpoint-1000   phase 2 of 3", "validation bits per byte 1.25",
+                 "50 min 00 s ago   heartbeat 0.", "3 process(es) on node1 (1), node2 (2); rank 0 has pid", str(path)):
         assert fact in told
 
 
 def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
     made_up(base, "alive", "running", step=3, num_iterations=10)
     made_up(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
-    made_up(base, "done", "completed", step=10, num_iterations=10)
+    made_up(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
     made_up(base, "new", "starting")
     (made_up(base, "torn", "running") / ".run_state.json").write_text("{")
     (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
     (run_dir(base, "no-run")).mkdir(parents=True)
     assert status.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "status", "step", "loss", "tok/s", "eta", "checkpoint", "heartbeat"]
+    assert lines[0].split() == ["run", "status", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "checkpoint",
+                                "heartbeat", "why"]
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["alive", "running"], ["done", "completed"], ["gone", "dead"], ["new", "starting"], ["older", "unknown"],
+        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["new", "starting"], ["older", "unknown"],
         ["torn", "unreadable"]]
+    assert lines[2].endswith("the disk is full")
+
+
+def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
+    """Regression: it said "last checkpoint none", for the state of a killed launch had not heard of them."""
+    path = made_up(base, "d1", "running", ranks=[{**identify(), "start": "1"}])
+    for age, name in enumerate(("checkpoint-30", ".tmp-checkpoint-40-7", "checkpoint-4", "checkpoint-20-shutdown")):
+        (path / "checkpoints" / name).mkdir(parents=True)
+        os.utime(path / "checkpoints" / name, (1e9 - age, 1e9 - age))
+    assert status.main(["d1"]) == 0
+    assert "last checkpoint checkpoint-30" in capsys.readouterr().out
+    assert status.main(["d1", "--json", "--exit-code"]) == 1
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == "checkpoint-30"
 
 
 def test_no_runs_is_said(base, capsys):
@@ -176,21 +194,19 @@ def test_watching_ends_with_the_run(base, capsys, monkeypatch):
     assert told.count("d1   running") == 3 and told.count("d1   completed") == 1
 
 
-def test_what_is_not_there_is_said(base):
+def test_what_is_not_there_or_broken_is_one_sentence(base):
     made_up(base, "d1", "running")
     with pytest.raises(FileNotFoundError, match="no run 'd2'"):
         status.main(["d2"])
     with pytest.raises(ValueError, match="expected a run"):
         status.main(["--exit-code"])
     (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="was never started by a version that tells its state"):
+    with pytest.raises(FileNotFoundError, match="no launch told how the run stands"):
         status.main(["older"])
-
-
-@pytest.mark.parametrize("seconds, told", [(None, "-"), (0.4, "0 s"), (59.6, "1 min 00 s"), (725, "12 min 05 s"),
-                                           (11_220, "3 h 07 min"), (187_200, "2 d 04 h"), (-70, "-1 min 10 s")])
-def test_durations_for_people(seconds, told):
-    assert status.duration(seconds) == told
+    (run_dir(base) / ".run_state.json").write_text("{")
+    for command in (status.main, stop.main):
+        with pytest.raises(ValueError, match=r"run_state\.json: not valid JSON"):
+            command(["d1"])
 
 
 # ---- stop -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """
-Causal self-attention with a sliding window and grouped query heads, by whichever of PyTorch's own kernels fits.
+Causal self-attention with a sliding window and grouped query heads, by whichever of PyTorch's own
+kernels fits; and the cache of keys and values from which it goes on.
 
 A query sees itself and at most `window` tokens before it. With T = 6 and window = 2:
 
@@ -11,29 +12,30 @@ A query sees itself and at most `window` tokens before it. With T = 6 and window
           4      x x x          a window of -1 (or of T - 1 and more) is the full lower triangle
           5        x x x
 
-Document masks keep a query inside its own document besides. `make_masks` makes them once per batch, outside a
-compiled model, and one for all layers of equal window; padding is a document of its own:
+Document masks keep a query inside its own document besides. `make_masks` makes them once per batch,
+outside a compiled model, and one for all layers of equal window; padding is a document of its own:
 
     doc_ids  0 0 1 1 1 2      query 3 (document 1) sees keys 2 and 3, query 5 only itself
 
 A model is in one of three modes:
 
-- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel): causal for full windows, a boolean
-  band (cached) for short ones; the band costs what the full square costs: fine on a CPU and for a few decoded tokens.
-  On CUDA short windows take `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels that the PyTorch
-  wheel carries. They take the window as a number and skip the blocks outside it, so a short window pays for what it
-  sees. bfloat16 and float16 only.
-- `sdpa_mask`: an explicit (B, 1, T, T) mask: B T^2 bytes for each kind of window. Runs everywhere.
-- `flex`: FlexAttention with a block mask: skips blocks across documents. On a CPU it runs forward only, uncompiled:
-  enough to be tested.
+- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full
+  windows, and takes a boolean band (cached) for short ones. The band costs what the full square
+  costs: fine on a CPU and for a few decoded tokens. On CUDA short windows take `varlen_attn`
+  (`flash`) instead: the FlashAttention-2 kernels of the PyTorch wheel. They take the window as a
+  number and skip the blocks outside it, in bfloat16 and float16 only.
+- `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. Runs everywhere.
+- `flex`: FlexAttention with a block mask, which skips blocks across documents. On a CPU it runs
+  forward only, uncompiled: enough to be tested.
 
-Why not flex for everything: it is only fast when compiled, so evaluation and generation, which run eagerly, would pay
-minutes of compilation for odd shapes; `flash` is an ordinary operator that torch.compile keeps in one graph.
-`torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up `flash` and `sdpa` without a change here, for
-those who have installed that package; nothing is ever downloaded.
+Why not flex for everything: it is only fast when compiled, so evaluation and generation, which run
+eagerly, would pay minutes of compilation for odd shapes. `flash` is an ordinary operator that
+torch.compile keeps in one graph. `torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up
+`flash` and `sdpa` without a change here, for those who have installed that package.
 
 On exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
-`torch.use_deterministic_algorithms(True)` is set; `flex` has no atomics; `sdpa` on a CPU is exact for a thread count.
+`torch.use_deterministic_algorithms(True)` is set; `flex` has no atomics; `sdpa` on a CPU is exact for
+a thread count.
 """
 
 import functools
@@ -45,20 +47,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MODES = ("causal", "sdpa_mask", "flex")
-KERNELS = ("auto", "sdpa", "flash")
 MAX_FLASH_HEAD_DIM = 256
 
 
 class DocMasks(NamedTuple):
-    """What keeps the documents of a batch apart."""
+    """What keeps the documents of a batch apart.
 
-    same_doc: Tensor  # (B, T) bool: whether the token before it is of the same document; never for the first of a row
-    by_window: dict[int, Any]  # the mask for each window: (B, 1, T, T) bool, True where seen, or a BlockMask
+    same_doc: (B, T) bool, whether the token before is of the same document; never for the first of
+    a row. by_window: the mask for each window, (B, 1, T, T) bool, True where seen, or a BlockMask.
+    """
+
+    same_doc: Tensor
+    by_window: dict[int, Any]
 
 
 def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str) -> DocMasks:
-    """The masks of a batch for some windows, on the device of doc_ids: (B, T) integers, equal inside a document and
-    different in all others of its row. mode: sdpa_mask or flex."""
+    """The masks of a batch for some windows, on the device of doc_ids: (B, T) integers, equal inside
+    a document and different in all others of its row. mode: sdpa_mask or flex."""
     T = doc_ids.size(1)
     same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
     make = {"sdpa_mask": _doc_band, "flex": _block_mask}[mode]
@@ -67,14 +72,14 @@ def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str) -> DocMask
     return DocMasks(same_doc, {window: made[reach[window]] for window in reach})
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None, kernel: str = "auto") -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None) -> Tensor:
     """Softmax attention, scaled by 1/sqrt(D); returns (B, Tq, H, D) in q's dtype.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h // (H / Hkv)).
-    The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
-    window: how many tokens before itself a query sees; -1 is all of them.
-    mask: what `make_masks` made for this window, instead of it; needs Tq == Tk. kernel: one of KERNELS, where there
-    is no mask. Raises ValueError for shapes or kernels that do not go together.
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head
+    h // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
+    window: how many tokens before itself a query sees; -1 is all of them. mask: what `make_masks`
+    made for this window, instead of it; needs Tq == Tk. Raises ValueError for shapes that do not go
+    together.
     """
     Tq, Tk = q.size(1), k.size(1)
     if Tk < Tq or q.size(2) % k.size(2):
@@ -82,88 +87,81 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
                          "expected Tk >= Tq and H a multiple of Hkv")
     if mask is not None:
         if Tq != Tk:
-            raise ValueError(f"attention: document masks need as many keys as queries, got {Tk} and {Tq}; "
-                             "leave them out when decoding from a cache")
+            raise ValueError(f"attention: document masks need as many keys as queries, got {Tk} "
+                             f"and {Tq}; leave them out when decoding from a cache")
         return _sdpa(q, k, v, mask) if isinstance(mask, Tensor) else _flex(q, k, v, mask)
     if window >= Tk - 1:
         window = -1
-    if kernel == "auto":
-        kernel = _pick_kernel(q, k, window)
-    if kernel == "sdpa":
-        return _causal_sdpa(q, k, v, window)
-    if kernel == "flash":
-        return _flash(q, k, v, window)
-    raise ValueError(f"attention kernel: got {kernel!r}, expected one of {', '.join(KERNELS)}")
+    return _flash(q, k, v, window) if _flash_fits(q, k, window) else _causal_sdpa(q, k, v, window)
 
 
-def _pick_kernel(q: Tensor, k: Tensor, window: int) -> str:
-    """What `auto` means for these tensors; see the module docstring."""
-    if not q.is_cuda:
-        return "sdpa"
-    fits_flash = q.dtype in (torch.bfloat16, torch.float16) and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
-    return "flash" if window >= 0 and q.size(1) == k.size(1) and fits_flash else "sdpa"
+def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
+    """Whether there is something to skip, and the kernel runs on such tensors."""
+    if not q.is_cuda or window < 0 or q.size(1) != k.size(1):
+        return False
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return narrow and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
 
 
-# ---- sdpa -----------------------------------------------------------------------------------------------------------
+# ---- sdpa ----------------------------------------------------------------------------------------
 
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     Tq = q.size(1)
-    if window >= 0 and k.size(1) > window + Tq:  # keys before the first query's window: nobody looks at them
+    if window >= 0:  # nobody looks at the keys before the first query's window
         k, v = k[:, -(window + Tq):], v[:, -(window + Tq):]
     Tk = k.size(1)
-    if window < 0 and Tq == Tk > 1:
+    if Tq == 1:  # it sees all that is left
+        return _sdpa(q, k, v, None)
+    if window < 0 and Tq == Tk:
         return _sdpa(q, k, v, None, is_causal=True)
-    return _sdpa(q, k, v, _band(Tq, Tk, window, q.device) if Tq > 1 else None)  # one query sees all that is left
+    # a tensor that is traced must not outlive its trace
+    band = _band if torch.compiler.is_compiling() else _cached_band
+    return _sdpa(q, k, v, band(Tq, Tk, window, q.device))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-                                       is_causal=is_causal, enable_gqa=q.size(2) != k.size(2))
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *,
+          is_causal: bool = False) -> Tensor:
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
+        is_causal=is_causal, enable_gqa=q.size(2) != k.size(2))
     return y.transpose(1, 2)
 
 
 def _doc_band(doc_ids: Tensor, window: int) -> Tensor:
     """(B, 1, T, T) bool, True where a query may look."""
     T = doc_ids.size(1)
-    return _band(T, T, window, doc_ids.device) & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
+    return _cached_band(T, T, window, doc_ids.device) & same
 
 
 def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
-    """(Tq, Tk) bool, True where a query may look. Cached, except while a graph is traced (a traced tensor must not
-    outlive its trace)."""
-    if torch.compiler.is_compiling():
-        return _make_band(Tq, Tk, window, device)
-    return _cached_band(Tq, Tk, window, device)
-
-
-def _make_band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
-    back = torch.arange(Tk - Tq, Tk, device=device)[:, None] - torch.arange(Tk, device=device)
+    """(Tq, Tk) bool, True where a query may look."""
+    queries = torch.arange(Tk - Tq, Tk, device=device)
+    back = queries[:, None] - torch.arange(Tk, device=device)
     return (back >= 0) & (back <= window) if window >= 0 else back >= 0
 
 
 @functools.lru_cache(maxsize=16)
 def _cached_band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # made while sampling, it may be needed for a backward pass later
-        return _make_band(Tq, Tk, window, device)
+    with torch.inference_mode(False):  # made while sampling, it may serve a backward pass later
+        return _band(Tq, Tk, window, device)
 
 
-# ---- flash ----------------------------------------------------------------------------------------------------------
+# ---- flash ---------------------------------------------------------------------------------------
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Rows are laid end to end and told apart by their edges, which is the only layout `varlen_attn` has."""
+    """Rows are laid end to end and told apart by their edges, the only layout of `varlen_attn`."""
     from torch.nn.attention.varlen import varlen_attn  # here because it pulls in all of dynamo
 
     B, T, H, D = q.shape
-    if k.size(1) != T:
-        raise ValueError("attention kernel 'flash' has no cache; use 'sdpa' to decode")
     edges = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
-    y = varlen_attn(q.reshape(B * T, H, D), k.reshape(B * T, -1, D), v.reshape(B * T, -1, D), edges, edges, T, T,
-                    window_size=(window, 0), enable_gqa=k.size(2) != H)
+    q, k, v = q.reshape(B * T, H, D), k.reshape(B * T, -1, D), v.reshape(B * T, -1, D)
+    y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), enable_gqa=k.size(1) != H)
     assert isinstance(y, Tensor)
     return y.view(B, T, H, D)
 
 
-# ---- flex -----------------------------------------------------------------------------------------------------------
+# ---- flex ----------------------------------------------------------------------------------------
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
@@ -176,7 +174,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _compiled_flex() -> Any:
-    """FlexAttention outside a compiled model: uncompiled it would hold the whole (T, T) score matrix."""
+    """FlexAttention outside a compiled model: uncompiled it holds the whole (T, T) of scores."""
     from torch.nn.attention.flex_attention import flex_attention
     return torch.compile(flex_attention)
 
@@ -191,3 +189,63 @@ def _block_mask(doc_ids: Tensor, window: int) -> Any:
 
     B, T = doc_ids.shape
     return create_block_mask(visible, B=B, H=None, Q_LEN=T, KV_LEN=T, device=doc_ids.device)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+class KVCache:
+    """What a model keeps of the tokens of one generation, for `GPT.forward(kv_cache=...)`. All rows
+    are at the same position.
+
+        k[layer], v[layer]    (B, room, kv heads, head_dim); positions [0, pos) are filled
+        prev_embedding        (B, 1, n_embd): what smear needs of the token before
+    """
+
+    def __init__(self, batch_size: int, seq_len: int, *, model: Any) -> None:
+        """Room for batch_size rows of seq_len tokens of a `GPT`, on its device, in its type."""
+        config = model.config
+        shape = (config.n_layer, batch_size, seq_len, config.n_kv_head, config.head_dim)
+        options = {"dtype": model.compute_dtype, "device": model.get_device()}
+        self.k = torch.zeros(shape, **options)
+        self.v = torch.zeros(shape, **options)
+        self.prev_embedding = torch.zeros(batch_size, 1, config.n_embd, **options)
+        self.seq_len = seq_len
+        self.pos = 0
+
+    def get_pos(self) -> int:
+        """How many tokens it holds."""
+        return self.pos
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.pos = 0
+        self.prev_embedding.zero_()
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v (B, T, kv heads, head_dim) behind what `layer` holds; returns views of all its
+        keys and values. The position moves by `advance`, once all layers are done. Raises
+        ValueError when full."""
+        end = self.pos + k.size(1)
+        if end > self.seq_len:
+            raise ValueError(f"KVCache: {end:,} tokens, room for {self.seq_len:,}; "
+                             "make it with a larger seq_len")
+        self.k[layer, :, self.pos:end] = k
+        self.v[layer, :, self.pos:end] = v
+        return self.k[layer, :, :end], self.v[layer, :, :end]
+
+    def advance(self, num_tokens: int) -> None:
+        """So many tokens were appended to every layer."""
+        self.pos += num_tokens
+
+    def prefill(self, other: "KVCache") -> None:
+        """Take over what `other` holds; its one row becomes every row. Raises ValueError if this one
+        is not empty, too small, or has another number of rows than an `other` of several."""
+        rows = other.k.size(1)
+        if self.pos or self.seq_len < other.pos or rows not in (1, self.k.size(1)):
+            raise ValueError(f"KVCache.prefill: {rows} rows of {other.pos} tokens do not go into "
+                             f"{self.k.size(1)} rows with room for {self.seq_len} that hold "
+                             f"{self.pos}")
+        self.k[:, :, :other.pos] = other.k[:, :, :other.pos]
+        self.v[:, :, :other.pos] = other.v[:, :, :other.pos]
+        self.prev_embedding[:] = other.prev_embedding
+        self.pos = other.pos

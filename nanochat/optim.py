@@ -1,38 +1,48 @@
 """
 MuonAdamW: Muon for matrices, AdamW for everything else, one class for one process and for many.
 
-**Muon.** The momentum of a matrix is replaced by the nearest semi-orthogonal matrix (its singular values become 1), so
-every direction is learned at the same speed. Here: Nesterov momentum -> row equilibration -> Polar Express ->
-renormalization -> per-neuron variance reduction -> step with cautious weight decay. Row equilibration (every row gets
-the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) are a
-line each and kept because nanochat's learning rates were tuned with them.
+**Muon.** The momentum of a matrix is replaced by the nearest semi-orthogonal matrix (its singular
+values become 1), so every direction is learned at the same speed. Here: Nesterov momentum -> row
+equilibration -> Polar Express -> renormalization -> per-neuron variance reduction -> step with
+cautious weight decay. Row equilibration (every row gets the mean row norm, arXiv 2603.28254) and
+renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) are kept because nanochat's
+learning rates were tuned with them.
 
-**Who owns what** (ZeRO, arXiv 1910.02054; messages.py). Flattened tensors are laid out in messages of W equal chunks;
-rank r owns chunk r of every message: it alone keeps optimizer state for it, and computes its update. A matrix is never
-cut, a large tensor of AdamW is.
+**Who owns what** (ZeRO, arXiv 1910.02054). Flattened tensors are laid out in messages of W equal
+chunks, and rank r owns chunk r of every message: it alone keeps optimizer state for it and computes
+its update. With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
 
-    step:  backward's grads -> reduce (sum) of each message -> norm -> update own chunk -> all-gather of the message
-           all reductions are in flight while the next is packed;  gathers run while the next chunk is updated
+                 rank 0         rank 1
+    message 1  | E E E E E E | E E E E E E |   a large tensor of AdamW is cut between its grains
+    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt, the largest first, each to
+    message 3  | .           | C C         |   the rank that has least; a matrix is always whole
+    message 4  | s s s .     | t t t t     |   small ones are dealt as matrices are
 
-The update waits for all reductions because it is guarded by the global norm: with a NaN or inf anywhere, no weight and
-no state changes, so the last good weights survive for the caller to find. The guard is a 0-dim tensor `live` (1 or 0)
-that multiplies every rate (and the gradient is zeroed), so neither the guard nor the norm makes the host wait for the
-device. On more than one rank all of this needs room for one copy of the gradients.
+    step:  backward's grads -> reduce (sum) each message -> norm -> update own chunk -> all-gather
+           all reductions are in flight while the next is packed; gathers run during other updates
 
-Invariants, which make a step the same bits for every W that divides the number of leaves: gradients are added by
-reduce.py alone, in float32. A matrix is orthogonalized alone, from a fresh aligned copy, so its result does not know
-how many matrices a rank owns. Elementwise updates use only operations whose vectorized and scalar forms round alike (no
-`pow` with fractions, no `sigmoid`), so on a CPU they do not know where a chunk was cut. The norm is added up from
-**grains**, which no chunk cuts: a table of their sums of squares in float64, of which each rank fills in its own, is
-added exactly (x + 0) and then summed in one order.
+The update waits for all reductions because it is guarded by the global norm: with a NaN or inf
+anywhere, no weight and no state changes, so the last good weights survive for the caller to find.
+The guard is a 0-dim tensor `live` (1 or 0) that multiplies every rate (and the gradient is zeroed),
+so the host never waits for the device. On several ranks all this needs room for one copy of the
+gradients.
 
-Types: parameters float32 or bfloat16; all arithmetic and all state in float32, bfloat16 parameters are written back by
-rounding. float32 state costs a bfloat16 embedding 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
-alive: its relative change per step, 1 - beta2, is often below bfloat16's resolution of 2**-8. Gradients are added over
-ranks in float32 for the same reason.
+**Bits.** A step is the same for every W that divides the number of leaves. Gradients are added by
+reduce.py alone, in float32. A matrix is orthogonalized alone, so its result does not know how many
+a rank owns. Elementwise updates use only operations whose vectorized and scalar forms round alike
+(no `pow` with fractions, no `sigmoid`), so on a CPU they do not know where a chunk was cut. The norm
+is added up from **grains**, which no chunk cuts: 1/64 of a tensor that may be cut, all of any other.
+Each rank fills its own into a table of sums of squares in float64, the tables are added exactly
+(x + 0), and then the table is summed in one order.
+
+All arithmetic and all state are float32; bfloat16 parameters are written back by rounding. For a
+bfloat16 embedding that costs 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
+alive: its relative change per step, 1 - beta2, is often below bfloat16's resolution of 2**-8.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -40,13 +50,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.dist import get_compute_dtype, wide_dtype
-from nanochat.messages import Member, Message, Piece, cut_at_grains, deal_whole
 from nanochat.reduce import Reduce, tree_reduce
 
-# ---- the arithmetic -------------------------------------------------------------------------------------------------
+# ---- the arithmetic ------------------------------------------------------------------------------
 
-# Quintics a X + b (X X^T) X + c (X X^T)^2 X, each optimal for the interval that the one before it leaves: Polar Express
-# (Amsel, Persson, Musco, Gower; arXiv 2505.16932) for 5 iterations, safety factor 2e-2.
+# Quintics a X + b (X X^T) X + c (X X^T)^2 X, each optimal for the interval that the one before it
+# leaves: Polar Express (Amsel, Persson, Musco, Gower; arXiv 2505.16932), 5 steps, safety 2e-2.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -54,82 +63,91 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Floors of the norms that are divided by; they keep a zero matrix zero instead of NaN. They also decide how far the
-# singular values of a gradient of this size (small gates have such) are evened out, so they are those of nanochat, for
-# which the learning rates were tuned.
+# Floors of the norms that are divided by; they keep a zero matrix zero instead of NaN. They also
+# decide how far the singular values of a gradient of this size (small gates have such) are evened
+# out, so they are those of nanochat, for which the learning rates were tuned.
 NORM_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-10
 
 
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
-    """The orthogonal polar factor of G, approximately: U V^T for G = U S V^T, with singular values near 1.
+    """The orthogonal polar factor of G, approximately: U V^T for G = U S V^T.
 
-    G: (rows, cols) float32 or bfloat16, any scale; returns the same shape and dtype, computed in that dtype. After 5
-    steps singular values that were above 1e-3 of the Frobenius norm are within 0.14 of 1; steps beyond the table repeat
-    its last row. Source: arXiv 2505.16932.
+    G: (rows, cols) float32 or bfloat16, any scale; returns the same shape and dtype, computed in
+    that dtype. After 5 steps singular values that were above 1e-3 of the Frobenius norm are within
+    0.14 of 1; steps beyond the table repeat its last row.
     """
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # the Gram matrix below is then the small one
     X = X / (X.norm(dtype=torch.float32) * 1.01 + NORM_FLOOR).to(X.dtype)
-    for a, b, c in POLAR_EXPRESS[:steps] + POLAR_EXPRESS[-1:] * (steps - len(POLAR_EXPRESS)):
+    for step in range(steps):
+        a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         gram = X @ X.mT
         X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 
 def equilibrate_rows(G: Tensor) -> Tensor:
-    """Scale each row of G (rows, cols) to the root mean square of the row norms. Source: MuonEq, arXiv 2603.28254."""
+    """Scale each row of G (rows, cols) to the root mean square of the row norms."""
     norms = G.norm(dim=1, keepdim=True)
     return G * (norms.square().mean().sqrt() / norms.clamp_min(NORM_FLOOR))
 
 
-def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor) -> Tensor:
-    """Divide each neuron of `update` by the running root mean square of its updates; the Frobenius norm stays.
+def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *,
+                    weight: float | Tensor) -> Tensor:
+    """Divide each neuron of `update` by the running root mean square of its updates; the Frobenius
+    norm stays. Source: NorMuon, arXiv 2510.05491.
 
-    update: (rows, cols) float32. A neuron is a row where rows >= cols, else a column; second_momentum_buffer,
-    (rows, 1) or (1, cols) float32, is its running mean square, moved in place by `weight` (1 - beta2) towards now.
-    Source: NorMuon, arXiv 2510.05491.
+    update: (rows, cols) float32. A neuron is a row where rows >= cols, else a column. The buffer,
+    (rows, 1) or (1, cols) float32, is its running mean square, moved in place by `weight`
+    (1 - beta2) towards now.
     """
-    mean_square = update.square().mean(dim=1 if second_momentum_buffer.size(1) == 1 else 0, keepdim=True)
+    dim = 1 if second_momentum_buffer.size(1) == 1 else 0
+    mean_square = update.square().mean(dim=dim, keepdim=True)
     second_momentum_buffer.add_((mean_square - second_momentum_buffer) * weight)
     scaled = update * second_momentum_buffer.clamp_min(VARIANCE_FLOOR).rsqrt()
     return scaled * (update.norm() / scaled.norm().clamp_min(VARIANCE_FLOOR))
 
 
 def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
-    """What weight decay pulls on: `param` where subtracting `update` shrinks it as well, else 0. arXiv 2510.12402."""
+    """What weight decay pulls on: `param` where subtracting `update` shrinks it as well, else 0.
+    Source: arXiv 2510.12402."""
     return param * (param * update >= 0)
 
 
-def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_momentum_buffer: Tensor, *,
-                lr: float | Tensor, momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
-                ns_steps: int = 5, live: float | Tensor = 1.0, polar_dtype: torch.dtype = torch.float32) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers; depends on nothing but its arguments.
+def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor,
+                second_momentum_buffer: Tensor, *, lr: float | Tensor, momentum: float | Tensor,
+                beta2: float, weight_decay: float | Tensor, ns_steps: int = 5,
+                live: float | Tensor = 1.0, polar_dtype: torch.dtype = torch.float32) -> None:
+    """One Muon step for one matrix, in place on `param` and both buffers; depends on nothing but
+    its arguments. Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
 
-    param (rows, cols) float32 or bfloat16; grad and momentum_buffer (rows, cols) float32; second_momentum_buffer as in
-    `reduce_variance`. `lr` is multiplied by sqrt(max(1, rows / cols)). `live` 0 changes nothing.
-    Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
+    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
+    second_momentum_buffer: see `reduce_variance`. `live` 0 changes nothing.
     """
     rows, cols = param.shape
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
-    direction = grad + (momentum_buffer - grad) * momentum  # Nesterov: where the buffer will be after one more step
+    # Nesterov: where the buffer will be after one more step
+    direction = grad + (momentum_buffer - grad) * momentum
     update = polar_express(equilibrate_rows(direction).to(polar_dtype), ns_steps).float()
     update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
     update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
     p = param.float()
-    p = p - (update + cautious_decay(p, update) * weight_decay) * (lr * (max(1.0, rows / cols) ** 0.5) * live)
-    param.copy_(p)
+    rate = lr * (max(1.0, rows / cols) ** 0.5) * live
+    param.copy_(p - (update + cautious_decay(p, update) * weight_decay) * rate)
 
 
-def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: float | Tensor,
-                 betas: tuple[float, float], eps: float, weight_decay: float, step: Tensor,
-                 live: float | Tensor = 1.0) -> None:
+def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
+                 lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+                 step: Tensor, live: float | Tensor = 1.0) -> None:
     """One AdamW step, in place on `param` and both averages; depends on nothing but its arguments.
+    Source: arXiv 1711.05101, the same formula as torch.optim.AdamW.
 
-    param: any shape, float32 or bfloat16; the other three the same shape, float32. `step`: 0-dim float32, 1 for the
-    first. `live` 0 changes nothing. Source: arXiv 1711.05101, the same formula as torch.optim.AdamW.
+    param: any shape, float32 or bfloat16; the other three the same shape, float32. `step`: 0-dim
+    float32, 1 for the first. `live` 0 changes nothing.
     """
-    bias1, bias2 = (-torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step) for beta in betas)
+    bias1, bias2 = (-torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+                    for beta in betas)
     exp_avg.add_((grad - exp_avg) * ((1 - betas[0]) * live))
     exp_avg_sq.add_((grad.square() - exp_avg_sq) * ((1 - betas[1]) * live))
     denominator = (exp_avg_sq / bias2).sqrt() + eps
@@ -137,120 +155,237 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
 
 
-CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole (1 thread)
+# ---- who owns what -------------------------------------------------------------------------------
 
-# ---- the optimizer --------------------------------------------------------------------------------------------------
-
-def get_rank_and_world_size() -> tuple[int, int]:
-    """Of the default process group; (0, 1) where there is none."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
+GRAINS = 64  # of a tensor that may be cut
+ALIGNED = 64  # elements: where grains begin in a chunk
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements start..stop of a flattened parameter: all of it, or what one rank owns of it."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]  # its hyper-parameters
+    start: int
+    stop: int
+
+    @property
+    def grain(self) -> int:
+        """So many elements of the parameter stay together, whatever W is."""
+        n = self.param.numel()
+        if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
+            return n
+        return -(-n // (GRAINS * ALIGNED)) * ALIGNED
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of the parameter, or of its gradient; flat."""
+        return tensor.detach().reshape(-1)[self.start:self.stop]
+
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of its optimizer state: flat where it is not all of its parameter."""
+        shape = tuple(self.param.shape)
+        if self.group["kind"] == "adamw":
+            n = self.stop - self.start
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"),
+                                 shape if n == self.param.numel() else (n,))
+        rows, cols = shape
+        return {"momentum_buffer": shape,
+                "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A chunk of so many elements for each rank. It begins with the part that the rank owns, if
+    there is one for it; what is left is padding. The same on every rank."""
+
+    parts: list[Part | None]  # by rank
+    chunk: int
+
+    def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
+        """Each part, and its place in a tensor of all chunks."""
+        return [(part, chunk[:part.stop - part.start])
+                for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
+
+    def gradients(self) -> Tensor:
+        """(W * chunk,), to be read only. Where several are packed they are float32 (they may be
+        sums of leaves, which bfloat16 would round). A missing gradient is zeros."""
+        return self._pack(lambda param: param.grad, torch.float32)
+
+    def parameters(self) -> Tensor:
+        """(W * chunk,), of the parameters' type."""
+        return self._pack(lambda param: param, self._first.dtype)
+
+    @property
+    def _first(self) -> Tensor:
+        return next(part.param for part in self.parts if part)
+
+    def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
+        """All chunks. Where that is one tensor and nothing else it is that tensor, not a copy."""
+        numel = self.chunk * len(self.parts)
+        alone = of(self._first) if self._first.numel() == numel else None
+        if alone is not None:
+            return alone.detach().reshape(-1)
+        message = torch.zeros(numel, dtype=dtype, device=self._first.device)
+        for part, place in self.placed(message):
+            if (tensor := of(part.param)) is not None:
+                place.copy_(part.of(tensor))
+        return message
+
+    def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
+        """Start the all-gather of every rank's chunk of a message of parameters; what is returned
+        waits for it and fills the parameters."""
+        work = None
+        if len(self.parts) > 1:
+            mine = message.split(self.chunk)[rank]
+            work = dist.all_gather_single(message, mine, async_op=True)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            for part, place in self.placed(message):
+                values = part.of(part.param)
+                if values.data_ptr() != place.data_ptr():  # else it is the parameter
+                    values.copy_(place)
+
+        return finish
+
+
+def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
+    """The messages of whole parameters, the largest first: so only a small one's all-gather has no
+    update to hide behind.
+
+    Parameters of a single grain, alike in kind and type, are dealt: the W largest, one to each rank,
+    then the next W, and so on; of each deal the larger goes to the rank that has fewer elements so
+    far. The others are cut: each is a message, with as many grains for each rank (the last: fewer).
+    """
+    messages = []
+    decks: dict[Any, list[Part]] = {}
+    for whole in sorted(params, key=lambda part: -part.stop):
+        if whole.grain == whole.stop:
+            decks.setdefault((whole.group["kind"], whole.param.dtype), []).append(whole)
+            continue
+        grains = -(-whole.stop // whole.grain)
+        chunk = whole.stop if world_size == 1 else -(-grains // world_size) * whole.grain
+        cut: list[Part | None] = [None] * world_size
+        for rank, at in enumerate(range(0, whole.stop, chunk)):
+            cut[rank] = replace(whole, start=at, stop=min(at + chunk, whole.stop))
+        messages.append(Message(cut, chunk))
+    for deck in decks.values():
+        load = [0] * world_size
+        for first in range(0, len(deck), world_size):
+            deal: list[Part | None] = [None] * world_size
+            owners = sorted(range(world_size), key=load.__getitem__)
+            for part, owner in zip(deck[first:first + world_size], owners):
+                deal[owner] = part
+                load[owner] += part.stop
+            messages.append(Message(deal, deck[first].stop))
+    return sorted(messages, key=lambda message: -message.chunk)
+
+
+# ---- the optimizer -------------------------------------------------------------------------------
+
+CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole
 NEEDED = {"adamw": ("lr", "betas", "eps", "weight_decay"),
           "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay")}
 
 
+def get_rank_and_world_size() -> tuple[int, int]:
+    """Of the default process group; (0, 1) where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW over parameter groups, with state and work sharded over the default process group (if any).
+    """Muon and AdamW over parameter groups, with state and work sharded over the default process
+    group (if any).
 
-    param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum, ns_steps, beta2,
-    weight_decay; 2-D parameters only), `params` and, so that the state can be saved, their unique `names` (default
-    param_0, param_1, ...). `lr`, `weight_decay` and Muon's `momentum` may be changed at any time; `initial_lr` is the
-    lr at construction unless given. Every rank passes the same groups, after the process group exists.
+    param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum,
+    ns_steps, beta2, weight_decay; 2-D parameters only), `params` and, so that the state can be
+    saved, their unique `names` (default param_0, param_1, ...). `lr`, `weight_decay` and Muon's
+    `momentum` may be changed at any time; `initial_lr` is the lr at construction unless given.
+    Every rank passes the same groups, after the process group exists.
 
-    reduce: how gradients are added over ranks. polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs
-    that have it, else float32). compiled: fuse each update with torch.compile (default: on CUDA).
-    Raises ValueError for a group that lacks something.
+    reduce: how gradients are added over ranks. polar_dtype: what Polar Express computes in
+    (default: bfloat16 on GPUs that have it, else float32). compiled: fuse each update with
+    torch.compile (default: on CUDA). Raises ValueError for a group that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce = tree_reduce,
                  polar_dtype: torch.dtype | None = None, compiled: bool | None = None) -> None:
         super().__init__(param_groups, defaults={})
-        self._members = self._name_members()
-        self._device = self._members[0].param.device
+        self._params = self._name_params()
+        self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce
         self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
-        compiled = self._device.type == "cuda" if compiled is None else compiled
-        self._muon_update = torch.compile(muon_update, dynamic=False) if compiled else muon_update
-        self._adamw_update = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
-        self._messages = self._plan()
-        self._num_grains, self._my_grains = self._number_grains()
-        self._steps = torch.zeros((), device=self._device)  # on the device: a step that is not live does not count
-        for piece in self._pieces():
-            self.state[piece.member.param] = {key: torch.zeros(shape, device=self._device)
-                                              for key, shape in piece.state_shapes().items()}
+        self._muon_update, self._adamw_update = muon_update, adamw_update
+        if self._device.type == "cuda" if compiled is None else compiled:
+            self._muon_update = torch.compile(muon_update, dynamic=False)
+            self._adamw_update = torch.compile(adamw_update, dynamic=True)
+        self._messages = lay_out(self._params, self._world_size)
+        self._mine = [message.parts[self._rank] for message in self._messages]
+        # the count of steps is on the device: one that is not live does not count
+        self._steps = torch.zeros((), device=self._device)
+        for part in filter(None, self._mine):
+            self.state[part.param] = {key: torch.zeros(shape, device=self._device)
+                                      for key, shape in part.state_shapes().items()}
 
-    def _name_members(self) -> list[Member]:
+    def _name_params(self) -> list[Part]:
         """All non-empty parameters in order; checks and completes the groups."""
-        members: list[Member] = []
-        count = 0
+        found: dict[str, Part] = {}
         for index, group in enumerate(self.param_groups):
             kind, params = group.get("kind"), group["params"]
             if kind not in NEEDED:
-                raise ValueError(f"parameter group {index}: kind is {kind!r}, expected one of {sorted(NEEDED)}")
+                raise ValueError(f"parameter group {index}: kind is {kind!r}, "
+                                 f"expected one of {sorted(NEEDED)}")
             if missing := [key for key in NEEDED[kind] if key not in group]:
                 raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
-            group.setdefault("names", [f"param_{count + i}" for i in range(len(params))])
+            group.setdefault("names", [f"param_{len(found) + i}" for i in range(len(params))])
             group.setdefault("initial_lr", group["lr"])
-            count += len(params)
-            if len(group["names"]) != len(params):
-                raise ValueError(f"parameter group {index}: {len(group['names'])} names, {len(params)} params")
-            for name, param in zip(group["names"], params):
+            for name, param in zip(group["names"], params, strict=True):
                 if kind == "muon" and param.ndim != 2:
-                    raise ValueError(f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; put it in adamw")
-                members.append(Member(name, param, kind, index))
-        if len({member.name for member in members}) != len(members):
-            raise ValueError("parameter names are not unique")
-        return [member for member in members if member.param.numel()]
-
-    def _plan(self) -> list[Message]:
-        """Matrices first, small tensors last: only the last gather has no update to hide behind."""
-        messages: list[Message] = []
-        for lay_out, chosen in ((deal_whole, [m for m in self._members if m.kind == "muon"]),
-                                (cut_at_grains, [m for m in self._members if not m.whole]),
-                                (deal_whole, [m for m in self._members if m.kind == "adamw" and m.whole])):
-            for dtype in dict.fromkeys(m.param.dtype for m in chosen):
-                messages += lay_out([m for m in chosen if m.param.dtype == dtype], self._world_size)
-        return messages
-
-    def _number_grains(self) -> tuple[int, Tensor]:
-        """(grains of all parameters, the numbers of this rank's in the order of its pieces)."""
-        first, total = {}, 0
-        for member in self._members:
-            first[member.name] = total
-            total += -(-member.param.numel() // member.grain)
-        mine = [first[p.member.name] + start // p.member.grain for p in self._pieces()
-                for start in range(p.start, p.stop, p.member.grain)]
-        return total, torch.tensor(mine, dtype=torch.int64, device=self._device)
-
-    def _pieces(self) -> list[Piece]:
-        return [piece for message in self._messages for piece in message.owned[self._rank]]
+                    raise ValueError(f"{name}: Muon takes matrices, got shape "
+                                     f"{tuple(param.shape)}; put it in adamw")
+                if name in found:
+                    raise ValueError(f"parameter names are not unique: {name}")
+                if not param.is_contiguous():
+                    raise ValueError(f"{name}: its elements do not lie side by side in memory")
+                found[name] = Part(name, param, group, 0, param.numel())
+        return [part for part in found.values() if part.stop]
 
     # -- a step --
 
     @torch.no_grad()
     def step(self, grad_scale: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
-        """Add the ranks' gradients, multiply them by `grad_scale`, update all parameters on all ranks.
+        """Add the ranks' gradients, multiply them by `grad_scale`, update all parameters.
 
-        Collective. Returns the L2 norm of that gradient over all parameters: 0-dim float32, the same on every rank.
-        If it is NaN or inf, no parameter, state or step count has changed. A gradient of None counts as zeros.
+        Collective. Returns the L2 norm of that gradient over all parameters: 0-dim float32, the
+        same on every rank. If it is NaN or inf, no parameter, state or step count has changed. A
+        gradient of None counts as zeros.
         """
-        if get_rank_and_world_size() != (self._rank, self._world_size):
+        rank, world_size = self._rank, self._world_size
+        if get_rank_and_world_size() != (rank, world_size):
             raise RuntimeError("the process group has changed since this optimizer was made")
-        reductions = [self._reduce(m.gradients(), self._rank, self._world_size) for m in self._messages]
-        chunks = [reductions.pop(0)() for _ in self._messages]  # what has arrived is let go as it is added
+        reductions = [self._reduce(m.gradients(), rank, world_size) for m in self._messages]
+        # what has arrived is let go as it is added
+        chunks = [reductions.pop(0)() for _ in self._messages]
         grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
         norm = self._norm(chunks) * grad_scale.abs()
         finite = norm.isfinite()
         live = finite.to(torch.float32)
         gathers = []
-        for message, chunk in zip(self._messages, chunks):
-            grad = (chunk * grad_scale).masked_fill_(~finite, 0.0)
-            whole, params = message.parameters(self._rank)
-            for piece in message.owned[self._rank]:
-                self._update(piece, piece.of(params), piece.of(grad), live)
-            gathers.append(message.gather(whole, params))
+        for message, part, chunk in zip(self._messages, self._mine, chunks):
+            packed = message.parameters()
+            if part is not None:
+                grad = (chunk * grad_scale).masked_fill_(~finite, 0.0)
+                size = part.stop - part.start
+                param = packed.split(message.chunk)[rank][:size]
+                self._update(part, param, grad[:size], live)
+            gathers.append(message.gather(packed, rank))
         for finish in gathers:
             finish()
         self._steps += live
@@ -259,97 +394,101 @@ class MuonAdamW(torch.optim.Optimizer):
     def _norm(self, chunks: list[Tensor]) -> Tensor:
         """The L2 norm over the chunks of all ranks; sums in float64 where the device has it."""
         wide = wide_dtype(self._device)
-        norms = [torch.linalg.vector_norm(grain, dtype=wide) for message, chunk in zip(self._messages, chunks)
-                 for piece in message.owned[self._rank]
-                 for grain in piece.of(chunk).view(-1).split(piece.member.grain)]
-        table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
-        if norms:
-            table[self._my_grains] = torch.stack(norms).square()
+        first, num_grains = {}, 0  # of each parameter in the table
+        for whole in self._params:
+            first[whole.name] = num_grains
+            num_grains += -(-whole.stop // whole.grain)
+        table = torch.zeros(num_grains, dtype=wide, device=self._device)
+        for part, chunk in zip(self._mine, chunks):
+            if part is not None:
+                grains = chunk[:part.stop - part.start].split(part.grain)
+                norms = torch.stack([torch.linalg.vector_norm(g, dtype=wide) for g in grains])
+                at = first[part.name] + part.start // part.grain
+                table[at:at + len(norms)] = norms.square()
         if self._world_size > 1:
             dist.all_reduce(table)
         return table.sum().sqrt().float()
 
-    def _update(self, piece: Piece, param: Tensor, grad: Tensor, live: Tensor) -> None:
-        """Update one piece. What a schedule changes goes in as 0-dim tensors, so that nothing is compiled again."""
-        group = self.param_groups[piece.member.group]
-        state = self.state[piece.member.param]
-        scalar = lambda value: torch.full((), value, dtype=torch.float32, device=self._device)
-        if piece.member.kind == "muon":
-            self._muon_update(param, grad, state["momentum_buffer"], state["second_momentum_buffer"],
-                              lr=scalar(group["lr"]), momentum=scalar(group["momentum"]), beta2=group["beta2"],
-                              weight_decay=scalar(group["weight_decay"]), ns_steps=group["ns_steps"], live=live,
-                              polar_dtype=self._polar_dtype)
-        else:
-            tensors = [param.view(-1), grad.view(-1), state["exp_avg"], state["exp_avg_sq"]]
-            block = CPU_BLOCK if self._device.type == "cpu" else param.numel()
-            for parts in zip(*(tensor.split(block) for tensor in tensors)):
-                self._adamw_update(*parts, lr=scalar(group["lr"]), betas=group["betas"], eps=group["eps"],
-                                   weight_decay=group["weight_decay"], step=self._steps + 1, live=live)
+    def _update(self, part: Part, param: Tensor, grad: Tensor, live: Tensor) -> None:
+        """Update one part, given flat. What a schedule changes goes in as 0-dim tensors, so that
+        nothing is compiled again."""
+        group, state, kind = part.group, self.state[part.param], part.group["kind"]
+        given = {key: group[key] for key in NEEDED[kind]}
+        for key in ("lr", "momentum", "weight_decay") if kind == "muon" else ("lr",):
+            given[key] = torch.full((), group[key], dtype=torch.float32, device=self._device)
+        if kind == "muon":
+            shape = part.param.shape
+            self._muon_update(param.view(shape), grad.view(shape), *state.values(), **given,
+                              live=live, polar_dtype=self._polar_dtype)
+            return
+        tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
+        block = CPU_BLOCK if self._device.type == "cpu" else len(param)
+        for blocks in zip(*(tensor.split(block) for tensor in tensors)):
+            self._adamw_update(*blocks, **given, step=self._steps + 1, live=live)
 
     # -- its state --
 
     @torch.no_grad()
     def gather_state(self, *, into: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on other ranks {}. `into`: an earlier
-        result that nobody reads any more: its tensors are filled and are part of this one.
+        """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on others {}.
 
-        {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
-        and names]}. AdamW tensors have their parameter's shape. Holds tensors and plain values only.
+        {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}},
+        "groups": [hyper-parameters and names]}. Tensors and plain values only; AdamW's tensors have
+        their parameter's shape. `into`: an earlier result that nobody reads any more: its tensors
+        are filled and are part of this one.
         """
-        found: dict[str, dict[str, Tensor]] = {} if into is None else into["state"]
-        for message in self._messages:
-            for key in message.layout[0][0].state_shapes():
-                self._gather_tensors(message, key, found)
+        found = {} if into is None else into["state"]
+        for whole in self._params if self._rank == 0 and not found else ():
+            found[whole.name] = {key: torch.empty(shape)
+                                 for key, shape in whole.state_shapes().items()}
+        for message, mine in zip(self._messages, self._mine):
+            shapes = [part.state_shapes() if part else {} for part in message.parts]
+            for key in max(shapes, key=len):
+                sizes = [math.prod(shape[key]) if shape else 0 for shape in shapes]
+                sent = torch.zeros(max(sizes), device=self._device)
+                if mine is not None:
+                    sent[:sizes[self._rank]] = self.state[mine.param][key].view(-1)
+                received = [sent]
+                if self._world_size > 1:
+                    received = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
+                    dist.gather(sent, received or None)
+                for part, size, values in zip(message.parts, sizes, received):
+                    if part is not None:
+                        flat = found[part.name][key].view(-1)
+                        flat[part.start:part.start + size] = values[:size].cpu()
         if self._rank != 0:
             return {}
-        return {"format": 1, "step": int(self._steps), "state": {m.name: found[m.name] for m in self._members},
-                "groups": [{key: value for key, value in group.items() if key != "params"}
-                           for group in self.param_groups]}
-
-    def _gather_tensors(self, message: Message, key: str, found: dict[str, dict[str, Tensor]]) -> None:
-        """Bring the tensors `key` of one message to rank 0, into found[name][key]."""
-        sizes = [[math.prod(piece.state_shapes()[key]) for piece in owned] for owned in message.owned]
-        mine = [self.state[piece.member.param][key].view(-1) for piece in message.owned[self._rank]]
-        longest = max(sum(of_rank) for of_rank in sizes)
-        sent = torch.cat([*mine, torch.zeros(longest - sum(sizes[self._rank]), device=self._device)])
-        parts = [sent]
-        if self._world_size > 1:
-            parts = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
-            dist.gather(sent, parts or None)
-        for part, owned, of_rank in zip(parts, message.owned, sizes):
-            for piece, values in zip(owned, part.cpu().split(of_rank + [part.numel() - sum(of_rank)])):
-                shape = piece.member.state_shapes()[key]
-                whole = found.setdefault(piece.member.name, {}).setdefault(key, torch.empty(shape))
-                whole.view(-1)[piece.start:piece.start + values.numel()] = values
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in self.param_groups]
+        return {"format": 1, "step": int(self._steps), "groups": groups, "state": found}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `gather_state` gave, on any W; every rank passes the whole of it. Sets tensors and the step count;
-        hyper-parameters stay this run's own. Raises ValueError, before any change, if names or shapes differ."""
-        self._check(state)
-        for piece in self._pieces():
-            for key, mine in self.state[piece.member.param].items():
-                whole = state["state"][piece.member.name][key].reshape(-1)
-                mine.view(-1).copy_(whole[piece.start:piece.start + mine.numel()])
-        self._steps.fill_(state["step"])
+        """Take what `gather_state` gave, on any W; every rank passes the whole of it.
 
-    def _check(self, state: dict[str, Any]) -> None:
-        """ValueError that lists how `state` differs from what this optimizer would save."""
+        Sets tensors and the step count; hyper-parameters stay this run's own. Raises ValueError,
+        before any change, with a list of names and shapes that differ.
+        """
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
-        want = {f"{m.name}.{key}": shape for m in self._members for key, shape in m.state_shapes().items()}
+        want = {f"{whole.name}.{key}": shape for whole in self._params
+                for key, shape in whole.state_shapes().items()}
         got = {f"{name}.{key}": tuple(tensor.shape) for name, tensors in state["state"].items()
                for key, tensor in tensors.items()}
-        differences = [f"{key}: got {got.get(key, 'nothing')}, expected {want.get(key, 'nothing')}"
-                       for key in dict.fromkeys([*want, *got]) if got.get(key) != want.get(key)]
-        if differences:
-            more = f"; and {len(differences) - 20} more" if len(differences) > 20 else ""
-            raise ValueError("optimizer state is not this model's: " + "; ".join(differences[:20]) + more)
+        different = [f"{key}: got {got.get(key, 'nothing')}, expected {want.get(key, 'nothing')}"
+                     for key in dict.fromkeys([*want, *got]) if got.get(key) != want.get(key)]
+        if different:
+            more = f"; and {len(different) - 20} more" if len(different) > 20 else ""
+            listed = "; ".join(different[:20])
+            raise ValueError(f"optimizer state is not this model's: {listed}{more}")
+        for part in filter(None, self._mine):
+            for key, mine in self.state[part.param].items():
+                whole = state["state"][part.name][key].reshape(-1)
+                mine.view(-1).copy_(whole[part.start:part.start + mine.numel()])
+        self._steps.fill_(state["step"])
 
-    def state_dict(self) -> NoReturn:
+    def state_dict(self, *_: Any) -> NoReturn:
         """Refused: it would hold this rank's shard only."""
-        raise RuntimeError("MuonAdamW shards its state: use gather_state()")
+        raise RuntimeError("MuonAdamW shards its state: use gather_state() and load_state()")
 
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused: see `state_dict`."""
-        raise RuntimeError("MuonAdamW shards its state: use load_state()")
+    load_state_dict = state_dict  # type: ignore[assignment]

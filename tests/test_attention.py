@@ -127,26 +127,26 @@ def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(monkey
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
     q, k, v, _ = make(0, 3, 13, 4, 2, 8)
     for window in (-1, 0, 4):
-        assert_equals_oracle(attention(q, k, v, window=window, kernel="flash"), oracle(q, k, v, window))
+        assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
 
 
 def test_flash_traces_through_the_real_operator_with_gradients():
     q, k, v, _ = make(0, 2, 16, 4, 2, 8, dtype=torch.bfloat16)
     leaves = [t.to("meta").requires_grad_() for t in (q, k, v)]
-    y = attention(*leaves, window=4, kernel="flash")
+    y = attention_module._flash(*leaves, 4)
     y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize("dtype, T, Tk, D, window, expected", [
-    (torch.bfloat16, 64, 64, 128, 8, "flash"), (torch.bfloat16, 64, 64, 128, -1, "sdpa"),
-    (torch.float32, 64, 64, 128, 8, "sdpa"), (torch.bfloat16, 1, 64, 128, 8, "sdpa"),
-    (torch.bfloat16, 64, 64, 12, 8, "sdpa"), (torch.bfloat16, 64, 64, 512, 8, "sdpa"),
+    (torch.bfloat16, 64, 64, 128, 8, True), (torch.bfloat16, 64, 64, 128, -1, False),
+    (torch.float32, 64, 64, 128, 8, False), (torch.bfloat16, 1, 64, 128, 8, False),
+    (torch.bfloat16, 64, 64, 12, 8, False), (torch.bfloat16, 64, 64, 512, 8, False),
 ])
-def test_auto_on_cuda_takes_flash_only_where_its_kernel_runs(dtype, T, Tk, D, window, expected):
+def test_cuda_takes_flash_only_where_its_kernel_runs(dtype, T, Tk, D, window, expected):
     def on_cuda(length):
         return types.SimpleNamespace(is_cuda=True, dtype=dtype, size=(2, length, 4, D).__getitem__)
-    assert attention_module._pick_kernel(on_cuda(T), on_cuda(Tk), window) == expected
+    assert attention_module._flash_fits(on_cuda(T), on_cuda(Tk), window) == expected
 
 
 def test_a_mask_cached_while_sampling_still_serves_training():
@@ -166,7 +166,3 @@ def test_what_does_not_fit_is_refused():
         attention(q[:, :, :3], k, v)
     with pytest.raises(ValueError, match="leave them out when decoding"):
         attention(q[:, -1:], k, v, mask=mask_of(documents, -1))
-    with pytest.raises(ValueError, match="expected one of auto, sdpa"):
-        attention(q, k, v, kernel="fast")
-    with pytest.raises(ValueError, match="'flash' has no cache"):
-        attention(q[:, -2:], k, v, kernel="flash")

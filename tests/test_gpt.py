@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat.gpt import GPT, GPTConfig, sample_next_token
-from nanochat.init_weights import initial_weight
+from nanochat.engine import sample_next_token
+from nanochat.gpt import GPT, GPTConfig, initial_weight
 
 SMALL = GPTConfig(sequence_len=160, vocab_size=70, n_layer=5, n_head=4, n_kv_head=2, n_embd=32)
 
@@ -52,8 +52,8 @@ def test_parameters_have_nanochats_names_and_shapes():
 def test_depth_is_the_one_dial():
     config = GPTConfig.from_depth(24, vocab_size=32768, sequence_len=2048)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (24, 1536, 12, 12)
-    rounded = GPTConfig.from_depth(5, vocab_size=300, sequence_len=64, n_kv_head=1, window_pattern="L")
-    assert (rounded.n_embd, rounded.n_head, rounded.n_kv_head, rounded.window_pattern) == (384, 3, 1, "L")
+    rounded = GPTConfig.from_depth(5, vocab_size=300, sequence_len=64, window_pattern="L")
+    assert (rounded.n_embd, rounded.n_head, rounded.n_kv_head, rounded.window_pattern) == (384, 3, 3, "L")
     assert GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd == 12
 
 
@@ -384,7 +384,6 @@ def test_logits_are_capped_and_padding_is_never_predicted():
     assert model.config.padded_vocab_size == 128
     logits = model(x)
     assert logits.size(2) == 70 and 14 < logits.abs().max() <= 15
-    assert max(model.generate([1, 2], 30, temperature=2.0)) < 70
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,16 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from nanochat.messages import Member, cut_at_grains, deal_whole
-from nanochat.optim import POLAR_EXPRESS, MuonAdamW, cautious_decay, muon_update, polar_express, reduce_variance
+from nanochat.optim import (
+    POLAR_EXPRESS,
+    MuonAdamW,
+    Part,
+    cautious_decay,
+    lay_out,
+    muon_update,
+    polar_express,
+    reduce_variance,
+)
 from tests import _optim_worker as worker
 from tests import training
 
@@ -260,29 +268,24 @@ def test_state_of_another_model_is_refused_with_a_list() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
 def test_every_element_has_one_owner_and_matrices_are_whole(world_size: int) -> None:
-    params = worker.make_params()
-    matrices = [Member(name, param, "muon", 0) for name, param in params.items() if name.startswith("muon")]
-    rest = [Member(name, param, "adamw", 1) for name, param in params.items() if not name.startswith("muon")]
-    cut = [m for m in rest if not m.whole]
-    assert 0 < len(cut) < len(rest)
-    messages = [*deal_whole(matrices + [m for m in rest if m.whole], world_size), *cut_at_grains(cut, world_size)]
-    owners = {name: torch.zeros(param.numel(), dtype=torch.int) for name, param in params.items()}
+    params = [Part(name, param, {"kind": name.split(".")[0].replace("large", "adamw").replace("small", "adamw")}, 0,
+                   param.numel()) for name, param in worker.make_params().items() if param.numel()]
+    cut = {part.name for part in params if part.grain < part.stop}
+    assert 0 < len(cut) < len(params)
+    owners = {part.name: torch.zeros(part.stop, dtype=torch.int) for part in params}
     load = [0] * world_size
-    for message in messages:
-        for rank, pieces in enumerate(message.owned):
-            end = 0
-            for piece in pieces:
-                owners[piece.member.name][piece.start:piece.stop] += 1
-                load[rank] += piece.stop - piece.start
-                assert end <= piece.offset and piece.offset + piece.stop - piece.start <= message.chunk
-                end = piece.offset + piece.stop - piece.start
-                if piece.member.whole:
-                    assert (piece.start, piece.stop) == (0, piece.member.param.numel())
-                assert piece.start % piece.member.grain == 0 and (world_size == 1 or piece.offset % 64 == 0)
-                assert piece.stop % piece.member.grain == 0 or piece.stop == piece.member.param.numel()
+    for message in lay_out(params, world_size):
+        assert len(message.parts) == world_size and len({p.param.dtype for p in message.parts if p}) == 1
+        for rank, part in enumerate(message.parts):
+            if part is not None:
+                owners[part.name][part.start:part.stop] += 1
+                load[rank] += part.stop - part.start
+                assert part.stop - part.start <= message.chunk and part.start % part.grain == 0
+                assert part.name in cut or (part.start, part.stop) == (0, part.param.numel())
+                assert part.stop % part.grain == 0 or part.stop == part.param.numel()
     assert all((owner == 1).all() for owner in owners.values())
-    largest = max(m.param.numel() for m in matrices + rest if m.whole)
-    assert max(load) <= sum(load) / world_size + largest + sum(m.grain for m in cut)
+    largest = max(part.stop for part in params if part.name not in cut)
+    assert max(load) <= sum(load) / world_size + 2 * largest + sum(part.grain for part in params if part.name in cut)
 
 
 # ---- many processes -------------------------------------------------------------------------------------------------

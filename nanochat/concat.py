@@ -52,6 +52,10 @@ class Concat:
         """Whether they fill one."""
         return self.end - self.position > self.T
 
+    def wants(self, target: int) -> bool:
+        """Whether more documents should come before the next row is packed."""
+        return not self.ready
+
     @property
     def pending(self) -> int:
         """Tokens that no row has had yet."""

@@ -141,9 +141,9 @@ class Feed:
             self.target = self.config.fill_target(self.lane, packer.row)
             self.full = self.target == self.config.buffer_size
         target = self.target
-        while (not packer.ready or (target and len(packer) < target)) and not self.exhausted:
+        while packer.wants(target) and not self.exhausted:
             self._read()
-        if not self.source.mapped and len(packer) < target + self.order.unit_size // 2:
+        if not self.source.mapped and packer.wants(target + self.order.unit_size // 2):
             self.read_ahead()
 
     # -- rows
@@ -155,12 +155,11 @@ class Feed:
         if self.tape is not None:
             return self._stretches(index, num)
         rows: list[Row] = []
-        packer, mapped, docs, pop = self.packer, self.source.mapped, self.packer.docs, self.documents.pop
+        packer, docs, pop = self.packer, self.packer.docs, self.documents.pop
         for i in range(index, index + num):
-            if not (self.full and mapped and packer.ready) or len(packer) < self.target:
-                self.refill()
-                if not packer.ready:
-                    break
+            self.refill()
+            if not packer.ready:
+                break
             before = packer.inserted  # a continuation inserts a BOS
             placements = packer.next_row()
             plain = not (self.restored or self.prefix or self.gone or packer.inserted > before)

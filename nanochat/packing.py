@@ -63,8 +63,6 @@ class Packer(Protocol):
     padded: int  # tokens of rows that no document fills
     left: int  # tokens of pieces that have left, of any piece at most what a row holds
 
-    def __len__(self) -> int: ...
-
     @property
     def docs(self) -> Mapping[Key, tuple[int, int, int]]: ...  # that wait
 
@@ -73,6 +71,8 @@ class Packer(Protocol):
 
     @property
     def pending(self) -> int: ...
+
+    def wants(self, target: int) -> bool: ...
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None: ...
 
@@ -112,9 +112,6 @@ class BestFit:
         self.bits = self.mirror = 0
         self.tokens = self.counted = 0  # of all waiting pieces; of any piece at most what a row holds
         self.row = self.inserted = self.repeated = self.cropped = self.padded = self.left = 0
-
-    def __len__(self) -> int:
-        return len(self.fillers)
 
     @property
     def docs(self) -> Mapping[Key, tuple[int, int, int]]:
@@ -202,14 +199,23 @@ class BestFit:
         """Tokens of the whole document that a piece (length, start) is of."""
         return start + length - 1 - min(self.overlap, start - 1) if start else length
 
+    def _first(self) -> Key:
+        """The piece that the next row starts with."""
+        first = next(iter(self.timed), None)
+        if first is None or (self.fillers and self.timed[first].place > self.left):
+            return next(iter(self.fillers))
+        return first
+
+    def wants(self, target: int) -> bool:
+        """Whether more documents should come before the next row is packed: until `target` fillers wait, or as many
+        tokens as `target` rows hold (of any piece at most what a row holds)."""
+        return not self.ready or (len(self.fillers) < target and self.counted < target * self.capacity)
+
     def next_row(self) -> list[Placement]:
         """The next row. The caller sees to it that `ready` holds."""
         placements: list[Placement] = []
         self.row += 1
-        first = next(iter(self.timed), None)
-        if first is None or (self.fillers and self.timed[first].place > self.left):
-            first = next(iter(self.fillers))
-        room = self._place(first, self.capacity, placements)
+        room = self._place(self._first(), self.capacity, placements)
         while room:
             room = self._place(self._filler(room), room, placements)
         return placements
@@ -269,6 +275,10 @@ class Binned(BestFit):
     def ready(self) -> bool:
         """Whether an entry waits."""
         return bool(self.fillers)
+
+    def wants(self, target: int) -> bool:
+        """Whether more entries should come before the next row is packed."""
+        return len(self.fillers) < max(1, target)
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
         """Add an entry. ValueError for one that is longer than a row."""

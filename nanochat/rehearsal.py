@@ -221,12 +221,10 @@ class Rehearsal(Feed):
                     return False
                 packer.advance(min(rows - packer.row, packer.num_ready))
             return True
-        target = self.config.buffer_size
         while packer.row < rows:
-            if not self.full or len(packer) < target or not packer.ready:
-                self.refill()
-                if not packer.ready:
-                    return False
+            self.refill()
+            if not packer.ready:
+                return False
             packer.next_row()
         return True
 

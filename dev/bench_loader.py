@@ -37,8 +37,8 @@ import torch
 from dev.bench_shards import B, T, V, bench_shards, steps
 from dev.measure import anonymous_mb
 from nanochat.common import quiet_gc, read_json, run_main, write_json
-from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_files
 from nanochat.order import StreamConfig, block
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Cursor, Stream

@@ -37,7 +37,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from nanochat.common import hash_json, run_main
-from nanochat.data_files import BUCKET
+from nanochat.dataset import BUCKET
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import BestFit, Placement
 from nanochat.sources import ParquetSource, fingerprint, scan

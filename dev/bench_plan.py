@@ -29,7 +29,7 @@ import numpy as np
 from dev.measure import fastest_tenth
 from nanochat import plan
 from nanochat.common import quiet_gc, run_main, write_json
-from nanochat.data_files import find_files
+from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig
 from nanochat.rehearsal import Rehearsal, Task, open_rehearsals, packed_up, unit_totals
 from nanochat.shard_source import ShardSource

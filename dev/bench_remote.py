@@ -40,8 +40,8 @@ import numpy as np
 from nanochat import places
 from nanochat.block_cache import CACHE_BYTES, GAP_BYTES, BlockCache, RemoteReader, shared_cache
 from nanochat.common import run_main
-from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_files
 from nanochat.indexed import dtype_code, index_parts
 from nanochat.order import StreamConfig
 from nanochat.remote import PART_BYTES, near_runs, traffic

@@ -24,8 +24,8 @@ import torch
 
 from dev.measure import anonymous_mb, fastest_tenth
 from nanochat.common import quiet_gc
-from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
 from nanochat.shard_source import ShardSource
 from nanochat.shards import HEADER, MAGIC, VERSION

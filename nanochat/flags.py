@@ -7,8 +7,7 @@ Whether a flag may change when a run goes on stands in the table of `settings.py
 from argparse import ArgumentParser
 
 from nanochat.attention import MODES
-from nanochat.data_files import FORMATS
-from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dataset import DEFAULT_DATASET, FORMATS
 from nanochat.order import LAYOUTS
 from nanochat.sample_data import DEFAULT_SPLIT, ORDERS
 

@@ -16,8 +16,8 @@ import torch
 
 from nanochat.common import print0
 from nanochat.curriculum import Curriculum, load
-from nanochat.data_files import data_folder
 from nanochat.dataloader import Layout, default_leaves
+from nanochat.dataset import data_folder
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import default_lanes
 from nanochat.packing import VERSION

@@ -29,11 +29,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from nanochat.dataset import give_back_freed, open_parquet
-from nanochat.jsonl import read_jsonl
+from nanochat.dataset import open_parquet, read_batches, read_jsonl
 from nanochat.pairs import WRITERS
 from nanochat.shards import record_groups
 
@@ -141,26 +138,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
     with open_parquet(path) as file:
         size, row = path.stat().st_size, 0
         for group in range(file.num_row_groups):
-            taken = 0
-            for column in _columns(file, group):
-                row, taken = row + len(column), taken + column.nbytes
+            for column in read_batches(file, group, path, batch_size=READ_DOCUMENTS):
+                row += len(column)
                 position = size * row // file.metadata.num_rows
                 for text in column.to_pylist():
                     yield text, position
-            give_back_freed(taken)
-
-
-def _columns(file: pq.ParquetFile, group: int) -> Iterator[pa.Array]:
-    """The texts of a row group, piece by piece, checked."""
-    try:
-        for batch in file.iter_batches(READ_DOCUMENTS, row_groups=[group], columns=["text"], use_threads=False):
-            column = batch.column(0)
-            column.validate(full=True)
-            if column.null_count:
-                raise ValueError(f"{column.null_count} null(s) in `text`; drop those rows or fill them")
-            yield column
-    except (pa.ArrowException, ValueError, OSError) as e:
-        raise ValueError(f"row group {group} cannot be read: {e}") from e
 
 
 def _read_jsonl(path: Path, skipped: Skipped, *, strict: bool) -> Iterator[tuple[str, int]]:

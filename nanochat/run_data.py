@@ -15,7 +15,7 @@ from typing import Any
 
 from nanochat.common import get_base_dir, read_json, write_json
 from nanochat.curriculum import Curriculum
-from nanochat.data_files import split_train_val
+from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.places import begin, etag_of, fetch, place
 from nanochat.remote import is_remote
@@ -23,7 +23,7 @@ from nanochat.run_dir import read_config
 from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
 from nanochat.sample_stream import Config
 from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, scan
+from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, check_format, scan
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"
@@ -57,6 +57,8 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
                 manifests[split][bucket] = check(manifest, roots[split], strict=strict)
     if not old or (curriculum is not None and set(curriculum.buckets) - set(old["train"])):
         files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=curriculum is not None)
+        for split, buckets_of in files.items():
+            check_format(roots[split], [file for some in buckets_of.values() for file in some], data_format)
         if curriculum is not None:
             curriculum.check_buckets(files["train"])
             files["train"] = {bucket: files["train"][bucket] for bucket in curriculum.buckets}

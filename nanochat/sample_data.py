@@ -28,14 +28,14 @@ import numpy as np
 
 from nanochat.blend import BlendedDataset, BlendedMegatronDatasetBuilder, Mixture
 from nanochat.common import hash_json
-from nanochat.data_files import data_folder, find_files, split_train_val
+from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.indexed import Index
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, split_matrix
 from nanochat.places import place
 from nanochat.readers import is_mapped
 from nanochat.shard_source import ShardSource
 from nanochat.shards import GROUP_ENTRIES
-from nanochat.sources import Manifest, Source, Tokenizer, scan
+from nanochat.sources import Manifest, Source, Tokenizer, check_format, scan
 
 ORDERS = ("lanes", "megatron")
 DEFAULT_SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has data of its own
@@ -138,16 +138,19 @@ def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
     parts, root = training_part(split), place(data_path)
     folder = root / "train" if (root / "train").is_dir() else root
     pairs: dict[str, Manifest] = {}
-    for file in find_files(folder, "megatron"):
+    files = find_files(folder, "megatron")
+    check_format(folder, files, "megatron")
+    for file in files:
         name = file.relative_to(data_folder(folder)).as_posix().removesuffix(".bin")
         if name in pairs:
             raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
         pairs[name] = scan(root, [file])
     found = {"train": _documents(pairs, parts[0])}
     if has_own_val(data_path, val_path):
-        files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
+        val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
         where = root if val_path is None else place(val_path)
-        return {**found, "val": {bucket: scan(where, some) for bucket, some in files.items()}}
+        check_format(where, [file for some in val_files.values() for file in some], "megatron")
+        return {**found, "val": {bucket: scan(where, some) for bucket, some in val_files.items()}}
     val = {name: manifest for name, manifest in _documents(pairs, parts[1]).items()
            if manifest["documents"][0] < manifest["documents"][1]}
     if not val:

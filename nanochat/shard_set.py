@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import hash_json, read_json, write_bytes
-from nanochat.data_files import FORMATS
+from nanochat.dataset import FORMATS
 from nanochat.places import etag_of, place
 from nanochat.pretokenize import Tokenizer, Windows
 from nanochat.shards import MANIFEST_NAME, new_manifest

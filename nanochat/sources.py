@@ -21,29 +21,22 @@ lay: another store gives the same bytes another one.
 jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
 """
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from tqdm import tqdm
 
-from nanochat.common import atomic_open, get_base_dir, hash_bytes, hash_json, read_json, write_json
-from nanochat.data_files import data_folder, find_files
-from nanochat.dataset import give_back_freed
-from nanochat.jsonl import read_jsonl
+from nanochat.common import hash_bytes, hash_json
+from nanochat.dataset import as_parquet, data_folder, find_files, open_parquet, read_batches, read_footer
+from nanochat.pairs import pair_format
 from nanochat.pairs import scan_file as scan_pair
-from nanochat.places import etag_of, fetch, local, place
+from nanochat.places import etag_of, fetch, place
 from nanochat.remote import is_remote
 
-log = logging.getLogger(__name__)
-
-GROUP_DOCUMENTS = 1024  # documents in a row group of what we write
 SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
 Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
 
@@ -77,59 +70,27 @@ class Source(Protocol):
 
 # ---- manifests ------------------------------------------------------------------------------------------------------
 
-def read_footer(path: Path) -> tuple[pq.FileMetaData, bytes]:
-    """A parquet file's metadata and its raw footer. ValueError names the file when it is not readable parquet with a
-    `text` column and at least one document, FileNotFoundError when it is not there."""
-    size = 0
-    try:
-        with path.open("rb") as f:
-            size = f.seek(0, 2)
-            f.seek(max(0, size - 8))
-            tail = f.read(8)
-            f.seek(max(0, size - 8 - int.from_bytes(tail[:4], "little")))
-            footer = f.read()
-            metadata = pq.read_metadata(f if is_remote(path) else path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run (--model-tag)") from None
-    except (pa.ArrowInvalid, OSError) as e:
-        _raise_of_store(path, e)
-        raise ValueError(f"{path}: not a whole parquet file ({size:,} bytes; {e}); delete it and fetch or make it again"
-                         ) from e
-    schema = metadata.schema.to_arrow_schema()
-    if "text" not in schema.names:
-        raise ValueError(f"{path}: no `text` column, it has {schema.names}; rename the column that holds the documents")
-    if not (pa.types.is_string(schema.field("text").type) or pa.types.is_large_string(schema.field("text").type)):
-        raise ValueError(f"{path}: column `text` has type {schema.field('text').type}, expected string")
-    if metadata.num_rows == 0:
-        raise ValueError(f"{path}: an empty parquet file (0 rows); delete it")
-    return metadata, footer
-
-
-def _raise_of_store(path: Path, e: Exception) -> None:
-    """What a store said (it names the object) is told as it is: the file is not to blame."""
-    if is_remote(path) and str(e).startswith(str(path)):
-        raise e
-
-
 def _scan_file(path: Path, name: str) -> dict[str, Any]:
     if path.suffix == ".bin":
         return scan_pair(path, name)
-    metadata, footer = read_footer(path)
-    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # a struct before it has several
-    column = leaves.index("text")
-    counts = []
-    for g in range(metadata.num_row_groups):
-        group = metadata.row_group(g)
-        statistics = group.column(column).statistics
-        if statistics is not None and statistics.has_null_count and statistics.null_count:
-            raise ValueError(_null_error(path, g, statistics.null_count))
-        counts.append(group.num_rows)
+    footer, counts = read_footer(path)
     return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts, **etag_of(path)}
 
 
-def _null_error(path: Path | str, group: int, count: int) -> str:
-    return (f"{path}: {count} null(s) in column `text` of row group {group}; drop those rows (python -m "
-            f"dev.repackage_data_reference does) or fill them")
+def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
+    """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture were meant nobody can
+    tell, and to leave one kind out would make the data silently less, so that is a ValueError too."""
+    pairs = [f for f in files if f.suffix == ".bin"]
+    fetch(f.with_suffix(".idx") for f in pairs)
+    formats = {f: pair_format(f) or data_format for f in pairs}  # what is unknown is told when it is opened
+    others = [f for f in pairs if formats[f] != data_format]
+    if not others:
+        return
+    if len(others) < len(pairs):
+        one, other = min(f for f in pairs if f not in others), min(others)
+        raise ValueError(f"{root}: it mixes {data_format} ({one.name}) with {formats[other]} ({other.name}); move one"
+                         f" kind elsewhere, or turn it into the other (python -m scripts.convert_shards)")
+    raise ValueError(f"{others[0]}: this pair is of --data-format {formats[others[0]]}, not {data_format}")
 
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
@@ -182,64 +143,6 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
                 raise ValueError(f"{path}: changed since this run began ({what}: {old.get(what)} then, {new.get(what)} "
                                  f"now); bring the old file back, or start a new run (--model-tag)")
     return {**manifest, "root": here, "files": now}
-
-
-# ---- jsonl ----------------------------------------------------------------------------------------------------------
-
-def as_parquet(path: Path, *, strict: bool = False) -> Path:
-    """`path` itself, or the cached parquet made of a .jsonl or .jsonl.gz file (converted once for its size and time of
-    change). Broken lines are counted and reported with their numbers; with `strict` the first is a ValueError."""
-    if path.name.endswith((".parquet", ".bin")) or not path.exists():
-        return path
-    path = local(path)
-    stat = path.stat()
-    key = hash_json([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
-    folder = get_base_dir() / "converted" / key
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    target, report = folder / f"{stem}.parquet", folder / "report.json"
-    if not (target.exists() and report.exists()):
-        bad = _convert(path, target, strict=strict)
-        write_json(report, {"source": str(path), "skipped": bad})
-        for number, why in bad[:10]:
-            log.warning("%s: line %d skipped: %s", path, number, why)
-        if bad:
-            log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, len(bad), report)
-    bad = read_json(report)["skipped"]
-    if bad and strict:
-        raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; mend it, or leave out --strict to skip such lines")
-    return target
-
-
-def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]:
-    bad: list[tuple[int, str]] = []
-    schema = pa.schema([("text", pa.string())])
-    with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
-        texts: list[str] = []
-        num_documents = 0
-        for text in _jsonl_texts(path, bad, strict=strict):
-            num_documents += 1
-            texts.append(text)
-            if len(texts) == GROUP_DOCUMENTS:
-                writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
-                texts = []
-        if texts:
-            writer.write_table(pa.table({"text": texts}, schema=schema), row_group_size=GROUP_DOCUMENTS)
-        if not num_documents:
-            why = f", line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete it or make it again")
-    return bad
-
-
-def _jsonl_texts(path: Path, bad: list[tuple[int, str]], *, strict: bool) -> Iterator[str]:
-    try:
-        for line in tqdm(read_jsonl(path, strict=strict), desc=f"converting {path.name}", unit=" lines", disable=None):
-            if line.text is None:
-                bad.append((line.number, line.problem))
-            else:
-                yield line.text
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
 
 
 # ---- parquet --------------------------------------------------------------------------------------------------------
@@ -312,47 +215,30 @@ class ParquetSource:
         """Read a group from its beginning, as far as needed, unit by unit."""
         file, number = self._place(group)
         path = self._paths[file]
-        found, taken = None, 0
-        try:
-            with pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False) as f:
-                batches = f.iter_batches(batch_size=unit_size, row_groups=[number], columns=["text"], use_threads=False)
-                for index, batch in enumerate(batches):
-                    taken += batch.nbytes
-                    if self.small or index == unit or index in keep:
-                        data, offsets = _texts_of(batch.column(0), path, number)
-                        if index == unit:
-                            found = (data.to_pybytes(), offsets)
-                        if self.small or index != unit:
-                            kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
-                            with self._lock:
-                                self._kept[(group, index, unit_size)] = kept
-                    if not self.small and index >= max(unit, *keep, 0):
-                        break
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, start again") from None
-        except (pa.ArrowException, OSError) as e:
-            _raise_of_store(path, e)
-            raise ValueError(f"{path}: row group {number} cannot be read ({e}); fetch the file again (python -m "
-                             f"nanochat.dataset --verify checks all)") from e
+        found = None
+        with open_parquet(path) as f:
+            for index, column in enumerate(read_batches(f, number, path, batch_size=unit_size)):
+                if self.small or index == unit or index in keep:
+                    data, offsets = _texts_of(column)
+                    if index == unit:
+                        found = (data.to_pybytes(), offsets)
+                    if self.small or index != unit:
+                        kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
+                        with self._lock:
+                            self._kept[(group, index, unit_size)] = kept
+                if not self.small and index >= max(unit, *keep, 0):
+                    break
         if found is None:
             raise ValueError(f"{path}: row group {number} has no documents from {unit * unit_size:,} on; the file "
                              f"changed since the run began")
         with self._lock:
             self.decoded += 1
             self._locks.pop(group, None)
-        give_back_freed(taken)
         return found
 
 
-def _texts_of(column: pa.Array, path: Path, group: int) -> tuple[pa.Buffer, np.ndarray]:
-    """The bytes of a string column, which are UTF-8, and (n + 1) offsets into them."""
-    if column.null_count:
-        raise ValueError(_null_error(path, group, column.null_count))
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid as e:
-        raise ValueError(f"{path}: a document of row group {group} is not UTF-8 ({e}); drop it, or write the data "
-                         f"again with python -m dev.repackage_data_reference") from e
+def _texts_of(column: pa.Array) -> tuple[pa.Buffer, np.ndarray]:
+    """The bytes of a string column and (n + 1) offsets into them."""
     wide = pa.types.is_large_string(column.type)
     offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
     offsets = offsets[column.offset:column.offset + len(column) + 1]

@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, read_json, run_main, write_bytes
 from nanochat.convert import back_to_gpts, back_to_megatron, checksums, to_gpts, to_megatron
-from nanochat.data_files import data_folder, find_files
+from nanochat.dataset import data_folder, find_files
 from nanochat.indexed import Documents
 from nanochat.pairs import open_entries, scan_file
 from nanochat.places import here
 from nanochat.shards import MANIFEST_NAME, Index, ends_follow, new_manifest, read_manifest
+from nanochat.sources import check_format
 
 FORMAT, VERSION = "nanochat-conversion", 1
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of what is made
@@ -164,7 +165,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
         raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")
-    files = find_files(args.input, next(f for f in TARGETS.values() if f != TARGETS[args.to]))
+    data_format = next(f for f in TARGETS.values() if f != TARGETS[args.to])
+    files = find_files(args.input, data_format)
+    check_format(folder, files, data_format)
     copy_tokenizer(folder, out)
     folders: dict[Path, dict[str, dict[str, Any]]] = {}
     with tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, disable=None) as bar:

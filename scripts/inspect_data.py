@@ -34,9 +34,8 @@ from tqdm import tqdm
 from nanochat import sample_stream
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
-from nanochat.data_files import FORMATS, split_train_val
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dataset import DEFAULT_DATASET, FORMATS, split_train_val
 from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.rows import copy_rows
@@ -44,7 +43,7 @@ from nanochat.run_data import open_run, open_source
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
 from nanochat.sample_data import ORDERS, SampleConfig, check_order, find_prefixes, parse_weights, settle_split
 from nanochat.sample_stream import AnyRow, Config, SampleRow, SampleStream
-from nanochat.sources import Source, scan
+from nanochat.sources import Source, check_format, scan
 from nanochat.stream import LEDGER, Cursor, Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -196,8 +195,9 @@ def open_flags(flags: dict[str, Any]) -> Opened:
     config = StreamConfig(V=lanes, curriculum=mix, **fields)
     tokenizer = find_tokenizer(flags.get("tokenizer"), flags.get("data_path", DEFAULT_DATASET.data_dir))
     path = flags.get("data_path", DEFAULT_DATASET.data_dir)
-    files = split_train_val(path, flags.get("val_path"), data_format=flags.get("data_format", "text"),
-                            by_bucket=mix is not None)["train"]
+    data_format = flags.get("data_format", "text")
+    files = split_train_val(path, flags.get("val_path"), data_format=data_format, by_bucket=mix is not None)["train"]
+    check_format(path, [file for found in files.values() for file in found], data_format)
     sources = {bucket: open_source(scan(path, found), tokenizer, as_stored=not config.framed)
                for bucket, found in files.items()}
     return Opened(config, sources, tokenizer, rows)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging
-from nanochat.dataset import list_parquet_files, open_parquet, read_texts
+from nanochat.dataset import FORMATS, read_texts, split_train_val
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
 PEERS = ("gpt2", "cl100k_base")
@@ -59,15 +59,13 @@ SAMPLES = {
 }
 
 
-def first_texts(paths: list[str], max_chars: int) -> Iterator[str]:
-    """The first documents of some parquet files, until they have `max_chars` characters."""
-    for path in paths:
-        with open_parquet(path) as file:
-            for text in itertools.chain.from_iterable(read_texts(file, i, path) for i in range(file.num_row_groups)):
-                if max_chars <= 0:
-                    return
-                yield text
-                max_chars -= len(text)
+def first_texts(paths: list[Path], max_chars: int) -> Iterator[str]:
+    """The first documents of some files, until they have `max_chars` characters."""
+    for text in itertools.chain.from_iterable(map(read_texts, paths)):
+        if max_chars <= 0:
+            return
+        yield text
+        max_chars -= len(text)
 
 
 def load_peers() -> dict[str, RustBPETokenizer]:
@@ -111,17 +109,17 @@ def print_table(rows: list[list[str]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
     parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one tok_train writes)")
-    parser.add_argument("--data-path", type=Path, help="folder of parquet files to measure on as well")
+    parser.add_argument("--data-path", help=f"folder or file of text to measure on: {', '.join(FORMATS['text'])}")
+    parser.add_argument("--val-path", help="validation files (default: the last file below --data-path)")
     parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of train and of val")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer_dir)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
-        paths = list_parquet_files(args.data_path)
-        for split, files in (("train", paths[:-1]), ("val", paths[-1:])):
-            if texts := list(first_texts(files, args.max_chars)):
-                samples[split] = texts
+        for split, buckets in split_train_val(args.data_path, args.val_path).items():
+            files = [file for found in buckets.values() for file in found]
+            samples[split] = list(first_texts(files, args.max_chars))
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
             raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; train again")

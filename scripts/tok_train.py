@@ -3,6 +3,7 @@ Train the tokenizer on the training split.
 
     python -m scripts.tok_train                              # nanochat's defaults: 2 B characters, 32,768 tokens
     python -m scripts.tok_train --data-path DIR --output-dir DIR --vocab-size 8192
+    python -m scripts.tok_train --data-path my.jsonl.gz --val-path held_out.jsonl
 
     files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars is reached
 
@@ -22,17 +23,29 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat.common import Parser, get_base_dir, run_main, setup_logging
-from nanochat.dataset import DEFAULT_DATASET, list_parquet_files, open_parquet, read_texts
-from nanochat.places import here, place
+from nanochat.dataset import (
+    BUCKET,
+    DEFAULT_DATASET,
+    FORMATS,
+    data_folder,
+    read_texts,
+    split_train_val,
+)
+from nanochat.places import here
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Train a BPE tokenizer on the training split")
-    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="stop reading after this many characters")
-    parser.add_argument("--doc-cap", type=int, default=10_000, help="use at most this many characters of a document")
-    parser.add_argument("--vocab-size", type=int, default=32_768, help="number of tokens, special tokens included")
-    parser.add_argument("--data-path", type=Path, help=f"folder of parquet files (default: {DEFAULT_DATASET.name})")
+    parser.add_argument("--max-chars", type=int, default=2_000_000_000,
+                        help="stop reading after this many characters")
+    parser.add_argument("--doc-cap", type=int, default=10_000,
+                        help="use at most this many characters of a document")
+    parser.add_argument("--vocab-size", type=int, default=32_768,
+                        help="number of tokens, special tokens included")
+    parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
+                        f"(default: the {DEFAULT_DATASET.name} download)")
+    parser.add_argument("--val-path", help="validation files, which are not trained on (default: the last file)")
     parser.add_argument("--output-dir", type=Path, help="where to write (default: tokenizer in the base directory)")
     parser.add_argument("--force", action="store_true",
                         help="train even if this tokenizer exists, and overwrite one that runs were trained with")
@@ -43,64 +56,41 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def list_train_files(data_path: Path) -> list[dict[str, Any]]:
-    """The files of the training split (all but the last) in reading order: {"name": relative path, "bytes": size}."""
-    paths = list(map(place, list_parquet_files(data_path)))
-    if len(paths) < 2:
-        raise ValueError(f"--data-path: {paths[0]} is the only file there, expected at least 2 (the last one is "
-                         f"validation and is not trained on); add one")
-    return [{"name": path.relative_to(data_path).as_posix(), "bytes": path.stat().st_size} for path in paths[:-1]]
+def list_train_files(data_path: Path | str, val_path: Path | str | None = None) -> list[dict[str, Any]]:
+    """The files of the training split in reading order: {"name": relative path, "bytes": size}."""
+    folder = data_folder(data_path)
+    paths = split_train_val(data_path, val_path)["train"][BUCKET]
+    return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size} for path in paths]
 
 
-class Corpus:
-    """Iterates over the documents to train on, once, and remembers which files it had to open for that."""
-
-    def __init__(self, data_path: Path, files: list[dict[str, Any]], *, max_chars: int, doc_cap: int):
-        self.data_path, self.files = data_path, files
-        self.max_chars, self.doc_cap = max_chars, doc_cap
-        self.files_read: list[dict[str, Any]] = []
-        self.characters = 0
-
-    def __iter__(self) -> Iterator[str]:
-        with tqdm(total=self.max_chars, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
-            for file in self.files:
-                self.files_read.append(file)
-                for text in self._documents(str(self.data_path / file["name"])):
-                    self.characters += len(text)
-                    bar.update(len(text))
-                    yield text
-                    if self.characters >= self.max_chars:
-                        return
-
-    def _documents(self, path: str) -> Iterator[str]:
-        with open_parquet(path) as file:
-            for group in range(file.num_row_groups):
-                for text in read_texts(file, group, path):
-                    yield text[:self.doc_cap]
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether the files ended before max_chars was reached."""
-        return self.characters < self.max_chars
+def read_corpus(folder: Path, files: list[dict[str, Any]], opened: list[dict[str, Any]], *,
+                max_chars: int, doc_cap: int) -> Iterator[str]:
+    """The documents to train on. Which files it had to open for them is kept in `opened`."""
+    characters = 0
+    with tqdm(total=max_chars, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
+        for file in files:
+            opened.append(file)
+            for text in read_texts(folder / file["name"]):
+                text = text[:doc_cap]
+                characters += len(text)
+                bar.update(len(text))
+                yield text
+                if characters >= max_chars:
+                    return
 
 
-def is_made_from(training: dict[str, Any], arguments: dict[str, int], files: list[dict[str, Any]]) -> bool:
-    """Whether training again with these arguments, on the files there are now, would read the same text (going by
-    names and sizes): shards that arrived since do not matter unless the text had run out."""
-    if training.get("arguments") != arguments:
-        return False
-    read = training["files"]
-    return files == read if training["exhausted"] else files[:len(read)] == read
-
-
-def find_existing(output_dir: Path, arguments: dict[str, int],
-                  files: list[dict[str, Any]]) -> RustBPETokenizer | None:
-    """The tokenizer in `output_dir` if it is the one that would be trained. None where there is none or a damaged or
-    another one; ValueError where runs were trained with another one, before any time is spent."""
+def find_existing(output_dir: Path, arguments: dict[str, int], files: list[dict[str, Any]]
+                  ) -> RustBPETokenizer | None:
+    """The tokenizer in `output_dir` if training again would read the same text (going by names and sizes) with the same
+    arguments; shards that arrived since do not matter unless the text had run out. None where there is none or a
+    damaged or another one; ValueError where runs were trained with another one, before any time is spent."""
     description = read_description(output_dir)
     if description is None:
         return None
-    if not is_made_from(description["training"], arguments, files):
+    training = description["training"]
+    read = training.get("files", [])
+    same_files = files == read if training.get("exhausted") else files[:len(read)] == read
+    if training.get("arguments") != arguments or not same_files:
         refuse_if_in_use(output_dir)
         return None
     try:
@@ -110,15 +100,17 @@ def find_existing(output_dir: Path, arguments: dict[str, int],
         return None
 
 
-def train(data_path: Path, files: list[dict[str, Any]], arguments: dict[str, int]) -> RustBPETokenizer:
+def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, int]) -> RustBPETokenizer:
     """Train on the first files; what was read is kept in `.training`."""
-    corpus = Corpus(data_path, files, max_chars=arguments["max_chars"], doc_cap=arguments["doc_cap"])
+    opened: list[dict[str, Any]] = []
     start = time.monotonic()
+    corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"], doc_cap=arguments["doc_cap"])
     tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
-    tokenizer.training |= {"arguments": arguments, "files": corpus.files_read, "exhausted": corpus.exhausted}
+    exhausted = tokenizer.training["characters"] < arguments["max_chars"]
+    tokenizer.training |= {"arguments": arguments, "files": opened, "exhausted": exhausted}
     print(f"trained in {time.monotonic() - start:.1f} s on {tokenizer.training['documents']:,} documents with "
-          f"{tokenizer.training['characters']:,} characters from {len(corpus.files_read)} of {len(files)} files:")
-    for file in corpus.files_read:
+          f"{tokenizer.training['characters']:,} characters from {len(opened)} of {len(files)} files:")
+    for file in opened:
         print(f"  {file['name']}  {file['bytes']:,} bytes")
     return tokenizer
 
@@ -127,17 +119,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
-    data_path = place(args.data_path or DEFAULT_DATASET.data_dir)
+    data_path = args.data_path or DEFAULT_DATASET.data_dir
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap, "vocab_size": args.vocab_size}
-    files = list_train_files(data_path)
+    files = list_train_files(data_path, args.val_path)
     existing = None if args.force else find_existing(output_dir, arguments, files)
     if existing is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files "
               f"({existing.get_vocab_size():,} tokens, fingerprint {existing.fingerprint})")
         return 0
     print(f"training {args.vocab_size:,} tokens on {data_path}")
-    tokenizer = train(data_path, files, arguments)
+    tokenizer = train(data_folder(data_path), files, arguments)
     tokenizer.save(output_dir, force=args.force)
     print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
     return 0

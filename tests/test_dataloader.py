@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nanochat.dataloader as module
-from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves
+from nanochat.dataset import find_files
 from nanochat.order import StreamConfig, block, permutation
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter

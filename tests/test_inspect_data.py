@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.data_files import BUCKET, split_train_val
 from nanochat.dataloader import OFF, DataLoader
+from nanochat.dataset import BUCKET, split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_data import find_data, open_run, pin_data
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config

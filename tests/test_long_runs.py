@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
-from nanochat.data_files import BUCKET
+from nanochat.dataset import BUCKET
 from nanochat.lifecycle import StopWatch, liveness, read_state
 from nanochat.run_dir import iter_log, read_log
 from nanochat.stream import ledger

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from nanochat import readers
-from nanochat.data_files import find_files, split_train_val
 from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_files, split_train_val
 from nanochat.indexed import HEADER, IndexedDatasetBuilder
 from nanochat.order import StreamConfig
 from nanochat.plan import make_plan
 from nanochat.run_data import find_data, open_data
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
-from nanochat.sources import scan
+from nanochat.sources import check_format, scan
 from tests.toy import BOS, ByteTokenizer, json_copy, load_steps
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -223,13 +223,13 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
 @pytest.mark.parametrize("make, path, data_format, message", [
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "megatron", r"mixes megatron \(a\.bin\) with shards \(b"),
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards", r"mixes shards \(b\.bin\) with megatron \(a\."),
-    (lambda p: tiny(p / "a"), "", "shards", r"no \.bin file below it; there are files of --data-format megatron"),
-    (lambda p: tiny(p / "a", "shards"), "", "megatron", "there are files of --data-format shards"),
-    (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format megatron"),
-    (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.idx: this pair is of --data-format shards, not megatron"),
-    (lambda p: tiny(p / "a"), "a", "text", r"a: the path of a pair of token files.*take --data-format megatron"),
+    (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
+    (lambda p: tiny(p / "a", "shards"), "", "megatron", "this pair is of --data-format shards"),
+    (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
+    (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
+    (lambda p: tiny(p / "a"), "a", "text", r"a: the path of a pair of token files.*take --data-format shards or megatron"),
     (lambda p: tiny(p / "a"), "a,{}/c", "megatron", r"c: neither c\.bin nor c\.idx is there; --data-path takes"),
-    (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron", r"a\.bin: no such file"),
+    (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron", r"a\.bin: not there, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
 ])
@@ -237,4 +237,6 @@ def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, mess
     make(tmp_path)
     name = str(tmp_path / path.format(tmp_path)) if path else tmp_path
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        scan(name, find_files(name, data_format))
+        files = find_files(name, data_format)
+        check_format(name, files, data_format)
+        scan(name, files)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.data_files import find_files
 from nanochat.dataloader import DataLoader, Dry
+from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig
 from nanochat.plan import ENDLESS, Plan, make_plan, plan_key
 from nanochat.rehearsal import Rehearsal, SampledLengths, Task, Totals, open_rehearsals, share_totals, unit_totals

@@ -15,7 +15,7 @@ from nanochat import feed as feed_module
 from nanochat import shard_source
 from nanochat import stream as stream_module
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.data_files import find_files
+from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, words
 from nanochat.rows import Tape, TapeRow, copy_rows, to_document, to_key
 from nanochat.shard_source import ShardSource

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.data_files import find_files
 from nanochat.dataloader import Dry
+from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
 from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.data_files import find_files
 from nanochat.dataloader import Dry
+from nanochat.dataset import find_files
 from nanochat.mixing import Mixer
 from nanochat.order import StreamConfig, block
 from nanochat.shard_source import ShardSource

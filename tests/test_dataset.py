@@ -1,13 +1,8 @@
-"""The downloader against a real HTTP server on this machine that misbehaves on request, and listing and reading."""
+"""Which files are data, what a readable text file is, and how jsonl becomes one."""
 
+import gzip
 import io
-import itertools
-import re
-import subprocess
-import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import logging
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,18 +10,20 @@ import pytest
 
 from nanochat import dataset
 from nanochat.dataset import (
-    Dataset,
-    download,
-    download_single_file,
-    index_to_filename,
+    as_parquet,
+    find_files,
     list_parquet_files,
-    make_downloader,
+    open_parquet,
     parquets_iter_batched,
-    verify,
+    read_batches,
+    read_texts,
 )
+from tests.toy import write_jsonl
 
-LAST = 3
-TINY = Dataset("tiny", "http://unused.invalid", LAST)
+
+@pytest.fixture(autouse=True)
+def base_dir(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
 
 
 def parquet_bytes(seed, rows=300, group_size=100, **columns):
@@ -37,327 +34,6 @@ def parquet_bytes(seed, rows=300, group_size=100, **columns):
     return sink.getvalue()
 
 
-class Server(ThreadingHTTPServer):
-    """Serves `files` {name: bytes}; `script` {name: [behaviour, ...]} is used up one behaviour a request."""
-
-    daemon_threads = True
-
-    def __init__(self, files):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.script, self.requests, self.stalled = files, {}, [], threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}/base"
-
-    def handle_error(self, request, client_address):
-        pass  # connections dropped on purpose
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        name = self.path.rsplit("/", 1)[-1]
-        plan = self.server.script.get(name, [])
-        do = plan.pop(0) if plan else {}
-        self.server.requests.append((name, dict(self.headers), time.monotonic(), do))
-        if name not in self.server.files and "status" not in do:
-            do = {"status": 404}
-        if "status" in do or "redirect" in do:
-            self.send_response(302 if "redirect" in do else do["status"])
-            if "redirect" in do:
-                self.send_header("Location", do["redirect"])
-            if "retry_after" in do:
-                self.send_header("Retry-After", str(do["retry_after"]))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_object(self.server.files[name], do)
-
-    def send_object(self, body, do):
-        etag = f'"{hash(body)}"'
-        start, asked = 0, re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        fresh = self.headers.get("If-Range", etag) == etag or "splice" in do
-        if asked and fresh and "ignore_range" not in do:
-            start = int(asked[1])
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        else:
-            self.send_response(200)
-        if "no_etag" not in do:
-            self.send_header("ETag", etag)
-        rest = body[start:]
-        if "chunked" not in do:
-            self.send_header("Content-Length", str(do.get("length", len(rest))))
-        self.end_headers()
-        self.wfile.write(rest[:do.get("drop_after", len(rest))])
-        self.wfile.flush()
-        if "stall" in do:
-            self.server.stalled.wait(30)
-        self.close_connection = True
-
-
-@pytest.fixture
-def server():
-    s = Server({index_to_filename(i): parquet_bytes(i) for i in range(LAST + 1)})
-    threading.Thread(target=s.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield s
-    s.shutdown()
-    s.server_close()
-
-
-@pytest.fixture(autouse=True)
-def clean_env(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    monkeypatch.setitem(dataset.DATASETS, "tiny", TINY)
-
-
-def job_for(server, data_dir=None, backoff_s=0.001):
-    return make_downloader(TINY, base_url=server.url, data_dir=data_dir, backoff_s=backoff_s)
-
-
-def on_disk(path):
-    return sorted(p.name for p in path.iterdir() if not p.name.startswith(".") and p.name != "dataset.json")
-
-
-def asked_for(server, index):
-    return [r for r in server.requests if r[0] == index_to_filename(index)]
-
-
-def run(server, *args):
-    return dataset.main(["--dataset", "tiny", "--base-url", server.url, "--backoff", "0.001", *args])
-
-
-# ---- the usual way --------------------------------------------------------------------------------------------------
-
-def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(server, capsys):
-    run(server, "-n", "2", "-w", "3")
-    assert on_disk(TINY.data_dir) == ["shard_00000.parquet", "shard_00001.parquet", "shard_00003.parquet"]
-    assert all((TINY.data_dir / n).read_bytes() == server.files[n] for n in on_disk(TINY.data_dir))
-    assert capsys.readouterr().err == ""  # no bar where stderr is no terminal
-
-
-def test_all_shards_come_with_minus_one_and_what_is_here_is_not_asked_for_again(server):
-    run(server, "-n", "1")
-    before = len(server.requests)
-    run(server, "-n", "-1")
-    assert len(on_disk(TINY.data_dir)) == LAST + 1
-    assert sorted(r[0] for r in server.requests[before:]) == ["shard_00001.parquet", "shard_00002.parquet"]
-
-
-def test_single_file_returns_true_when_here_and_false_with_a_reason_when_not(server, tmp_path, caplog):
-    how = {"dataset": TINY, "base_url": server.url, "data_dir": tmp_path / "d", "backoff_s": 0.001}
-    assert download_single_file(1, **how) is True
-    assert download_single_file(77, **how) is False
-    assert "shard_00077.parquet" in caplog.text and "404" in caplog.text
-    assert [n for n in on_disk(tmp_path / "d") if n.endswith(".parquet")] == ["shard_00001.parquet"]
-
-
-# ---- a server that misbehaves ---------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_a_busy_server_is_asked_again_until_it_answers(server, status):
-    server.script[index_to_filename(0)] = [{"status": status}, {"status": status}]
-    assert download(job_for(server), [0], num_workers=1) == {}
-    assert len(asked_for(server, 0)) == 3
-
-
-def test_retry_after_is_honoured(server):
-    server.script[index_to_filename(0)] = [{"status": 429, "retry_after": 1}]
-    assert download(job_for(server), [0], num_workers=1) == {}
-    first, second = asked_for(server, 0)
-    assert second[2] - first[2] >= 0.95
-
-
-def test_pauses_between_attempts_double(server):
-    server.script[index_to_filename(0)] = [{"drop_after": 0}] * 3
-    assert download(job_for(server, backoff_s=0.05), [0], num_workers=1) == {}
-    times = [r[2] for r in asked_for(server, 0)]
-    pauses = [b - a for a, b in itertools.pairwise(times)]
-    assert len(pauses) == 3 and pauses[0] >= 0.05 and pauses[1] >= 0.1 and pauses[2] >= 0.2
-
-
-def test_dropped_connections_are_continued_from_where_they_broke(server):
-    body = server.files[index_to_filename(0)]
-    server.script[index_to_filename(0)] = [{"drop_after": 1000}, {"drop_after": 500}, {"drop_after": 0}]
-    job = job_for(server)
-    assert download(job, [0], num_workers=1) == {}
-    assert [r[1].get("Range") for r in asked_for(server, 0)] == [None, "bytes=1000-", "bytes=1500-", "bytes=1500-"]
-    assert (job.data_dir / index_to_filename(0)).read_bytes() == body
-
-
-def test_progress_resets_the_count_of_attempts_but_no_progress_ends_it(server):
-    server.script[index_to_filename(0)] = [{"drop_after": 100}] * 12  # more than max_attempts, each brings something
-    server.script[index_to_filename(1)] = [{"drop_after": 100}] + [{"drop_after": 0}] * 99
-    job = job_for(server)
-    failed = download(job, [0, 1], num_workers=2)
-    assert list(failed) == ["shard_00001.parquet"] and "gave up" in failed["shard_00001.parquet"]
-    assert len(asked_for(server, 0)) == 13 and len(asked_for(server, 1)) == 1 + job.max_attempts
-    assert not (job.data_dir / index_to_filename(1)).exists()
-
-
-def test_a_server_that_ignores_range_restarts_from_zero(server):
-    server.script[index_to_filename(0)] = [{"drop_after": 1000}, {"ignore_range": True}]
-    job = job_for(server)
-    assert download(job, [0], num_workers=1) == {}
-    assert asked_for(server, 0)[1][1]["Range"] == "bytes=1000-"
-    assert (job.data_dir / index_to_filename(0)).read_bytes() == server.files[index_to_filename(0)]
-
-
-@pytest.mark.parametrize("second", [{}, {"splice": True}], ids=["if-range", "if-range-ignored"])
-def test_an_object_that_changed_in_between_is_not_spliced(server, second):
-    name = index_to_filename(0)
-    old, new = (parquet_bytes(0, text=[c * 5000]) for c in "ab")
-    assert len(old) == len(new) and old != new  # so that only the validator can tell
-    server.files[name], server.script[name] = old, [{"drop_after": 2000}] + [{"drop_after": 0}] * 99
-    job = job_for(server)
-    assert download(job, [0], num_workers=1) and (job.data_dir / f"{name}.part").stat().st_size == 2000
-    server.files[name], server.script[name] = new, [second]
-    assert download(job_for(server), [0], num_workers=1) == {}
-    assert "drop_after" in server.requests[0][3] and any(
-        r[1].get("If-Range") == f'"{hash(old)}"' and r[3] == second for r in server.requests)
-    assert (job.data_dir / name).read_bytes() == new
-
-
-def test_without_a_validator_a_partial_file_is_not_trusted(server):
-    server.script[index_to_filename(0)] = [{"drop_after": 1000, "no_etag": True}, {"no_etag": True}]
-    job = job_for(server)
-    assert download(job, [0], num_workers=1) == {}
-    assert [r[1].get("Range") for r in asked_for(server, 0)] == [None, None]
-    assert (job.data_dir / index_to_filename(0)).read_bytes() == server.files[index_to_filename(0)]
-
-
-@pytest.mark.parametrize("do", [{"length": 1 << 20}, {"drop_after": 3000}], ids=["length-too-long", "short-body"])
-def test_a_body_shorter_than_its_length_fails_and_leaves_no_file(server, do):
-    server.script[index_to_filename(0)] = [do] + [{**do, "drop_after": 0, "ignore_range": True}] * 99
-    job = job_for(server)
-    failed = download(job, [0], num_workers=1)
-    assert "bytes" in failed["shard_00000.parquet"]
-    assert not (job.data_dir / index_to_filename(0)).exists()
-
-
-@pytest.mark.parametrize("body", [b"<html>sorry</html>", parquet_bytes(0)[:-50], parquet_bytes(0, words=["a"]),
-                                  parquet_bytes(0, text=pa.array([], pa.string())), parquet_bytes(0, text=[1, 2])],
-                         ids=["html", "cut", "no-text-column", "no-rows", "text-is-int"])
-def test_what_is_no_good_parquet_never_gets_the_final_name(server, body):
-    server.files[index_to_filename(0)] = body
-    job = job_for(server)
-    failed = download(job, [0], num_workers=1)
-    assert server.url in failed["shard_00000.parquet"]
-    assert on_disk(job.data_dir) == []
-
-
-def test_a_length_smaller_than_the_object_is_caught_by_the_footer(server):
-    server.script[index_to_filename(0)] = [{"length": 5000}]
-    assert "not a readable parquet" in download(job_for(server), [0], num_workers=1)["shard_00000.parquet"]
-
-
-def test_an_unknown_length_is_accepted_when_the_footer_opens(server):
-    server.script[index_to_filename(0)] = [{"chunked": True}]
-    job = job_for(server)
-    assert download(job, [0], num_workers=1) == {}
-    assert (job.data_dir / index_to_filename(0)).read_bytes() == server.files[index_to_filename(0)]
-
-
-def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes_its_place(server):
-    del server.files[TINY.val_filename]
-    with pytest.raises(OSError, match=rf"1 of 3 shards failed:\n  {TINY.val_filename}: .*404") as e:
-        run(server, "-n", "2")
-    assert "run the same command again" in str(e.value)
-    with pytest.raises(FileNotFoundError, match=TINY.val_filename):
-        list_parquet_files(TINY.data_dir)
-
-
-def test_the_command_exits_non_zero_lists_every_failure_and_keeps_the_rest(server, tmp_path):
-    server.files[index_to_filename(1)] = b"rubbish"
-    del server.files[index_to_filename(2)]
-    code = ("import sys; from nanochat import dataset as d; from nanochat.common import run_main; "
-            f"d.DATASETS['tiny'] = d.Dataset('tiny', {server.url!r}, {LAST}); run_main(d.main)")
-    done = subprocess.run([sys.executable, "-c", code, "--dataset", "tiny", "--data-dir", str(tmp_path / "d"),
-                           "--backoff", "0.001"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "shard_00001.parquet" in done.stderr and "shard_00002.parquet" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert [n for n in on_disk(tmp_path / "d") if n.endswith(".parquet")] == ["shard_00000.parquet", TINY.val_filename]
-
-
-def test_a_partial_file_survives_a_kill_and_is_continued_on_the_next_start(server, tmp_path):
-    name, body = index_to_filename(0), parquet_bytes(9, rows=30_000)
-    server.files[name], server.script[name] = body, [{"drop_after": 1_200_000, "stall": True}]
-    try:
-        code = ("from pathlib import Path; from nanochat import dataset as d; "
-                f"d.DATASETS['tiny'] = t = d.Dataset('tiny', {server.url!r}, {LAST}); "
-                f"d.download_single_file(0, dataset=t, data_dir=Path({str(tmp_path / 'd')!r}))")
-        child = subprocess.Popen([sys.executable, "-c", code])
-        part = tmp_path / "d" / f"{name}.part"
-        deadline = time.monotonic() + 30
-        while not (part.exists() and part.stat().st_size >= 1 << 20):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        child.kill()
-        child.wait()
-    finally:
-        server.stalled.set()
-    kept = part.stat().st_size
-    assert 0 < kept < len(body) and not (tmp_path / "d" / name).exists()
-    assert download(job_for(server, tmp_path / "d"), [0], num_workers=1) == {}
-    assert asked_for(server, 0)[-1][1]["Range"] == f"bytes={kept}-"
-    assert (tmp_path / "d" / name).read_bytes() == body and not part.exists()
-
-
-# ---- endpoint and token ---------------------------------------------------------------------------------------------
-
-def test_endpoint_replaces_the_hub_and_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
-    monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
-    name, mirror = index_to_filename(0), Server(dict(server.files))
-    threading.Thread(target=mirror.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    server.script[name] = [{"redirect": f"{mirror.url}/{name}"}]
-    try:
-        hub = Dataset("tiny", f"{dataset.HUB}/datasets/x/resolve/main", LAST)
-        monkeypatch.setitem(dataset.DATASETS, "tiny", hub)
-        job = make_downloader(hub)
-        assert job.base_url == f"{server.url}/datasets/x/resolve/main"
-        assert download(job, [0], num_workers=1) == {}
-        assert download(make_downloader(hub, base_url=mirror.url), [1], num_workers=1) == {}
-    finally:
-        mirror.shutdown()
-        mirror.server_close()
-    assert server.requests[0][1]["Authorization"] == "Bearer hf_secret"
-    assert len(mirror.requests) == 2 and not any("Authorization" in r[1] for r in mirror.requests)
-
-
-def test_the_token_is_never_printed(server, monkeypatch, capsys):
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    server.files.clear()
-    with pytest.raises(OSError, match="404") as e:
-        run(server, "-n", "1")
-    assert server.requests[0][1]["Authorization"] == "Bearer hf_secret"
-    monkeypatch.setenv("HF_TOKEN", "hf_sec ret")
-    with pytest.raises(ValueError, match="HF_TOKEN") as e2:
-        run(server, "-n", "1")
-    out = capsys.readouterr()
-    assert "sec" not in str(e.value) + str(e2.value) + out.out + out.err
-
-
-@pytest.mark.parametrize("argv", [["-n", "-2"], ["-w", "0"], ["--base-url", "ftp://x"], ["--backoff", "-1"]])
-def test_bad_flags_are_named(argv, server):
-    with pytest.raises(ValueError, match=argv[0]):
-        run(server, *argv)
-
-
-def test_two_data_sets_never_share_a_folder(server, tmp_path):
-    job_for(server, tmp_path / "d")
-    with pytest.raises(ValueError, match="holds tiny"):
-        make_downloader(dataset.DEFAULT_DATASET, data_dir=tmp_path / "d")
-
-
-# ---- listing, reading, verifying ------------------------------------------------------------------------------------
-
 def write(folder, *names, **kwargs):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -365,7 +41,7 @@ def write(folder, *names, **kwargs):
 
 
 def test_the_table_holds_the_published_last_shards():
-    assert {d.name: d.val_filename for d in dataset.DATASETS.values() if d is not TINY} == {
+    assert {d.name: d.val_filename for d in dataset.DATASETS.values() if d.name != "tiny"} == {
         "climbmix": "shard_06542.parquet", "fineweb-edu": "shard_01822.parquet"}
 
 
@@ -387,8 +63,12 @@ def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
 
 
 def test_no_data_and_a_single_file_are_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nanochat\.dataset"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*nanochat\.dataset"):
         list_parquet_files(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError) as e:
+        list_parquet_files(tmp_path / "empty")
+    assert "--data-dir" not in str(e.value), "no advice points a download at a folder of the user's own"
     write(tmp_path, "only.parquet")
     with pytest.raises(ValueError, match=r"only\.parquet"):
         next(parquets_iter_batched("train", data_dir=tmp_path))
@@ -409,30 +89,46 @@ def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_f
 def test_nulls_in_text_are_an_error_that_names_the_file(tmp_path):
     write(tmp_path, "a.parquet", text=["x", None])
     write(tmp_path, "b.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet.*nulls"):
+    with pytest.raises(ValueError, match=r"a\.parquet.*1 null"):
         next(parquets_iter_batched("train", data_dir=tmp_path))
 
 
-def test_verify_names_every_bad_file_and_why(tmp_path, capsys):
-    write(tmp_path, "a.parquet", "b.parquet", "c.parquet", "d.parquet", "e.parquet")
-    flipped = bytearray((tmp_path / "b.parquet").read_bytes())
-    at = flipped.index(b"document b.parquet/150")
-    flipped[at] ^= 1  # one bit in a page of the second row group: the footer does not show it
-    (tmp_path / "b.parquet").write_bytes(flipped)
-    (tmp_path / "c.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
-    not_utf8 = pa.array([b"ok", b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
-    (tmp_path / "d.parquet").write_bytes(parquet_bytes(0, text=not_utf8))
-    found = {k.rsplit("/", 1)[-1]: v for k, v in verify(tmp_path, num_workers=2).items()}
-    assert not found["a.parquet"] and not found["e.parquet"]
-    assert "row group 1" in found["b.parquet"] and "not a readable" in found["c.parquet"]
-    assert "d.parquet: row group 0 is damaged" in found["d.parquet"]
-    with pytest.raises(OSError, match="3 of 5 shards failed") as e:
-        dataset.main(["--verify", "--data-dir", str(tmp_path)])
-    assert all(name in str(e.value) for name in ("b.parquet", "c.parquet", "d.parquet"))
+# ---- text of every kind ---------------------------------------------------------------------------------------------
+
+def test_the_same_documents_are_read_from_parquet_jsonl_and_gzipped_jsonl(tmp_path):
+    texts = ["one", "", "na\u00efve \U0001f642", "x" * 5000]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=2)
+    paths = [tmp_path / "a.parquet", *(write_jsonl(tmp_path / name, texts) for name in ("b.jsonl", "c.jsonl.gz"))]
+    assert [path.name for path in find_files(tmp_path)] == ["a.parquet", "b.jsonl", "c.jsonl.gz"]
+    assert [list(read_texts(path)) for path in paths] == [texts] * 3
+    assert find_files(paths[2]) == [paths[2]]
+    with pytest.raises(ValueError, match=r"b\.jsonl: expected a folder or a \.bin file.*--data-format"):
+        find_files(paths[1], "shards")
 
 
-def test_verify_passes_on_what_was_downloaded_and_needs_no_server(server, capsys):
-    run(server, "-n", "2")
-    asked = len(server.requests)
-    run(server, "--verify")
-    assert "3 shards are whole" in capsys.readouterr().out and len(server.requests) == asked
+@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz"])
+def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(dataset, "MAX_DOCUMENT_BYTES", 1000)
+    data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
+        as_parquet(tmp_path / name)
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_a_document_of_parquet_larger_than_any_is_told(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
+    monkeypatch.setattr(dataset, "MAX_DOCUMENT_BYTES", 1000)
+    with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,000 bytes"):
+        list(read_batches(file, 0, tmp_path / "big.parquet"))
+
+
+def test_broken_lines_are_told_at_every_launch_but_once_in_each(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": ' + b"[" * 100_000 + b"\nbroken\n")
+    for launch in range(2):
+        caplog.clear()
+        dataset._tell_skipped.cache_clear()  # what a new process begins with
+        with caplog.at_level(logging.WARNING):
+            assert [list(read_texts(path)) for _ in range(3)] == [["one"]] * 3, launch
+        assert caplog.text.count("a.jsonl: line 2 skipped") == caplog.text.count("2 broken line(s)") == 1

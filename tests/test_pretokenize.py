@@ -282,7 +282,7 @@ def bad_inputs(folder):
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), nothing)
     return {cut: "not a whole gzip file.*after line", no_gzip: "not a whole gzip file",
             wide: "no document in it.*not UTF-8",
-            nulls: "row group 2.*null", short: "not a readable parquet",
+            nulls: "null.*row group 2", short: "not a whole parquet",
             page: "row group 1 ", wrong: "row group 0.*(?i:utf-?8)", column: "no column `text`",
             empty: "no document in it.*line 2: not JSON", nothing: "no rows"}
 

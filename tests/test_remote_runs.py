@@ -194,7 +194,7 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, monkeypatch):
     (lambda store, env: env.update(path="s3://b@cket"), r"credentials do not belong into a path"),
     (lambda store, env: [os.environ.pop(k) for k in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")],
      r"no credentials; set AWS_ACCESS_KEY_ID"),
-    (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: no such file, but b\.idx is there"),
+    (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: not there, but b\.idx needs it"),
 ])
 def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change: Callable[..., Any], said: str):
     env = {"path": "s3://bucket"}

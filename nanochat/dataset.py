@@ -243,7 +243,11 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
     try:
         for batch in file.iter_batches(batch_size, row_groups=[group], columns=["text"], use_threads=False):
             column = batch.column(0)
-            column.validate(full=True)
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid as e:
+                raise ValueError(f"{path}: a document of row group {group} is not UTF-8 ({e}); drop it, or write the "
+                                 f"data again with python -m dev.repackage_data_reference") from e
             if column.null_count:
                 raise ValueError(_null_error(path, group, column.null_count))
             if column.nbytes > MAX_DOCUMENT_BYTES and pc.max(pc.binary_length(column)).as_py() > MAX_DOCUMENT_BYTES:

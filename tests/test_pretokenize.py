@@ -283,8 +283,8 @@ def bad_inputs(folder):
     return {cut: "not a whole gzip file.*after line", no_gzip: "not a whole gzip file",
             wide: "no document in it.*not UTF-8",
             nulls: "null.*row group 2", short: "not a whole parquet",
-            page: "row group 1 ", wrong: "row group 0.*(?i:utf-?8)", column: "no column `text`",
-            empty: "no document in it.*line 2: not JSON", nothing: "no rows"}
+            page: "row group 1 ", wrong: "row group 0.*(?i:utf-?8)", column: "no `text` column",
+            empty: "no document in it.*line 2: not JSON", nothing: "0 rows"}
 
 
 def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):

@@ -1,202 +1,222 @@
 """
 Verify what lies on disk, to the last byte:
 
-    python -m scripts.verify PATH...     folders: everything below them; one shard; one checkpoint
+    python -m scripts.verify PATH...     a run (its tag will do), folders with everything below them, one pair, one
+                                         checkpoint; pairs may lie in object storage (s3://bucket/prefix)
 
-A PATH of shards may be of object storage (s3://bucket/prefix).
+Each thing is opened by the room that owns it (nanochat/tokens.py, nanochat/checkpoint.py, nanochat/run_dir.py), read
+whole, and what that room refuses is a problem. Beyond that:
 
-Pairs of .bin and .idx (nanochat/check_pairs.py), with manifest.json or without: header and sizes; entries that lie in
-the file one after another (GPTS), or sequences and documents that lie in it anywhere (Megatron); no empty entry;
-prefixes shorter than their entries; ids inside the vocabulary; end-of-document ids at the ends of documents and
-nowhere else; counts and checksums of manifest.json; pairs that it lists and are gone, pairs that it does not list.
-Then a table for each bucket: what is in it, how long entries are, how many tokens lie beyond a row of T + 1.
+    pairs         .bin and .idx, GPTS or Megatron's: no empty entry, prefixes shorter than their entries, windows no
+                  longer than said, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
+                  else; counts and checksums of manifest.json; pairs that it lists and are gone, or does not list. Then
+                  a table: how long entries are, and how many tokens lie beyond a row of T + 1
+    checkpoints   a line for each file, its size and checksum as trainer_state.json has them; files that it does not
+                  list; cursors of another step. Nothing is unpickled
+    cursors       those that a run keeps in logs/
 
-Checkpoints (nanochat/checkpoint.py), good or not, of a run, of its checkpoints folder, or one: a line for each file,
-its size and checksum as trainer_state.json has them; files that it does not list; cursors of another step. Nothing is
-unpickled. Of a run directory also the cursors that are kept in logs/.
-
-All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Files are read in
-blocks, so memory does not depend on their size. A foreign pair names neither vocabulary nor end-of-document id: ids
-have no bound unless --tokenizer or --vocab-size gives one, and the last id of each GPTS file is taken for the latter
-(Megatron's need not have any: only --tokenizer tells).
+All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs are read in blocks,
+so memory does not depend on their size. A foreign pair names neither vocabulary nor end-of-document id: ids have no
+bound unless --tokenizer or --vocab-size gives one, and the last id of a GPTS file is taken for the latter (Megatron's
+need not have any: only --tokenizer tells).
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.check_pairs import LISTED, Expected, Facts, check_pair
-from nanochat.checkpoint import SEAL_NAME, check_file, unsealed_files
-from nanochat.common import Parser, run_main, setup_logging
-from nanochat.places import begin, place
+from nanochat.common import Parser, hash_file, run_main, setup_logging, table
+from nanochat.places import begin, local, place
 from nanochat.remote import is_remote
-from nanochat.run_dir import checkpoint_folders, cursor_files, read_cursors
-from nanochat.shards import MANIFEST_NAME, ends_follow, read_manifest
+from nanochat.run_dir import checkpoint_folders, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
-# ---- a folder of shards ---------------------------------------------------------------------------------------------
+SEAL_NAME = "trainer_state.json"
+BLOCK_ENTRIES = 1 << 12
+BLOCK_IDS = 1 << 21
+LISTED = 20  # problems of one pair that are told one by one; the others are counted
 
-@dataclass(frozen=True)
-class Bucket:
-    """Pairs of one folder, by their .bin; `whole` unless they were named one by one."""
-
-    folder: Path
-    pairs: list[Path]
-    whole: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.pairs if path.exists())
+Report = tuple[list[str], list[str]]  # lines for people, problems
 
 
-def find_buckets(path: Path) -> list[Bucket]:
-    """Shards at or below a path, folder by folder. Hidden files and what belongs to checkpoints are left out."""
-    if path.is_file():
-        return [Bucket(path.parent, [path.with_suffix(".bin")], False)] if path.suffix in (".bin", ".idx") else []
-    checkpoints = {p.parent for p in path.rglob(SEAL_NAME)} | {item.path for item in find_checkpoints(path)}
-    files = [p for p in sorted(path.rglob("*")) if (p.suffix in (".bin", ".idx") or p.name == MANIFEST_NAME)
-             and checkpoints.isdisjoint(p.parents) and not any(d.startswith(".") for d in p.relative_to(path).parts)]
-    buckets = []
-    for folder in sorted({p.parent for p in files}):
-        pairs = {p.with_suffix(".bin") for p in files if p.parent == folder and p.name != MANIFEST_NAME}
-        if pairs or is_manifest(folder):
-            buckets.append(Bucket(folder, sorted(pairs), True))
-    return buckets
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+class Counts:
+    """What the pairs of a folder hold."""
+
+    def __init__(self) -> None:
+        self.shards = self.documents = self.entries = self.tokens = self.beyond = 0
+        self.of_length = np.zeros((2, 64), np.int64)  # [:, k]: entries of 2**k ids and up to twice as many; their ids
+
+    def add(self, lengths: np.ndarray, T: int) -> None:
+        """Count entries by their lengths (n,)."""
+        power = np.frexp(np.maximum(lengths, 1))[1] - 1
+        self.entries += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.beyond += int(np.maximum(lengths - (T + 1), 0).sum())
+        self.of_length[0] += np.bincount(power, minlength=64)
+        self.of_length[1] += np.bincount(power, lengths, minlength=64).astype(np.int64)
+
+    def lines(self, folder: Path, T: int) -> list[str]:
+        """The table for people."""
+        lines = [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {self.entries:,} entries, "
+                 f"{self.tokens:,} tokens"]
+        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / self.entries:.2%}", f"{ids / self.tokens:.2%}")
+                for k, (n, ids) in enumerate(self.of_length.T.tolist()) if n]
+        if self.tokens:
+            lines += [f"  {line}" for line in table(("ids", "entries", "of entries", "of tokens"), rows)]
+            lines.append(f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / self.tokens:.2%}")
+        return lines
 
 
-def is_manifest(folder: Path) -> bool:
-    """Whether a folder's manifest.json is of shards: other programs use the name too."""
+def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) -> Iterator[str]:
+    """The problems of one pair, given by its .bin; what it holds is added to `counts`."""
     try:
-        return read_manifest(folder) is not None
-    except ValueError:
-        return False
+        pair = open_tokens(path)
+        record, manifest = pair.record, read_manifest(path.parent)
+        max_length, eod, vocab_size = 0, args.eod, args.vocab_size
+        if record is not None and manifest is not None:
+            max_length = manifest["arguments"]["max_length"]
+            eod, vocab_size = manifest["tokenizer"]["eod"], manifest["tokenizer"]["vocab_size"]
+        elif eod is None and pair.format == "shards" and pair.num_tokens:
+            eod = int(pair.reader.read(pair.num_tokens - 1, pair.num_tokens)[0])
+        digest = hashlib.blake2b(digest_size=16)
+        for at in range(0, pair.num_tokens, BLOCK_IDS):
+            digest.update(pair.reader.read(at, min(at + BLOCK_IDS, pair.num_tokens)).tobytes())
+            bar.update(min(BLOCK_IDS, pair.num_tokens - at) * pair.dtype.itemsize)
+        found = {"entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
+                 "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path))}
+        documents, read = 0, True
+        for first in range(0, len(pair), BLOCK_ENTRIES):
+            try:
+                documents += yield from check_entries(pair, first, max_length, eod, vocab_size, counts,
+                                                      args.sequence_len)
+            except ValueError as e:
+                read = False
+                yield str(e).partition("; python -m scripts.verify")[0]
+    except (ValueError, OSError) as e:
+        yield str(e)
+        return
+    counts.shards += 1
+    counts.documents += documents
+    if record is not None:
+        for key, value in {**found, **({"documents": documents} if read else {})}.items():
+            if value != record[key]:
+                yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
+        if record.get("groups") is not None and sum(record["groups"]) != len(pair):
+            yield (f"{path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} entries, the file "
+                   f"{len(pair):,}")
 
 
-def check_bucket(bucket: Bucket, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
-    """Verify a folder of shards: (lines of its table, problems)."""
+def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
+                  counts: Counts, T: int) -> Generator[str, None, int]:
+    """Yield the problems of a block of entries from number `first` on; gives back how many documents end in it."""
+    last = min(first + BLOCK_ENTRIES, len(pair))
+    lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
+    counts.add(lengths, T)
+
+    def tell(wrong: np.ndarray, what: str) -> Iterator[str]:
+        places = np.flatnonzero(wrong).tolist()
+        return (f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {what}" for i in places)
+
+    full = lengths > 0
+    yield from tell(~full, "is empty")
+    yield from tell(full & (prefixes >= lengths), "is no longer than its prefix")
+    if first == 0 and prefixes[0] > 0:
+        yield f"{pair.path}: entry 0 has a prefix of {prefixes[0]:,}, but there is no entry before it"
+    if max_length:
+        yield from tell(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
+    ids, edges = pair.read_flat(first, last)
+
+    def within(which: np.ndarray) -> np.ndarray:
+        """How many of the ids of each entry are among these, (n,)."""
+        return np.diff(running(which)[edges])
+
+    if vocab_size is not None:
+        outside = within((ids < 0) | (ids >= vocab_size)) > 0
+        yield from tell(outside, f"has ids outside the vocabulary of {vocab_size:,}")
+    if eod is None:
+        return len(lengths)
+    is_end = ids == eod
+    closed = np.zeros(len(lengths), bool)  # whether the entry ends with the id
+    closed[full] = is_end[edges[1:][full] - 1]
+    ends = np.ones(len(lengths), bool)  # whether the next entry is no later window of the same document
+    following = pair.prefixes(first + 1, min(last + 1, len(pair)))
+    ends[:len(following)] = following == 0
+    yield from tell(within(is_end) > closed, f"has the end-of-document id {eod} inside it")
+    if pair.ends_follow:
+        yield from tell(closed & ~ends, f"ends with the end-of-document id {eod}, but its document goes on")
+    must_end = ends if pair.ends_follow else np.arange(first, last) == len(pair) - 1
+    if pair.ends_follow or pair.format == "shards":
+        yield from tell(must_end & full & ~closed, f"ends a document without the end-of-document id {eod}")
+    return int((closed & ends).sum())
+
+
+def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *, whole: bool) -> Report:
+    """Verify pairs of one folder, each given by its .bin; `whole`: all that there are."""
     problems: list[str] = []
     try:
-        manifest = read_manifest(bucket.folder)
+        manifest = read_manifest(folder)
     except ValueError as e:
-        manifest = None
-        problems.append(str(e))
-    names = {path.stem for path in bucket.pairs}
+        return [f"{folder}:"], [str(e)]
+    listed = [] if manifest is None else list(manifest["shards"])
     if manifest is not None:
-        problems += check_tokenizer(bucket.folder, manifest, args)
-        if bucket.whole:
-            problems += [f"{bucket.folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there"
-                         for name in manifest["shards"] if name not in names]
-        problems += [f"{path}: {MANIFEST_NAME} does not list it" for path in bucket.pairs
-                     if path.stem not in manifest["shards"]]
-    facts = Facts()
-    for path in bucket.pairs:
-        expected = expect(manifest, path.stem, args)
-        found, wrong = check_pair(path, expected, args.sequence_len, bar)
-        facts += found
-        problems += wrong
-    notes = [] if manifest is not None or args.vocab_size is not None else [
-        "  ids have no known bound: give --tokenizer or --vocab-size to check it"]
-    return table(bucket.folder, facts, args.sequence_len) + notes, problems
-
-
-def check_tokenizer(folder: Path, manifest: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """Compare the tokenizer of a manifest with the one on the command line."""
-    theirs = manifest["tokenizer"]["fingerprint"]
-    if args.fingerprint in (None, theirs):
-        return []
-    return [f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is {args.fingerprint}"]
-
-
-def expect(manifest: dict[str, Any] | None, name: str, args: argparse.Namespace) -> Expected:
-    """What a pair must be like, from the manifest or else from the command line."""
-    if manifest is None or name not in manifest["shards"]:
-        return Expected(vocab_size=args.vocab_size, eod=args.eod)
-    about = manifest["tokenizer"]
-    return Expected(manifest["shards"][name], manifest["arguments"]["max_length"], about["vocab_size"], about["eod"],
-                    ends_follow(manifest))
-
-
-def table(folder: Path, facts: Facts, T: int) -> list[str]:
-    """What is in a bucket, for people."""
-    lines = [f"{folder}: {facts.shards:,} shards, {facts.documents:,} documents, {facts.entries:,} entries, "
-             f"{facts.tokens:,} tokens"]
-    if not facts.tokens:
-        return lines
-    lines.append(f"  {'ids':>23}  {'entries':>15}  {'of entries':>10}  {'of tokens':>10}")
-    for k in np.flatnonzero(facts.entries_of_length).tolist():
-        n, tokens = int(facts.entries_of_length[k]), int(facts.tokens_of_length[k])
-        lines.append(f"  {f'{1 << k:,} .. {(2 << k) - 1:,}':>23}  {n:>15,}  {n / facts.entries:>10.2%}  "
-                     f"{tokens / facts.tokens:>10.2%}")
-    return [*lines, f"  beyond T + 1 = {T + 1:,}: {facts.beyond:,} tokens, {facts.beyond / facts.tokens:.2%}"]
-
-
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Folder:
-    """A checkpoint, or the folder of cursors that a run keeps."""
-
-    path: Path
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(p.stat().st_size for p in self.path.rglob("*") if p.is_file())
-
-
-def find_checkpoints(path: Path) -> list[Folder]:
-    """Checkpoints at or below a path, good or not, each as a folder: all that have the name of one in a folder
-    `checkpoints`, and whatever else has a trainer_state.json of this program (others use the name too)."""
-    if not path.is_dir() or is_remote(path):
-        return []
-    named = {p / folder.name for p in (path, *path.rglob("checkpoints")) if p.absolute().name == "checkpoints"
-             for folder in checkpoint_folders(p.absolute().parent).values() if folder.is_dir()}
-    if path.absolute() in checkpoint_folders(path.absolute().parent.parent).values():
-        named.add(path)
-    found = {p.parent for p in path.rglob(SEAL_NAME) if b'"format_version"' in p.read_bytes()}
-    hidden = {p for p in found - named if any(d.startswith(".") for d in p.relative_to(path).parts)}
-    return [Folder(p) for p in sorted((named | found) - hidden)]
-
-
-def check_checkpoint(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
-    """Verify one checkpoint: (a line for each good file, problems)."""
-    from nanochat.checkpoint import load_checkpoint, read_state  # with PyTorch, which shards can do without
-
-    try:
-        state = read_state(item.path)
-    except (ValueError, OSError) as e:
-        return [f"{item.path}:"], [str(e)]
-    lines = [f"{item.path}: step {state['step']:,}, {len(state['files']) + 1} files", f"  OK {SEAL_NAME}"]
-    problems = []
-    for name, record in state["files"].items():
-        try:
-            check_file(item.path, name, record)
-            lines.append(f"  OK {name} ({record['bytes']:,} bytes)")
-        except (ValueError, OSError) as e:
-            problems.append(str(e))
-        bar.update(record["bytes"])
-    problems += [f"{item.path / name}: {SEAL_NAME} does not list it" for name in unsealed_files(item.path, state)]
-    if not problems:
-        try:
-            load_checkpoint(item.path, verify=False)  # its parts fit each other
-        except (ValueError, OSError) as e:
-            problems.append(str(e))
+        theirs = manifest["tokenizer"]["fingerprint"]
+        if args.fingerprint not in (None, theirs):
+            problems.append(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is "
+                            f"{args.fingerprint}")
+        problems += [f"{path}: {MANIFEST_NAME} does not list it" for path in paths if path.stem not in listed]
+        if whole:
+            there = {path.stem for path in paths}
+            problems += [f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there"
+                         for name in listed if name not in there]
+    counts = Counts()
+    for path in paths:
+        found = list(check_pair(path, args, counts, bar))
+        more = [f"{path}: {len(found) - LISTED:,} more problems"] if len(found) > LISTED else []
+        problems += found[:LISTED] + more
+    lines = counts.lines(folder, args.sequence_len)
+    if manifest is None and args.vocab_size is None:
+        lines.append("  ids have no known bound: give --tokenizer or --vocab-size to check it")
     return lines, problems
 
 
-def find_cursors(path: Path) -> list[Folder]:
-    """The folders of kept cursors at or below a path that is a folder."""
-    return [Folder(p) for p in sorted({path, *path.rglob("cursors")}) if p.is_dir()
-            and p.absolute().parts[-2:] == ("logs", "cursors") and cursor_files(p.absolute().parents[1])]
+# ---- checkpoints and cursors ----------------------------------------------------------------------------------------
+
+def check_checkpoint(path: Path, bar: tqdm) -> Report:
+    """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
+    from nanochat.checkpoint import check_file, load_checkpoint, read_state, unsealed_files  # with PyTorch
+
+    lines, problems = [f"{path}:"], []
+    try:
+        state = read_state(path)
+        lines = [f"{path}: step {state['step']:,}, {len(state['files']) + 1} files", f"  OK {SEAL_NAME}"]
+        for name, record in state["files"].items():
+            try:
+                check_file(path, name, record)
+                lines.append(f"  OK {name} ({record['bytes']:,} bytes)")
+            except (ValueError, OSError) as e:
+                problems.append(str(e))
+            bar.update(record["bytes"])
+        problems += [f"{path / name}: {SEAL_NAME} does not list it" for name in unsealed_files(path, state)]
+        if not problems:
+            load_checkpoint(path, verify=False)  # its parts fit each other
+    except (ValueError, OSError) as e:
+        problems.append(str(e))
+    if problems and not path.exists():
+        return [f"{path}: the run deleted it meanwhile"], []
+    return lines, problems
 
 
-def check_cursors(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[list[str], list[str]]:
-    """Read all cursors that a run keeps: (one line, problems)."""
-    files, problems = cursor_files(item.path.absolute().parents[1]), []
+def check_cursors(folder: Path, bar: tqdm) -> Report:
+    """Read all cursors that a run keeps."""
+    files, problems = cursor_files(folder.absolute().parents[1]), []
     for step, file in files.items():
         try:
             found = read_cursors(file)[0]
@@ -205,36 +225,70 @@ def check_cursors(item: Folder, args: argparse.Namespace, bar: tqdm) -> tuple[li
         except (ValueError, OSError) as e:
             problems.append(str(e))
         bar.update(file.stat().st_size)
-    return [f"{item.path}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
+    return [f"{folder}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-# What can be verified: how to find it at or below a path, and how to check one of those found.
-KINDS: dict[str, tuple[Callable[[Path], list[Any]], Callable[..., tuple[list[str], list[str]]]]] = {
-    "shards": (find_buckets, check_bucket),
-    "checkpoints": (find_checkpoints, check_checkpoint),
-    "cursors": (find_cursors, check_cursors),
-}
+def find_checkpoints(path: Path) -> set[Path]:
+    """Checkpoints at or below a folder, good or not: all that have the name of one in a folder `checkpoints`, and
+    whatever else has a trainer_state.json of this program (others use the name too)."""
+    named = {p / folder.name for p in (path, *path.rglob("checkpoints")) if p.absolute().name == "checkpoints"
+             for folder in checkpoint_folders(p.absolute().parent).values() if folder.is_dir()}
+    if path.absolute() in checkpoint_folders(path.absolute().parent.parent).values():
+        named.add(path)
+    sealed = {p.parent for p in path.rglob(SEAL_NAME) if b'"format_version"' in p.read_bytes()}
+    return named | {p for p in sealed if not is_hidden(p.relative_to(path))}
 
 
-def find_all(paths: Sequence[Path]) -> list[tuple[str, Any]]:
-    """(kind, item) of all that can be verified. FileNotFoundError or ValueError for a path with nothing."""
-    found: list[tuple[str, Any]] = []
-    for path in paths:
-        if not path.exists():
+def is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder's manifest.json is of token files: other programs use the name too."""
+    try:
+        return read_manifest(folder) is not None
+    except ValueError:
+        return False
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callable[[tqdm], Report]]]:
+    """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.
+    FileNotFoundError or ValueError where that is nothing."""
+    if not path.exists():
+        if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
-        here = [(kind, item) for kind, (find, _) in KINDS.items() for item in find(path)]
-        if not here:
-            raise ValueError(f"{path}: found nothing to verify, expected {' or '.join(KINDS)} at or below it; name "
-                             f"another path")
-        found += here
+        path = find_run(path)
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        pair = path.with_suffix(".bin")
+        return [(size_of([pair]), partial(check_pairs, pair.parent, [pair], args, whole=False))]
+    checkpoints = set() if is_remote(path) else find_checkpoints(path)
+    theirs = checkpoints | {p.parent for p in path.rglob(SEAL_NAME)}  # .bin files in there are no pairs
+    pairs: dict[Path, set[Path]] = {}
+    for p in path.rglob("*"):
+        if theirs.isdisjoint(p.parents) and not is_hidden(p.relative_to(path)):
+            if p.suffix in (".bin", ".idx"):
+                pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
+            elif p.name == MANIFEST_NAME and has_manifest(p.parent):
+                pairs.setdefault(p.parent, set())
+    cursors = [p for p in {path, *path.rglob("cursors")} if p.absolute().parts[-2:] == ("logs", "cursors")]
+    found = [(size_of(pairs[p]), partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
+    found += [(size_of(p.rglob("*")), partial(check_checkpoint, p)) for p in sorted(checkpoints)]
+    found += [(size_of(p.iterdir()), partial(check_cursors, p)) for p in sorted(cursors)
+              if cursor_files(p.absolute().parents[1])]
+    if not found:
+        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
+                         f"below it; name another path")
     return found
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description=__doc__,
-                                     epilog=f"Of each kind of problem {LISTED} of a file are told, the others counted.")
+    parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH")
     parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
@@ -254,16 +308,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Verify and tell; 1 if anything is wrong. ValueError, OSError for paths with nothing to verify."""
     args = parse_args(argv)
     setup_logging()
-    found = find_all(args.paths)
-    problems: list[str] = []
-    with tqdm(total=sum(item.num_bytes for _, item in found), unit="B", unit_scale=True, disable=None) as bar:
-        for kind, item in found:
-            lines, wrong = KINDS[kind][1](item, args, bar)
+    found = [item for path in args.paths for item in find_all(path, args)]
+    num_problems = 0
+    with tqdm(total=sum(size for size, _ in found), unit="B", unit_scale=True, disable=None) as bar:
+        for _, check in found:
+            lines, problems = check(bar)
             bar.clear()
-            print("\n".join([*lines, *(f"  PROBLEM {line}" for line in wrong)]), flush=True)
-            problems += wrong
-    print(f"{len(problems):,} problem(s)" if problems else "all good", flush=True)
-    return 1 if problems else 0
+            print("\n".join([*lines, *(f"  PROBLEM {line}" for line in problems)]), flush=True)
+            num_problems += len(problems)
+    print(f"{num_problems:,} problem(s)" if num_problems else "all good", flush=True)
+    return 1 if num_problems else 0
 
 
 if __name__ == "__main__":

@@ -3,17 +3,19 @@ Bits per byte: how many bits the model needs for a byte of text, whatever its to
 
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
-A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have none. Unlike loss per
-token, this compares vocabularies; being a ratio of two sums over the whole set, not a mean of batch means, it
-does not depend on how rows are dealt to batches and ranks.
+A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have
+none. Unlike loss per token, this compares vocabularies. It is a ratio of two sums over the whole
+set, not a mean of batch means, so it does not depend on how rows are dealt to batches and ranks.
 
-The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows are added by
-`math.fsum`, whose result is the rounded true sum, so that order, batch size and number of ranks cannot change a bit of
-it. All ranks' row sums travel for that: one number for thousands of tokens.
+The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows
+are added by `math.fsum`, whose result is the rounded true sum. So order, batch size and number of
+ranks cannot change a bit of it. All ranks' row sums travel for that: one number for thousands of
+tokens.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,86 +23,75 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NO_BYTES = "nothing to evaluate: no target stands for bytes of text; check the validation data and `steps`"
+NO_BYTES = ("nothing to evaluate: no target stands for bytes of text; "
+            "check the validation data and `steps`")
 
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over `steps` batches (None: until there are no more), all ranks' batches together.
+    """Bits per byte of `model` over `steps` batches (None: until there are no more), all ranks'
+    batches together.
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`
-    also with masks=model.masks(doc_ids).
-    batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T) int64, targets of -100 off.
-    token_bytes: (vocab_size,) integers, bytes of each token's text, 0 for special tokens.
-    Collective when torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
-    ValueError on all ranks if no rank has a byte. The model's train or eval mode is left alone.
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
+    batch with `doc_ids` also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or
+    objects with .inputs and .targets, (B, T) int64, targets of -100 off. token_bytes: (vocab_size,)
+    integers, bytes of each token's text, 0 for special tokens.
+
+    Collective when torch.distributed is initialized; ranks may have different numbers of batches,
+    or none. Raises ValueError on all ranks if no rank has a byte. The model's train or eval mode is
+    left alone.
     """
-    return _bits_per_byte(*_measure(model, batches, steps, torch.as_tensor(token_bytes).to("cpu", torch.int64)))
+    return _bits_per_byte(*_measure(model, islice(batches, steps), token_bytes))
 
 
-def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any
+def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
                      ) -> tuple[float, dict[str, float]]:
-    """Collective, as `evaluate_bpb`: (bits per byte of all buckets' batches together, of each bucket)."""
-    token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
-    measured = {name: _measure(model, batches, None, token_bytes) for name, batches in buckets.items()}
-    together = [nats for rows, _ in measured.values() for nats in rows], sum(n for _, n in measured.values())
-    return _bits_per_byte(*together), {name: _bits_per_byte(*found) for name, found in measured.items()}
+    """(bits per byte of all buckets' batches together, of each bucket); see `evaluate_bpb`."""
+    found = {name: _measure(model, batches, token_bytes) for name, batches in buckets.items()}
+    all_nats = [nats for row_nats, _ in found.values() for nats in row_nats]
+    together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in found.values()))
+    return together, {name: _bits_per_byte(*of_bucket) for name, of_bucket in found.items()}
 
 
-def _bits_per_byte(row_nats: list[float], num_bytes: int) -> float:
+def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
     if num_bytes == 0:
         raise ValueError(NO_BYTES)
     return math.fsum(row_nats) / (math.log(2) * num_bytes)
 
 
 @torch.no_grad()
-def _measure(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Tensor) -> tuple[list[float], int]:
+def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
     """(nats of each row, bytes of all of them), of all ranks."""
+    token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
     row_nats: list[float] = []
     num_bytes = 0
-    iterator = iter(batches)
-    while (steps is None or steps > 0) and (batch := next(iterator, None)) is not None:
+    for batch in batches:
         x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
         doc_ids = getattr(batch, "doc_ids", None)
         extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
-        losses = model(x, y, loss_reduction="none", **extra)
-        nats, counted = _row_sums(losses, y, token_bytes)
-        row_nats += nats
-        num_bytes += counted
-        steps = None if steps is None else steps - 1
+        losses: Tensor = model(x, y, loss_reduction="none", **extra)
+        targets = y.cpu()
+        sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
+        nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
+        row_nats += nats.sum(dim=1).tolist()
+        num_bytes += int(sizes.sum())
+    everyone: list[Any] = [(row_nats, num_bytes)]
     if dist.is_available() and dist.is_initialized():
-        row_nats, num_bytes = _gather(row_nats, num_bytes)
-    return row_nats, num_bytes
-
-
-def _row_sums(losses: Tensor, targets: Tensor, token_bytes: Tensor) -> tuple[list[float], int]:
-    """(nats of each row of (B, T) targets, bytes of all of them)."""
-    targets = targets.cpu()
-    sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
-    nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
-    return nats.sum(dim=1).tolist(), int(sizes.sum())
-
-
-def _gather(row_nats: list[float], num_bytes: int) -> tuple[list[float], int]:
-    """All ranks' rows and the sum of their bytes, on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (row_nats, num_bytes))
-    return [nats for rows, _ in everyone for nats in rows], sum(counted for _, counted in everyone)
+        everyone = everyone * dist.get_world_size()
+        dist.all_gather_object(everyone, everyone[0])
+    return [nats for rows, _ in everyone for nats in rows], sum(of_rank for _, of_rank in everyone)
 
 
 def unigram_bpb(counts: np.ndarray, targets: np.ndarray, token_bytes: np.ndarray) -> float:
-    """Bits per byte of a model that knows only how often each token occurs, the floor that a trained one must beat.
+    """Bits per byte of a model that knows only how often each token occurs: the floor that a
+    trained one must beat. Raises ValueError where no target stands for bytes.
 
-    counts: (vocab_size,) integers, occurrences of each token in the training text; every token gets one more, so that
-    none is impossible. targets: token ids, any shape; negative ones are off. token_bytes: (vocab_size,) as above.
-    Raises ValueError where no target stands for bytes.
+    counts: (vocab_size,) integers, occurrences of each token in the training text; every token gets
+    one more, so that none is impossible. targets: token ids, any shape; negative ones are off.
+    token_bytes: (vocab_size,) as above.
     """
     weights = np.asarray(counts, dtype=np.int64) + 1
     nats = np.log(weights.sum()) - np.log(weights)
-    live = np.asarray(targets)[np.asarray(targets) >= 0]
-    occurrences = np.bincount(live.ravel(), minlength=len(weights))
     sizes = np.asarray(token_bytes, dtype=np.int64)
-    occurrences = np.where(sizes > 0, occurrences, 0)
-    num_bytes = int((occurrences * sizes).sum())
-    if num_bytes == 0:
-        raise ValueError(NO_BYTES)
-    return math.fsum(occurrences * nats) / (math.log(2) * num_bytes)
+    live = np.asarray(targets)[np.asarray(targets) >= 0]
+    occurrences = np.bincount(live.ravel(), minlength=len(weights)) * (sizes > 0)
+    return _bits_per_byte(occurrences * nats, int((occurrences * sizes).sum()))

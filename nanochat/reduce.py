@@ -1,9 +1,11 @@
 r"""
-In which order the gradients of a step are added: a fixed binary tree over K leaves, whatever the number of processes.
+In which order the gradients of a step are added: a fixed binary tree over K leaves, whatever the
+number of processes.
 
-float32 addition commutes (a + b and b + a have the same bits) but does not associate: (a + b) + c and a + (b + c)
-differ in the last bit, and after a thousand steps they are different models. So the bracketing is fixed when a run
-starts, and W processes are W places where parts of the same tree are computed. Leaf j is block j of K; K = 8:
+float32 addition commutes (a + b and b + a have the same bits) but does not associate: (a + b) + c
+and a + (b + c) differ in the last bit, and after a thousand steps they are different models. So the
+bracketing is fixed when a run starts, and W processes are W places where parts of the same tree are
+computed. Leaf j is block j of K; K = 8:
 
     0   1   2   3   4   5   6   7        W = 1: one process adds all of it
      \ /     \ /     \ /     \ /         W = 2: {0 1 2 3} and {4 5 6 7} inside a rank, the last + across
@@ -13,32 +15,34 @@ starts, and W processes are W places where parts of the same tree are computed. 
            \_____________/
                   +
 
-**In a leaf** micro-batches are added in order by `backward` itself: `.grad` is the first one's gradient (not 0 + it),
-then each later one is added to it, in the parameter's dtype.
+**In a leaf** micro-batches are added in order by `backward` itself: `.grad` is the first one's
+gradient (not 0 + it), then each later one is added to it, in the parameter's dtype.
 
-**Inside a rank** finished leaves are added like a binary counter: a sum of 2^i leaves waits for the next sum of 2^i.
-m = K / W = 4, what is kept after each leaf:
+**Inside a rank** finished leaves are added like a binary counter: a sum of 2^i leaves waits for the
+next sum of 2^i. m = K / W = 4, what is kept after each leaf:
 
-    leaf 0 -> [0]        leaf 1 -> [01]        leaf 2 -> [01, 2]        leaf 3 -> [01, 23] -> [0123] -> .grad
+    leaf 0 -> [0]     leaf 1 -> [01]     leaf 2 -> [01, 2]     leaf 3 -> [01, 23] -> [0123] -> .grad
 
-While leaf j is computed, as many sums wait as j has 1-bits: at most log2(m) copies of the gradients, and none for
-m = 1, where nothing is done at all. A waiting sum is not a copy: it is the tensor that `.grad` was.
+While leaf j is computed, as many sums wait as j has 1-bits: at most log2(m) copies of the gradients,
+and none for m = 1, where nothing is done at all. A waiting sum is not a copy: it is the tensor that
+`.grad` was.
 
-**Across ranks** each message of W equal chunks goes through an all-to-all, so that rank r has chunk r of everybody's
-message, in rank order, and adds the W parts as the upper rows of the tree. Each rank sends and receives what it would
-in a reduce-scatter, (W - 1) / W of a message; what it costs more is room for the parts that arrive, as large as what
-is sent.
+**Across ranks** each message of W equal chunks goes through an all-to-all, so that rank r has chunk r
+of everybody's message, in rank order, and adds the W parts as the upper rows of the tree. Each rank
+sends and receives what it would in a reduce-scatter, (W - 1) / W of a message. What it costs more is
+room for the parts that arrive, as large as what is sent.
 
-Everything above a leaf is float32: a bfloat16 parameter's leaves are widened (which is exact) before they are added,
-for else those inside a rank would be rounded and those across ranks would not. A gradient of None counts as +0.0 in
-both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
+Everything above a leaf is float32: a bfloat16 parameter's leaves are widened (which is exact) before
+they are added, for else those inside a rank would be rounded and those across ranks would not. A
+gradient of None counts as +0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
 
-A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made with an odd part
-carried up: rank order, reproducible for this W, and no promise for another.
+A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made
+with an odd part carried up: rank order, reproducible for this W, and no promise for another.
 
-Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks idle, W times the
-latency); an all-gather (W times the bytes); a reduce-scatter that is asked nicely (backends choose the order by
-topology and size); exact sums in fixed point (three words per element, and gradients have no bounded exponent).
+Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks
+idle, W times the latency); an all-gather (W times the bytes); a reduce-scatter that is asked nicely
+(backends choose the order by topology and size); exact sums in fixed point (three words an element,
+and gradients have no bounded exponent).
 """
 
 from collections.abc import Callable, Iterable
@@ -49,7 +53,8 @@ from torch import Tensor
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in float32, written into one of them where that is float32; None counts as zeros of +0.0."""
+    """left + right in float32, written into one of them where that is float32. None counts as zeros
+    of +0.0."""
     if left is None:
         left, right = right, None
     if left is None:
@@ -65,29 +70,33 @@ class LeafAccumulator:
             if i % micro_batches_per_leaf == 0:
                 leaves.leaf_done()
 
-    num_leaves: m, the rank's leaves per step, a power of two; anything else is a ValueError. Every `.grad` has to be
-    None when a step begins. After the m-th leaf `.grad` is float32 where m > 1, also of a bfloat16 parameter.
+    num_leaves: m, the rank's leaves a step, a power of two; anything else is a ValueError. Every
+    `.grad` has to be None when a step begins. After the m-th leaf `.grad` is float32 where m > 1,
+    also of a bfloat16 parameter.
     """
 
     def __init__(self, params: Iterable[Tensor], num_leaves: int) -> None:
         if num_leaves < 1 or num_leaves & (num_leaves - 1):
-            raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose --leaves and the "
-                             f"number of processes so that one divides the other")
+            raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose "
+                             "--leaves and the number of processes so that one divides the other")
         self.num_leaves = num_leaves
         self._params = list(params)
         self._done = 0
-        self._waiting: list[list[Tensor | None]] = []  # sums of ever fewer leaves, a gradient per parameter each
+        # sums of ever fewer leaves; each has a gradient (or None) for every parameter
+        self._waiting: list[list[Tensor | None]] = []
         for param in self._params if num_leaves > 1 else ():
             param.grad_dtype = None  # lets `.grad` be float32 where the parameter is not
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """To be called when the last micro-batch of a leaf has gone backward. Leaves no `.grad` but after the last."""
+        """To be called when the last micro-batch of a leaf has gone backward. Only the last leaf of
+        a step leaves a `.grad`."""
         if self.num_leaves == 1:
             return
         self._done += 1
-        merges = (self._done & -self._done).bit_length() - 1  # the carries of the counter
-        equals = [self._waiting.pop() for _ in range(merges)]  # the nearest first
+        # the counter's carries: a sum of one leaf, of two, of four, ..., the nearest first
+        carries = (self._done & -self._done).bit_length() - 1
+        equals = [self._waiting.pop() for _ in range(carries)]
         last = self._done == self.num_leaves
         sums = []
         for i, param in enumerate(self._params):
@@ -104,21 +113,24 @@ class LeafAccumulator:
 
 
 def add_in_tree_order(parts: Tensor) -> Tensor:
-    """(W, n) float32 -> (n,): rows added in pairs, pairs of pairs, ...; an odd last one is carried up. `parts` is
-    scratch space: adding in place takes a fifth of the time that fresh memory does on a CPU."""
+    """(W, n) float32 -> (n,): rows added in pairs, pairs of pairs, ...; an odd last one is carried
+    up. `parts` is scratch space: adding in place takes a fifth of the time that fresh memory does
+    on a CPU."""
     while len(parts) > 2:
         parts[0:len(parts) // 2 * 2:2].add_(parts[1::2])
         parts = parts[0::2]
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0]  # the sum is fresh, so that `parts` can be freed
+    # the sum is fresh, so that `parts` can be freed
+    return parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
 
-# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise, in any float
-# dtype; what it returns waits for the sum and gives this rank's chunk of it, (chunk,) float32.
+# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise,
+# in any float dtype. What it returns waits for the sum and gives this rank's chunk of it, (chunk,)
+# float32.
 Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
 
 
 def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
-    """The `Reduce` in tree order. Collective; the message is only read, and on its way when this returns."""
+    """The `Reduce` in tree order. Collective; the message is only read."""
     message = message.float()
     if world_size == 1:
         return lambda: message

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from nanochat import places
+from nanochat.blend import DocumentRange, SampleConfig, find_prefixes
 from nanochat.block_cache import CACHE_BYTES, GAP_BYTES, BlockCache, RemoteReader, shared_cache
 from nanochat.common import run_main
 from nanochat.dataloader import DataLoader
@@ -45,7 +46,6 @@ from nanochat.dataset import find_files
 from nanochat.indexed import dtype_code, index_parts
 from nanochat.order import StreamConfig
 from nanochat.remote import PART_BYTES, near_runs, traffic
-from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
 from nanochat.shard_source import ShardSource
 from nanochat.sources import scan
 from tests.object_store import environment

@@ -1,203 +1,139 @@
 """
-Blends: sample i of several data sets mixed by weights, in megatron-core's order, for any i without those before it.
+Blends: several data sets mixed by weights in megatron-core's order, and a run that trains on their samples.
 
-Before each sample a source has a deficit, its weight times i minus the samples it gave; the greatest deficit gives
-sample i (the first of equals, in float64; i = 0 counts as 1):
+Before each sample every source has a deficit: its weight times i, minus the samples that it gave. The source with the
+greatest deficit gives sample i (the first of equals, in float64; i = 0 counts as 1):
 
     i                   0     1     2     3     4     5        weights 0.5, 0.3, 0.2
     deficits          .5    -.5     0    .5     0    .5
                       .3     .3   -.4   -.1    .2   -.5
                       .2     .2    .4   -.4   -.2     0
-    dataset_index       0     1     2     0     1     0
-    sample of it        0     0     0     1     1     2
+    dataset_index       0     1     2     0     1     0        which source gives sample i
+    dataset_sample_index 0    0     0     1     1     2        and which of its samples that is
 
-That is a recurrence: no formula gives the counts at i. Two things make it lazy and vectorized all the same.
+Without weights the lengths are the weights, and a source that has given all is out.
 
-**Known states.** The source that gives sample i has no deficit below 0, for all of them add up to 0. So a source never
-has more than floor(w (i - 1)) + 1 samples before i. Where these bounds add up to i, the counts are the bounds: exact,
-whatever came before. With 2 sources that is so at every i, with k at one in (k - 1)!, and at least once in every period
-of weights that are short decimals. To go to sample 10^9, look backwards for such an i (vectorized), go on from there.
+**A run in Megatron's order.** Row i of the run is sample i of the blend, for ever:
 
-**Guess and check.** A stretch is cut into lanes that are run at once, a step of all lanes being a few NumPy calls. A
-lane's first counts are guessed (weights times i, rounded); when all have run, a lane whose first counts are not the
-last of the lane before it gets these and runs again, until all agree. The first lane's are right, so then all are.
-Lanes forget a wrong guess within some steps: two passes are the rule.
+    --data-path=web,code  --split=969,30,1  --blend-weights=70,30
 
-A block of 65,536 samples is made at a time; of other blocks at most the counts at their start are kept. With many
-sources of odd weights there may be no known state on the way; then all before is run through once, and not kept.
+    web    | s s s s s s s s s s s s s s s s s | v v | t      sequences: the first 96.9 % are for training, the next
+    code   | s s s s s s s s s | v | t                        3 % validate, the rest is for nobody
+                  |                |
+        samples, mixed           documents, read through validation's own lanes, so that bits per byte are those of
+                                 the same rows for every number of processes
 
-The exhaustive blend (no weights, no size) is the same with lengths as weights; a source that has given all is out.
+    step s: R rows = samples sR .. sR + R - 1;    lane l of V gives n = R / V of them, those from sR + ln on
 
-Rejected: the recurrence as a Python loop; both indices of the whole run, as there (10 bytes a sample).
+So the rows are the same for every number of processes, lanes and micro-batch. Lanes are the atom of who computes what,
+as everywhere. They have no share of the data and no buffer; what they have in common is one number, how many samples
+the run has had. A cursor holds that, and how many rows of each bucket its lane gave.
+
+What decides the samples is a `SampleConfig`, above all their number: the steps that the run asks for when it starts
+times the rows of a step. Epochs follow from it, and shuffles are over all epochs: another number is another order.
+
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are its own, `read`; the
+last one is the first of sample k + 1 as well and counts as `repeated`. Nothing is inserted, cropped, padded or pending.
+`epoch` counts whole passes' worth of samples: epochs are shuffled together, so none has an end.
+
+Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples
+asked for, and a document's first tokens would be predicted from another document.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.megatron import Blend, GPTDataset, GPTDatasetConfig, LazyIndex, Split, normalize
+from nanochat.common import hash_json
+from nanochat.dataset import data_folder, find_files, split_train_val
+from nanochat.megatron import WORTH_STORING, GPTDataset, GPTDatasetConfig, Split, cached, normalize, split_matrix
+from nanochat.places import place
+from nanochat.sample_data import has_own_val
+from nanochat.shard_source import ShardSource
+from nanochat.sources import Manifest, Tokenizer, check_format, scan
+from nanochat.stream import FORMAT, Cursor, check_cursors
+from nanochat.tokens import GROUP_ENTRIES, TokenFile
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1 << 16  # samples made at once
-STEPS = 128  # of a lane
-JUMP = 1 << 20  # samples run through at once on the way to a far block
-SCAN = 1 << 12  # places looked at for a known state, at first
 MAX_SOURCES = 32766  # dataset_index is int16
 
 
-class Mixture:
-    """Which source gives sample i of `size`, and which of its samples that is.
+# ---- blends ---------------------------------------------------------------------------------------------------------
 
-    `weights` (k,), adding up to 1; `limits` (k,) samples of each source, adding up to `size`, after which it is out
-    (None: no end). ValueError for more sources than int16 can count.
+def blend_sources(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+    """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own samples that is,
+    dataset_sample_index (size,) int64.
+
+    `weights` (k,) add up to 1. `limits` (k,): samples after which a source is out; None: no end. The recurrence takes
+    about 1.5 microseconds a sample, whatever k is.
     """
-
-    def __init__(self, weights: Sequence[float], size: int, limits: Sequence[int] | None = None):
-        if len(weights) > MAX_SOURCES:
-            raise ValueError(f"blend: got {len(weights):,} sources, expected at most {MAX_SOURCES:,}")
-        self.weights, self.size = np.array(weights, np.float64), size
-        self.limits = None if limits is None else np.array(limits, np.int64)
-        self._known = {0: np.zeros(len(weights), np.int64)}  # counts before some samples
-        self._block: tuple[int, np.ndarray, np.ndarray] | None = None  # first sample, what `at` gives for it
-
-    def at(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """For samples start .. stop - 1: (source (n,) int16, number of its sample (n,) int64)."""
-        parts = [self._part(first, max(start, first), min(stop, first + BLOCK))
-                 for first in range(start - start % BLOCK, stop, BLOCK)]
-        if len(parts) == 1:
-            return parts[0]
-        empty = (np.zeros(0, np.int16), np.zeros(0, np.int64))
-        sources, samples = zip(empty, *parts)
-        return np.concatenate(sources), np.concatenate(samples)
-
-    def counts(self, i: int) -> np.ndarray:
-        """Samples of each source before sample i, (k,) int64."""
-        start = i - i % BLOCK
-        counts = self._counts_at(start)
-        return counts + np.bincount(self._run(counts, start, i - start), minlength=len(counts))
-
-    def bounds(self, i: np.ndarray) -> np.ndarray:
-        """What no source exceeds before samples i (n,): (k, n) int64."""
-        margin = (i + 1.0) * (len(self.weights) + 8) * 2.0**-52  # of all rounding up to here
-        most = np.floor(np.multiply.outer(self.weights, i - 1.0) + margin).astype(np.int64) + 1
-        return most if self.limits is None else np.minimum(most, self.limits[:, None])
-
-    def _part(self, first: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        block = self._block
-        if block is None or block[0] != first:
-            counts = self._counts_at(first)
-            sources = self._run(counts, first, min(BLOCK, self.size - first))
-            block = self._block = first, sources, _numbers(sources, counts)
-            self._known[first + len(sources)] = counts + np.bincount(sources, minlength=len(counts))
-        return block[1][start - first:stop - first], block[2][start - first:stop - first]
-
-    def _counts_at(self, target: int) -> np.ndarray:
-        """Counts before `target`, a multiple of BLOCK, from the nearest known state before it."""
-        if target not in self._known:
-            at, counts = self._nearest(target)
-            while at < target:
-                stop = min(target, at - at % JUMP + JUMP)
-                counts = counts + np.bincount(self._run(counts, at, stop - at), minlength=len(counts))
-                self._known[at := stop] = counts
-            self._known[target] = counts
-        return self._known[target]
-
-    def _nearest(self, target: int) -> tuple[int, np.ndarray]:
-        """(place, counts before it) of a known state at or before `target`."""
-        kept = max(at for at in list(self._known) if at <= target)
-        stop, size = target + 1, SCAN
-        while stop > kept + 1:
-            places = np.arange(max(kept + 1, stop - size), stop)
-            bounds = self.bounds(places)
-            hits = np.flatnonzero(bounds.sum(axis=0) == places)
-            if len(hits):
-                return int(places[hits[-1]]), bounds[:, hits[-1]]
-            stop, size = int(places[0]), min(2 * size, JUMP // len(self.weights) + SCAN)
-        return kept, self._known[kept]
-
-    def _run(self, counts: np.ndarray, start: int, n: int) -> np.ndarray:
-        """The sources (n,) int16 of samples start .. start + n - 1, where `counts` (k,) are those before them."""
-        steps = min(STEPS, max(1, n))
-        times = np.arange(start, start + n, steps)
-        first = self._guess(times)
-        first[:1] = counts
-        last, found = np.empty_like(first), np.empty((len(times), steps), np.int16)
-        todo = np.arange(len(times))
-        while len(todo):
-            found[todo], last[todo] = self._lanes(first[todo], times[todo], steps)
-            todo = np.flatnonzero((first[1:] != last[:-1]).any(axis=1)) + 1
-            first[todo] = last[todo - 1]
-        return found.reshape(-1)[:n]
-
-    def _guess(self, times: np.ndarray) -> np.ndarray:
-        """Counts that may be those before samples `times` (n,): weights times i, rounded so that they add up to it."""
-        shares = np.multiply.outer(times.astype(np.float64), self.weights)
-        counts = np.floor(shares)
-        ranks = np.argsort(np.argsort(counts - shares, axis=1), axis=1)
-        return (counts + (ranks < (times - counts.sum(axis=1))[:, None])).astype(np.int64)
-
-    def _lanes(self, counts: np.ndarray, times: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """The recurrence itself, `steps` samples from each of `times` (n,) on: (sources (n, steps) int16, counts behind
-        them (n, k) int64)."""
-        counts = counts.astype(np.float64)
-        sources, lanes = np.empty((steps, len(times)), np.int16), np.arange(len(times))
-        for step in range(steps):
-            deficits = np.multiply.outer(np.maximum(times + step, 1).astype(np.float64), self.weights)
-            deficits -= counts
-            if self.limits is not None:
-                deficits[counts >= self.limits] = -np.inf
-            sources[step] = chosen = deficits.argmax(axis=1)
-            counts[lanes, chosen] += 1
-        return sources.T, counts.astype(np.int64)
-
-
-def _numbers(sources: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The number that each sample has in its source, (n,) int64."""
-    numbers = np.empty(len(sources), np.int64)
-    for source, count in enumerate(counts.tolist()):
-        where = np.flatnonzero(sources == source)
-        numbers[where] = np.arange(count, count + len(where))
-    return numbers
+    shares, counts, deficits = np.array(weights, np.float64), np.zeros(len(weights)), np.empty(len(weights))
+    chosen = array("h")
+    for i in range(size):
+        np.multiply(shares, i or 1, out=deficits)
+        deficits -= counts
+        source = int(deficits.argmax())
+        counts[source] += 1
+        chosen.append(source)
+        if limits is not None and counts[source] == limits[source]:
+            shares[source] = -np.inf
+    sources, samples = np.frombuffer(chosen, np.int16), np.empty(size, np.int64)
+    for source in range(len(weights)):
+        own = np.flatnonzero(sources == source)
+        samples[own] = np.arange(len(own))
+    return {"dataset_index": sources, "dataset_sample_index": samples}
 
 
 class BlendedDataset:
     """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights` being how many each
-    gives. `dataset[i]` is a dict of tensors and `dataset_id`; `rows` is for training. ValueError for weights that are
+    gives. `dataset[i]` is a dict of tensors and `dataset_id`; `row(i)` is for training. ValueError for weights that are
     not positive, and for a data set that would have to give more samples than it has."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
         if not datasets or len(datasets) != len(weights) or not all(0 < w < math.inf for w in weights):
-            raise ValueError(f"blend: got {len(datasets)} data sets and weights {list(weights)}, expected a weight of "
-                             f"more than 0 for each")
-        self.datasets, self.config = list(datasets), config
+            raise ValueError(f"blend: got {len(datasets)} data sets and weights {list(weights)}, expected a weight "
+                             f"of more than 0 for each")
+        if len(datasets) > MAX_SOURCES:
+            raise ValueError(f"blend: got {len(datasets):,} sources, expected at most {MAX_SOURCES:,}")
+        if size is None and [int(w) for w in weights] != list(weights):
+            raise ValueError(f"blend: got weights {list(weights)} and no size, expected numbers of samples")
+        self.datasets, self.config, self.size = list(datasets), config, size
         self.split = datasets[0].index_split
-        self.weights: list[float] = list(weights)
-        if size is None:
-            limits = [int(w) for w in weights]
-            if limits != self.weights:
-                raise ValueError(f"blend: got weights {self.weights} and no size, expected numbers of samples")
-            self._size = sum(limits)
-            self._mixture = Mixture([n / self._size for n in limits], self._size, limits)
-        else:
-            self._size, self.weights = size, normalize(weights)
-            self._mixture = Mixture(self.weights, size)
-        self.size = size
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        lengths = np.array([len(dataset) for dataset in self.datasets])
-        if not self._size or (self._mixture.bounds(np.array([self._size]))[:, 0] <= lengths).all():
-            return
-        for dataset, length, count in zip(self.datasets, lengths, self._mixture.counts(self._size)):
-            if count > length:
+        self.weights: list[float] = list(weights) if size is None else normalize(weights)
+        self._size = int(sum(weights)) if size is None else size
+        tables = self._blend()
+        self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set that gives sample i
+        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its samples that is
+        for dataset, count in zip(self.datasets, self.counts(self._size)):
+            if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
-                                 f"{dataset.dataset_path}, which has {length:,}; raise mid_level_dataset_surplus (now "
-                                 f"{self.config.mid_level_dataset_surplus})")
+                                 f"{dataset.dataset_path}, which has {len(dataset):,}; raise "
+                                 f"mid_level_dataset_surplus (now {config.mid_level_dataset_surplus})")
+
+    def _blend(self) -> dict[str, np.ndarray]:
+        """The two indices, computed or mapped from the index cache."""
+        limits = None if self.size is not None else [int(w) for w in self.weights]
+        shares = self.weights if limits is None else [n / self._size for n in limits]
+        folder = self.config.path_to_cache
+        if folder is None or self._size < WORTH_STORING:
+            return blend_sources(shares, self._size, limits)
+        key = hash_json([shares, self._size, limits])
+        return cached(Path(folder), f"{key}-{type(self).__name__}-{self.split.name}",
+                      lambda: blend_sources(shares, self._size, limits),
+                      names=("dataset_index", "dataset_sample_index"))
+
+    def counts(self, stop: int) -> list[int]:
+        """How many of samples 0 .. stop - 1 each data set gives."""
+        return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
 
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""
@@ -206,48 +142,21 @@ class BlendedDataset:
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def dataset_index(self) -> LazyIndex:
-        """(samples,) int16: the data set that gives sample i. Computed where it is looked at."""
-        return LazyIndex((len(self),), np.int16, lambda first, last: self._mixture.at(first, last)[0])
-
-    @property
-    def dataset_sample_index(self) -> LazyIndex:
-        """(samples,) int64: which of its samples that is. Computed where it is looked at."""
-        return LazyIndex((len(self),), np.int64, lambda first, last: self._mixture.at(first, last)[1])
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type that holds the ids of all data sets."""
-        return np.result_type(*(dataset.dtype for dataset in self.datasets))
+    def locate(self, i: int) -> tuple[int, int]:
+        """(which data set gives sample i, which of its samples that is)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i:,}, there are {len(self):,}")
+        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
     def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
-        at = int(idx) + len(self) * (int(idx) < 0)
-        self._check(at, at + 1)
-        (source,), (sample,) = self._mixture.at(at, at + 1)
-        return {"dataset_id": source, **self.datasets[source][int(sample)]}
+        source, sample = self.locate(int(idx) + len(self) * (int(idx) < 0))
+        return {"dataset_id": np.int16(source), **self.datasets[source][sample]}
 
-    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """As `GPTDataset.rows`."""
-        self._check(start, stop)
-        sources, samples = self._mixture.at(start, stop)
-        ids = np.empty((stop - start, self.config.sequence_length + 1), self.dtype)
-        live: np.ndarray | None = None
-        for source in np.flatnonzero(np.bincount(sources)).tolist():
-            where = np.flatnonzero(sources == source)
-            first = int(samples[where[0]])  # a source's samples come in their order, without gaps
-            ids[where], mask = self.datasets[source].rows(first, first + len(where))
-            if mask is not None:
-                live = np.ones((len(ids), ids.shape[1] - 1), bool) if live is None else live
-                live[where] = mask
-        return ids, live
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """As `GPTDataset.row`."""
+        source, sample = self.locate(i)
+        return self.datasets[source].row(sample)
 
-    def _check(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples {start:,} to {stop:,}, there are {len(self):,}")
-
-
-# ---- from a configuration to data sets ------------------------------------------------------------------------------
 
 class BlendedMegatronDatasetBuilder:
     """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data sets of train, valid
@@ -260,63 +169,313 @@ class BlendedMegatronDatasetBuilder:
             raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of "
                              f"{', '.join(s.name for s in Split)}")
         self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
+        self._opened: dict[str, Any] = {}
 
-    def build(self) -> list[GPTDataset | BlendedDataset | None]:
-        """A data set for each split; None for a split that has no part of the data, and on ranks without data."""
-        config = self.config
-        if not self.is_built_on_rank():
-            return [None] * len(Split)
+    def build(self) -> list[Any]:
+        """A data set for each split; None for a split that has no part of the data, and on ranks without data. With
+        `multiple_validation_sets` that of valid is a list."""
+        return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
+
+    def build_split(self, split: Split) -> Any:
+        """The data set of one split."""
+        config, part, size = self.config, self.config.split_matrix[split.value], self.sizes[split.value]
+        if part is None:
+            return None
         if config.mock:
-            return [*self._of_prefix("made-up data", config.split_matrix, self.sizes)]
-        if config.blend is not None:
-            return self._of_blend(config.blend, config.split_matrix, alone=config.blend[1] is None)
-        found: list[GPTDataset | BlendedDataset | None] = []
-        for i, blend in enumerate(config.blend_per_split or ()):
-            matrix = [(0.0, 1.0) if j == i else None for j in range(len(Split))]
-            found.append(None if blend is None else self._of_blend(blend, matrix, alone=True)[i])
-        return found
-
-    def _of_prefix(self, prefix: str, matrix: Sequence[tuple[float, float] | None], sizes: Sequence[int | None]
-                   ) -> list[GPTDataset | None]:
-        """The splits of one pair of files. Their edges are rounded to whole sequences, as there."""
-        dataset = self.cls.build_low_level_dataset(prefix, self.config)
-        n = float(self.cls.numel_low_level_dataset(dataset))
-        return [None if part is None else
-                self.cls(dataset, prefix, range(int(round(part[0] * n)), int(round(part[1] * n))), size, split,
-                         self.config)
-                for part, size, split in zip(matrix, sizes, Split)]
-
-    def _of_blend(self, blend: Blend, matrix: Sequence[tuple[float, float] | None], *, alone: bool
-                  ) -> list[GPTDataset | BlendedDataset | None]:
-        """The splits of several pairs. `alone`: one prefix is no blend."""
+            return self._of_prefix("made-up data", part, size, split)
+        blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
+        assert blend is not None
         prefixes, weights = blend
-        if len(prefixes) == 1 and alone:
-            return [*self._of_prefix(prefixes[0], matrix, self.sizes)]
-        shares = None if weights is None else normalize(weights)
-        table = [self._of_prefix(prefix, matrix, self._sizes(None if shares is None else shares[j], spare=True))
-                 for j, prefix in enumerate(prefixes)]
-        return [None if part is None else self._of_split(i, [row[i] for row in table], shares)
-                for i, part in enumerate(matrix)]
-
-    def _sizes(self, share: float | None, *, spare: bool) -> list[int | None]:
-        """Samples of a source with this share of each split, rounded up; and some more of each, `spare`."""
-        surplus = 1 + (self.config.mid_level_dataset_surplus if spare else 0.0)
-        return [None if size is None or share is None else int(math.ceil(math.ceil(size * share) * surplus))
-                for size in self.sizes]
-
-    def _of_split(self, i: int, parts: Sequence[GPTDataset | None], shares: Sequence[float] | None) -> BlendedDataset:
-        """A split's blend: by shares and size; without shares by lengths, and then without size all there is."""
-        datasets = [dataset for dataset in parts if dataset is not None]
-        size, name = self.sizes[i], list(Split)[i].name
-        if shares is not None:
+        if len(prefixes) == 1 and (weights is None or config.blend is None):  # one prefix is no blend
+            return self._of_prefix(prefixes[0], part, size, split)
+        if config.blend is None and config.multiple_validation_sets and split is Split.valid:
+            return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
+        if weights is not None:
             if size is None:
-                raise ValueError(f"blend: got weights and no number of samples for split {name}, expected both or "
-                                 f"neither")
-            return BlendedDataset(datasets, shares, sum(self._sizes(s, spare=False)[i] or 0 for s in shares),
-                                  self.config)
-        lengths = [len(dataset) for dataset in datasets]
+                raise ValueError(f"blend: got weights and no number of samples for split {split.name}, expected both "
+                                 f"or neither")
+            shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
+            taken = [math.ceil(size * share) for share in shares]
+            datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
+                        for prefix, n in zip(prefixes, taken)]
+            return BlendedDataset(datasets, shares, sum(taken), config)
+        datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
         for dataset in datasets:
             if not len(dataset):
-                raise ValueError(f"blend: {dataset.dataset_path} has no sample of {self.config.sequence_length} tokens "
-                                 f"in split {name}; leave it out, or give weights")
-        return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
+                raise ValueError(f"blend: {dataset.dataset_path} has no sample of {config.sequence_length} tokens in "
+                                 f"split {split.name}; leave it out, or give weights")
+        lengths = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), config)
+
+    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
+        """A split of one pair of files. Its edges are rounded to whole sequences."""
+        if prefix not in self._opened:
+            self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
+        opened = self._opened[prefix]
+        n = float(self.cls.numel_low_level_dataset(opened))
+        return self.cls(opened, prefix, range(round(part[0] * n), round(part[1] * n)), size, split, self.config)
+
+
+# ---- a run's data ---------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Everything but data and tokenizer that decides what is in a sample, and V. ValueError on what cannot work."""
+
+    T: int  # tokens a row trains on; a sample holds T + 1
+    V: int = 64  # lanes: they give the rows of a step, and have no share of the data
+    seed: int = 0
+    num_samples: int = 1  # of the whole run
+    split: str = "1,0,0"  # shares of training, validation, test
+    weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each, of one as many as it takes
+    eod_mask_loss: bool = False  # no loss where the input is the end of a document
+    index_cache: str | None = None  # a folder; decides nothing
+
+    curriculum: ClassVar[None] = None
+    framed: ClassVar[bool] = True  # for what reads documents as well
+
+    def __post_init__(self) -> None:
+        for name in ("T", "V", "num_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed: got {self.seed}, expected 0 to 2**32 - 1 with --order megatron")
+        if _parts(self.split)[0] is None:
+            raise ValueError(f"--split: got {self.split!r}, which leaves nothing for training; its first share must "
+                             f"be more than 0")
+
+    def identity(self) -> dict[str, Any]:
+        """All of it as JSON values: equal identities, equal samples of the same data."""
+        found = {**asdict(self), "order": "megatron", "weights": None if self.weights is None else [*self.weights]}
+        del found["index_cache"]
+        return found
+
+
+def _parts(split: str) -> list[Any]:
+    """`split_matrix` of the flag."""
+    try:
+        return split_matrix(split)
+    except ValueError as e:
+        raise ValueError(f"--{e}") from None
+
+
+def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and of it "documents" says from which
+    to which they belong to that part. ValueError or FileNotFoundError naming what is bad or not there."""
+    parts, root = _parts(split), place(data_path)
+    folder = root / "train" if (root / "train").is_dir() else root
+    pairs: dict[str, Manifest] = {}
+    files = find_files(folder, "megatron")
+    check_format(folder, files, "megatron")
+    for file in files:
+        name = file.relative_to(data_folder(folder)).as_posix().removesuffix(".bin")
+        if name in pairs:
+            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
+        pairs[name] = scan(root, [file])
+    found = {"train": {name: _documents(pair, parts[0]) for name, pair in pairs.items()}}
+    if has_own_val(data_path, val_path):
+        val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
+        where = root if val_path is None else place(val_path)
+        check_format(where, [file for some in val_files.values() for file in some], "megatron")
+        return {**found, "val": {bucket: scan(where, some) for bucket, some in val_files.items()}}
+    val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
+    found["val"] = {name: manifest for name, manifest in val.items() if np.diff(manifest["documents"])[0] > 0}
+    if not found["val"]:
+        raise ValueError(f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; give its "
+                         f"second share more, or name validation data with --val-path")
+    return found
+
+
+def _documents(manifest: Manifest, part: tuple[float, float] | None) -> Manifest:
+    """A pair's manifest with the documents that lie whole in a part of its sequences."""
+    pair = TokenFile(_prefix(manifest) + ".bin")
+    n = float(len(pair.table("lengths")))
+    first, last = (0, 0) if part is None else (round(edge * n) for edge in part)
+    begin, end = np.searchsorted(pair.table("boundaries"), [first, last + 1]).tolist()
+    return {**manifest, "documents": [begin, max(begin, end - 1)]}
+
+
+def _prefix(manifest: Manifest) -> str:
+    return str(place(manifest["root"]) / manifest["files"][0]["name"]).removesuffix(".bin")
+
+
+class DocumentRange(ShardSource):
+    """The documents of one pair that a manifest's "documents" names, [first, end)."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
+        super().__init__(manifest, tokenizer)
+        first, end = manifest["documents"]
+        edges = [*range(first, end, GROUP_ENTRIES), end]
+        self.groups = np.array([b - a for a, b in pairwise(edges)], np.int64)
+        self._first_group, self._first_entry = [0, len(self.groups)], np.array(edges[:-1], np.int64)
+        self.fingerprint = hash_json([self.fingerprint, first, end])
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What GPTDataset asks of a tokenizer."""
+
+    eod: int
+
+
+def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset | BlendedDataset:
+    """The data set whose sample i is row i of a run. `sources`: a source of one pair for each bucket. Looks at lengths;
+    reads no token and shuffles nothing yet. ValueError where it cannot be made, or has fewer samples than the run
+    takes."""
+    prefixes = [_prefix(source.manifest) for source in sources.values()]
+    if config.weights is not None and len(config.weights) != len(prefixes):
+        raise ValueError(f"--blend-weights: got {len(config.weights)} for {len(prefixes)} prefixes "
+                         f"({', '.join(sources)}), expected one for each")
+    pairs = list(sources.values())
+    try:
+        wanted = GPTDatasetConfig(
+            random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights), split=config.split,
+            tokenizer=_Ends(pairs[0].eod), path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
+            mmap_bin_files=all(source.mapped for source in pairs))
+        samples = BlendedMegatronDatasetBuilder(
+            GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted).build_split(Split.train)
+    except ValueError as e:
+        raise ValueError(f"--order megatron: {e}") from e
+    if len(samples) < config.num_samples:
+        raise ValueError(f"--blend-weights: without them each prefix is gone over once, which makes {len(samples):,} "
+                         f"samples, and the run takes {config.num_samples:,}; give weights, or shorten the run")
+    return samples
+
+
+# ---- a run's stream -------------------------------------------------------------------------------------------------
+
+@dataclass(slots=True)
+class SampleRow:
+    """A row: one sample."""
+
+    lane: int
+    index: int  # of this lane's rows
+    bucket: str
+    tokens: np.ndarray  # (T + 1,)
+    live: np.ndarray | None  # (T + 1,) uint8; None: every target counts
+    sample: int  # which row of the run it is
+
+    @staticmethod
+    def copy(rows: "Sequence[SampleRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
+             doc_ids: np.ndarray | None) -> bool:
+        """`nanochat.rows.copy_rows` of this kind. `bos` is the EOD as well."""
+        masked = False
+        for i, row in enumerate(rows):
+            tokens[i] = row.tokens
+            if row.live is not None:
+                live[i], masked = row.live, True
+        if doc_ids is not None:
+            ends = tokens == bos[0]
+            doc_ids[...] = np.cumsum(ends, axis=1) - ends
+        return masked
+
+
+class SampleStream:
+    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. `sources`: a source of
+    one pair for each bucket. Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of
+    another stream, and for data that have too few samples."""
+
+    mixer = None
+
+    def __init__(self, config: SampleConfig, sources: Mapping[str, Any], lanes: Sequence[int], *, tokenizer: str,
+                 cursors: Sequence[Cursor] | None = None):
+        self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
+        self.sources, self.samples = dict(sources), open_samples(config, sources)
+        self.parts = self.samples.datasets
+        self.mapped = all(source.mapped for source in sources.values())
+        self.bound = min(source.bound for source in sources.values())  # of ids
+        self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
+                         "samples": hash_json(self.samples.identity()),
+                         **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.taken = self.row = 0  # samples that all lanes have given; rows of each lane
+        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane from each bucket
+        if cursors is not None:
+            check_cursors(cursors, self.lanes, self.identity)
+            found = {(cursor["samples"], cursor["row"]) for cursor in cursors}
+            if len(found) > 1:
+                raise ValueError(f"cursors of different steps, after {sorted(n for n, _ in found)} samples; give "
+                                 f"those of one checkpoint")
+            self.taken, self.row = found.pop()
+            mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
+            self.counts[...] = [[mine[lane][bucket]["row"] for bucket in self.buckets] for lane in self.lanes]
+        for part in self.parts:
+            part.shuffle_index  # noqa: B018  before the first step, where nobody waits for it with a time-out
+
+    def next_rows(self, num_rows: int) -> list[SampleRow]:
+        """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are used up."""
+        if self.taken + num_rows * self.config.V > self.config.num_samples:
+            return []
+        rows = []
+        for at, lane in enumerate(self.lanes):
+            for j in range(num_rows):
+                sample = self.taken + lane * num_rows + j
+                number, _ = self.samples.locate(sample)
+                self.counts[at, number] += 1
+                ids, live = self.samples.row(sample)
+                rows.append(SampleRow(lane, self.row + j, self.buckets[number], ids, live, sample))
+                self._check_ids(rows[-1])
+        self.taken += num_rows * self.config.V
+        self.row += num_rows
+        return rows
+
+    def steps(self, num_rows: int) -> Iterator[tuple[list[SampleRow], list[tuple[Any, ...]]]]:
+        """As of `Stream`."""
+        while True:
+            yield self.next_rows(num_rows), self.snapshot()
+
+    def _check_ids(self, row: SampleRow) -> None:
+        """ValueError for an id that no embedding may see."""
+        ids = row.tokens
+        if ids.view(f"u{ids.itemsize}").max() < self.bound:  # what is negative is outside too
+            return
+        at = int(np.flatnonzero((ids < 0) | (ids >= self.bound))[0])
+        place = next(p for p in reversed(self.describe(row)) if p["at"] <= at)
+        raise ValueError(f"{place['file']}: document {place['document']:,} holds the id {ids[at]:,}, outside the "
+                         f"vocabulary of {self.bound:,}; python -m scripts.verify tells which there are; make the pair "
+                         f"again, or name its tokenizer with --tokenizer-dir")
+
+    def dry_bucket(self, lane: int) -> None:
+        """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
+
+    # ---- state
+
+    def snapshot(self) -> list[tuple[Any, ...]]:
+        """The state of all lanes, for `cursors`; cheap enough for every step."""
+        counts = self.counts.tolist()
+        return [(lane, self.row, frozenset(), (self.taken, counts[i])) for i, lane in enumerate(self.lanes)]
+
+    def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
+        state, T = self.snapshot() if snapshot is None else snapshot, self.config.T
+        taken = state[0][3][0]
+        epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(self.samples.counts(taken), self.parts)]
+        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": [], "samples": taken,
+                 "buckets": {bucket: account(n, epoch, T) for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
+                for lane, row, _, (_, counts) in state]
+
+    def close(self) -> None:
+        """Nothing runs that would have to be stopped."""
+
+    # ---- for people
+
+    def describe(self, row: SampleRow) -> list[dict[str, Any]]:
+        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1
+        `of` so many. Ids as they are stored, an EOD at the end."""
+        number, sample = self.samples.locate(row.sample)
+        part, at, found = self.parts[number], 0, []
+        edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
+        for sequence, offset, length in part.pieces(sample):
+            document = int(np.searchsorted(edges, sequence, side="right")) - 1
+            first, end = edges[document:document + 2].tolist()
+            start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
+            found.append({"at": at, "tokens": length, "file": self.sources[row.bucket].manifest["files"][0]["name"],
+                          "document": document, "start": start, "stop": start + length,
+                          "of": int(lengths[first:end].sum(dtype=np.int64))})
+            at += length
+        return found
+
+
+def account(rows: int, epoch: int, T: int) -> dict[str, int]:
+    """A bucket's part of a cursor, by the names that `stream.ledger` adds up."""
+    return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, "inserted": 0, "cropped": 0, "padded": 0,
+            "pending": 0, "documents": 0}

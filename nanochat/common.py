@@ -137,7 +137,7 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
     return f"{where or 'the whole'}: expected {wanted}, got {names[type(value)]}"
 
 
-def hash_bytes(*parts: bytes) -> str:
+def hash_bytes(*parts: bytes | memoryview) -> str:
     """128-bit BLAKE2b of the concatenated parts, as hex."""
     h = hashlib.blake2b(digest_size=16)
     for part in parts:

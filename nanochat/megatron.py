@@ -1,22 +1,27 @@
 """
-Megatron's samples: which tokens are in sample i of a data set, by the rules of megatron-core, without its waiting.
+Megatron's samples: which tokens are in sample i of a data set, by the rules of megatron-core 0.16.1.
 
-    pair of files -> sequences of a split -> document_index -> stream -> samples -> shuffle_index -> data set
-    IndexedDataset   range                   `nanochat.sample_order`                                 GPTDataset
+    sequences        0: a a a a   1: b b   2: c c c c c          those of a split of one pair of files
+    document_index   2 0 1 1 2 0                                 all epochs' sequences, shuffled together
+    their tokens     c c c c c a a a a b b b b c c c c c a ...   end to end: the stream
+    samples          |---|---|---|---|---|---|---                T = 4: sample k is tokens kT .. kT + T, so its last
+                                                                 token is the first one of sample k + 1
+    sample_index     (0, 0) (0, 4) (1, 3) ...                    where samples begin: (place in document_index, offset)
+    shuffle_index    3 0 2 1 ...                                 sample i of the data set is sample shuffle_index[i]
 
-`GPTDataset.document_index`, `sample_index` and `shuffle_index` equal megatron-core 0.16.1's, element by element and in
-type, and so does every tensor of a sample (core/datasets/gpt_dataset.py). Nothing is computed before it is asked for,
-and `sample_index` never as a whole; `rows` reads many samples at once, each as pieces of sequences.
+`GPTDataset` has these three indices under megatron-core's names. They equal its own, element by element and in type,
+and so does every tensor of a sample. They are computed when a sample is first asked for, and kept in `path_to_cache`
+where they are large enough to be worth a file.
 
-We differ where it fails: a mask cached from a padded sample is not given to all samples; a split without tokens is an
-error instead of an endless loop; indices never depend on what another run left under the same path; `attention_mask`,
-T * T bytes a sample, is only there when asked for.
+We differ from megatron-core where it fails. A mask that was made for a padded sample is not given to all samples. A
+split without tokens is an error and no endless loop. What another run left in the cache is used only if it was made of
+the same numbers. And `attention_mask`, T * T bytes a sample, is only there when asked for.
 """
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -25,20 +30,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat import index_cache
-from nanochat.common import hash_json
-from nanochat.indexed import IndexedDataset
-from nanochat.sample_order import LazyIndex, Stream, plan_order
+from nanochat.common import atomic_open, hash_bytes, hash_json, read_json, write_json
+from nanochat.tokens import MegatronWriter, TokenFile, pair_paths
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-NO_PAD = -1  # the id of padding where the tokenizer has none: no token has it
-WORTH_STORING = 1 << 19  # entries of document_index and shuffle_index; fewer are shuffled faster than files are opened
+NO_PAD = -1  # stands for padding where the tokenizer has no id for it; no token is -1
+APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
+STRETCH = 1 << 16  # documents whose lengths are added up at once
+WORTH_STORING = 1 << 19  # entries of an index; fewer are computed as fast as files are opened
 
-Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, weights
+Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
+Part = tuple[float, float] | None  # from where to where of 0 .. 1; None: nothing
 
 
 class Split(Enum):
@@ -51,6 +57,13 @@ class Split(Enum):
 
 # ---- configuration --------------------------------------------------------------------------------------------------
 
+# megatron-core's fields that say how data are loaded there, and change no sample.
+WITHOUT_EFFECT = (
+    "full_validation", "num_dataset_builder_threads", "fast_cache_load", "defer_npy_index_mmap",
+    "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel", "context_parallel_size",
+    "sequences_per_dataset")
+
+
 @dataclass(frozen=True)
 class GPTDatasetConfig:
     """What decides which tokens are in which sample, beside data and sizes. ValueError for what cannot be.
@@ -62,18 +75,29 @@ class GPTDatasetConfig:
     sequence_length: int
     blend: Blend | None = None
     blend_per_split: Sequence[Blend | None] | None = None
+    multiple_validation_sets: bool | None = None  # with blend_per_split: a list of data sets instead of their blend
+    full_validation: bool | None = None
     split: str | None = None  # shares of train, valid, test: "98,1,1"
-    tokenizer: Any = None  # has .eod; .pad, .eos and .special_tokens_dict are looked at; .vocab_size for made-up data
-    path_to_cache: str | None = None  # the index cache; None: indices stay in memory
+    num_dataset_builder_threads: int = 1
+    path_to_cache: str | None = None  # a folder for indices; None: they stay in memory
     mmap_bin_files: bool = True
+    tokenizer: Any = None  # has .eod; .pad, .eos, .special_tokens_dict are looked at; .vocab_size for made-up data
     mid_level_dataset_surplus: float = 0.005  # share of samples that each source of a blend has to spare
     allow_ambiguous_pad_tokens: bool = False
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     create_attention_mask: bool = False
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None  # a folder for copies of the .idx files of data in a store
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, Any] | None = None
+    context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -81,24 +105,29 @@ class GPTDatasetConfig:
         if not 0 <= self.random_seed < 2**32:
             raise ValueError(f"random_seed: got {self.random_seed}, expected 0 to 2**32 - 1")
         if not 0 <= self.mid_level_dataset_surplus < math.inf:
-            raise ValueError(f"mid_level_dataset_surplus: got {self.mid_level_dataset_surplus}, expected 0 or more")
+            raise ValueError(
+                f"mid_level_dataset_surplus: got {self.mid_level_dataset_surplus}, expected 0 or more")
         if (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss) and self.eod is None:
-            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, reset_attention_mask and "
-                             "eod_mask_loss need")
-        self._check_blends()
-
-    def _check_blends(self) -> None:
-        if self.blend_per_split is not None and (self.blend is not None or self.split is not None):
-            raise ValueError("blend_per_split: got it with blend or split, expected it alone")
-        if self.blend_per_split is not None and len(self.blend_per_split) != len(Split):
-            raise ValueError(f"blend_per_split: got {len(self.blend_per_split)} blends, expected {len(Split)} (None "
-                             f"for a split without data)")
+            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, reset_attention_mask "
+                             "and eod_mask_loss need")
+        if self.blend_per_split is not None:
+            if self.blend is not None or self.split is not None:
+                raise ValueError("blend_per_split: got it with blend or split, expected it alone")
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(f"blend_per_split: got {len(self.blend_per_split)} blends, expected {len(Split)} "
+                                 f"(None for a split without data)")
         if self.blend is not None and self.split is None:
             raise ValueError('split: got none, expected shares of train, valid, test, as "98,1,1"')
-        for blend in (self.blend, *(self.blend_per_split or ())):
-            if blend is not None:
-                check_blend(*blend)
-        self.split_matrix  # noqa: B018  a bad split is an error here, not at the first use
+        for prefixes, weights in filter(None, (self.blend, *(self.blend_per_split or ()))):
+            if not prefixes:
+                raise ValueError("blend: got no prefix, expected at least one")
+            if weights is not None and (len(weights) != len(prefixes) or not all(0 < w < math.inf for w in weights)):
+                raise ValueError(f"blend: got weights {list(weights)} for {len(prefixes)} prefixes, expected a number "
+                                 f"above 0 for each, or no weights; leave out a source that should give nothing")
+        _ = self.split_matrix  # a bad split is an error here, not at its first use
+        given = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
+        if given:
+            log.info("%s: accepted; it changes nothing here", ", ".join(given))
 
     @property
     def mock(self) -> bool:
@@ -106,9 +135,13 @@ class GPTDatasetConfig:
         return self.blend is None and not any(self.blend_per_split or ())
 
     @property
-    def split_matrix(self) -> list[tuple[float, float] | None]:
-        """Which part of each source's sequences each split is, (begin, end) of 0 .. 1; None for no part."""
-        return split_matrix("1,1,1" if self.mock else self.split) if self.blend_per_split is None or self.mock else []
+    def split_matrix(self) -> list[Part]:
+        """Which part of its sources' sequences each split has."""
+        if self.mock:
+            return split_matrix("1,1,1")
+        if self.blend_per_split is not None:
+            return [None if blend is None else (0.0, 1.0) for blend in self.blend_per_split]
+        return split_matrix(self.split)
 
     @property
     def eod(self) -> int | None:
@@ -116,67 +149,258 @@ class GPTDatasetConfig:
         return getattr(self.tokenizer, "eod", None)
 
 
-def check_blend(prefixes: Sequence[str], weights: Sequence[float] | None) -> None:
-    """ValueError unless there is a prefix, and a positive weight for each if any."""
-    if not prefixes:
-        raise ValueError("blend: got no prefix, expected at least one")
-    if weights is None:
-        return
-    if len(prefixes) != len(weights):
-        raise ValueError(f"blend: got {len(prefixes)} prefixes and {len(weights)} weights, expected one weight for each"
-                         f" prefix, or none at all")
-    for prefix, weight in zip(prefixes, weights):
-        if not 0 < weight < math.inf:
-            raise ValueError(f"blend: got weight {weight} for {prefix}, expected more than 0; leave out a source that "
-                             f"should give nothing")
+def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
+    """The blend that a list on a command line means: prefixes alone, or a weight before each of them, as
+    ["30", "web", "70", "code"]. ValueError where only some have a weight."""
+    if blend is None:
+        return None
+    weights = [_as_number(text) for text in blend[::2]]
+    if len(blend) % 2 or not any(weights):
+        return list(blend), None
+    if not all(weights):
+        raise ValueError(f"blend: got {' '.join(blend)}, expected a weight before each prefix, or before none")
+    return list(blend[1::2]), [weight for weight in weights if weight]
 
 
-def split_matrix(split: str | None) -> list[tuple[float, float] | None]:
-    """Shares as "98,1,1" (fewer than three: the rest is 0) as parts of 0 .. 1. ValueError for others."""
+def _as_number(text: str) -> float | None:
     try:
-        shares = [float(part) for part in (split or "").split(",")]
+        return float(text)
     except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= len(Split) or not all(0 <= s < math.inf for s in shares) or not sum(shares):
-        raise ValueError(f'split: got {split!r}, expected shares of train, valid and test, as "98,1,1"')
-    normal = normalize(shares + [0.0] * (len(Split) - len(shares)))
+        return None
+
+
+def split_matrix(split: str | None) -> list[Part]:
+    """Shares as "98,1,1" (fewer than three: the rest is 0) as parts of 0 .. 1. ValueError for others."""
+    shares = [_as_number(text) for text in (split or "").split(",")]
+    known = [share for share in shares if share is not None and 0 <= share < math.inf]
+    if len(known) < len(shares) or len(known) > len(Split) or not sum(known):
+        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as "98,1,1"')
     edges = [0.0]
-    for share in normal:
+    for share in normalize(known + [0.0] * (len(Split) - len(known))):
         edges.append(edges[-1] + share)
     return [(a, b) if b > a else None for a, b in pairwise(edges)]
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, in NumPy's order of addition, as megatron-core does."""
+    """Weights divided by their sum, added in NumPy's order as megatron-core does."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 
 
-# ---- samples --------------------------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+class IndexedDataset:
+    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list of them, read-only
+    arrays of `dtype`. ValueError or FileNotFoundError naming the file if the pair is not whole, or holds modes beside
+    its ids."""
+
+    def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True):
+        self.path_prefix = str(path_prefix)
+        self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
+        if self.file.format != "megatron" or multimodal:
+            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's of ids alone (multimodal=False)")
+        self.dtype = self.file.dtype
+        self.sequence_lengths = self.file.table("lengths")  # (n,) int32
+        self.sequence_pointers = self.file.table("pointers")  # (n,) int64: the byte of .bin where each begins
+        self.document_indices = self.file.table("boundaries")  # (documents + 1,) int64, in sequences
+
+    @staticmethod
+    def exists(path_prefix: Path | str) -> bool:
+        """Whether both files are there."""
+        return all(path.exists() for path in pair_paths(path_prefix))
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, which: int | slice) -> Any:
+        if isinstance(which, slice):
+            return [self.get(number) for number in range(*which.indices(len(self)))]
+        return self.get(which)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids (default: all) of sequence `idx` from its id `offset` on. IndexError for a number outside the
+        data set, ValueError for ids outside the sequence."""
+        number = int(idx) + len(self) * (idx < 0)
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
+        (begin,), (size,) = self.file.sequences(number, number + 1)
+        stop = int(size) if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
+                             f"{size:,}")
+        return self.file.reader.read(int(begin) + offset, int(begin) + stop)
+
+
+class IndexedDatasetBuilder:
+    """Writes a pair, sequence by sequence. Nothing is there before `finalize`. ValueError for ids that the type cannot
+    hold: they are never wrapped around."""
+
+    def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
+        if multimodal:
+            raise ValueError(f"{bin_path}: expected ids alone (multimodal=False)")
+        self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
+        self._open = 0  # sequences of the document that is open
+
+    def add_item(self, tensor: Any, mode: int = 0) -> None:
+        """Append a sequence (n,) of ids to the document that is open."""
+        self._writer.append(tensor, [len(tensor)])
+        self._open += 1
+
+    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
+        """Append a document: its ids, and how many each of its sequences has."""
+        self._writer.append(tensor, lengths)
+        self._open += len(lengths)
+        self.end_document()
+
+    def end_document(self) -> None:
+        """End the document that is open."""
+        self._writer.end_documents([self._open])
+        self._open = 0
+
+    def add_index(self, path_prefix: Path | str) -> None:
+        """Append the documents of another pair."""
+        other = IndexedDataset(path_prefix)
+        if other.dtype != self._writer.dtype:
+            raise ValueError(f"{path_prefix}: its ids are {other.dtype.name}, those of {self._writer.bin_path} "
+                             f"{self._writer.dtype.name}; make them of one type")
+        for first, end in pairwise(other.document_indices.tolist()):
+            for ids in other[first:end]:
+                self.add_item(ids)
+            self.end_document()
+
+    def finalize(self, idx_path: Path | str) -> None:
+        """Write the index; both files appear. ValueError if the last sequences are in no document."""
+        self._writer.commit(Path(idx_path))
+
+
+# ---- the three indices ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Pieces:
-    """What samples are made of: `counts[i]` pieces are sample i, a piece `lengths` ids of a sequence from an offset."""
+class Order:
+    """All that the two shuffles of a data set depend on."""
 
-    counts: np.ndarray  # (n,) int64
-    sequences: np.ndarray  # (m,) int32
-    offsets: np.ndarray  # (m,) int64
-    lengths: np.ndarray  # (m,) int64
+    seed: int
+    first: int  # sequences first .. last - 1
+    last: int
+    num_epochs: int
+    apart: bool  # whether the last epoch is shuffled apart
+    samples_before: int  # samples that end before the last epoch; then they are shuffled apart as well
+    num_samples: int
 
+    def shuffled(self) -> tuple[np.ndarray, np.ndarray]:
+        """(document_index (epochs * sequences,) int32, shuffle_index (samples,) uint32)."""
+        documents = np.tile(np.arange(self.first, self.last, dtype=np.int32), self.num_epochs)
+        samples = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 - 2 else np.int64)
+        state = np.random.RandomState(self.seed)
+        for array, edge in ((documents, len(documents) - (self.last - self.first)), (samples, self.samples_before)):
+            for part in (array[:edge], array[edge:]) if self.apart else (array,):
+                state.shuffle(part)  # in place: a part is a view
+        return documents, samples
+
+
+def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int, extra: bool,
+               drop_last: bool) -> Order:
+    """How many epochs of `tokens` tokens it takes for `num_samples` samples (None: one epoch), and whether the last
+    one is shuffled apart. ValueError if there are no tokens to take samples from."""
+    wanted, epochs = num_samples or 0, 1
+    if wanted:
+        if not tokens:
+            raise ValueError(f"{wanted:,} samples of {len(documents):,} sequences without a token; give this split "
+                             f"more of the data, or ask for no samples")
+        epochs = -(-(wanted * T + extra) // tokens)
+    before = max(0, (epochs - 1) * tokens - extra) // T
+    apart = epochs > 1 and wanted - before < int(APART * ((tokens - extra) // T))
+    targets = epochs * tokens - extra
+    total = max(0, targets // T)
+    if not drop_last:  # megatron-core counts a last partial sample with float32
+        total = max(0, int(np.ceil(np.float32(targets) / np.float32(T))))
+    return Order(seed, documents.start, documents.stop, epochs, apart, before, total)
+
+
+def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int, tokens: int, T: int, extra: bool
+                 ) -> np.ndarray:
+    """sample_index, (samples + 1, 2): where each sample of the stream begins, (place in `documents`, offset).
+
+    `lengths` are those of all sequences, `tokens` is how many there are in the stream. Sample k begins at token kT.
+    Without the extra token it begins behind token kT - 1, which may be the end of a document. What would begin behind
+    the last token, as after a partial sample, begins there.
+    """
+    wide = len(documents) > np.iinfo(np.int32).max
+    found = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
+    begun, before = 1, 0  # samples whose beginning is known: 0 begins at (0, 0), whatever document 0 is; tokens passed
+    for at in range(0, len(documents), STRETCH):
+        sizes = lengths[documents[at:at + STRETCH]].astype(np.int64)
+        ends = before + np.cumsum(sizes)
+        before = int(ends[-1])
+        last = num_samples if before == tokens else min(num_samples, (before - extra) // T)
+        begins = np.minimum(np.arange(begun, last + 1) * T, tokens - extra)
+        places = np.searchsorted(ends, begins, "right" if extra else "left")
+        found[begun:last + 1, 0] = at + places
+        found[begun:last + 1, 1] = begins - (ends - sizes)[places]
+        begun = max(begun, last + 1)
+    if not extra and len(documents):
+        found[1 + tokens // T:] = len(documents) - 1, lengths[documents[-1]]
+    return found
+
+
+def cached(folder: Path, name: str, build: Callable[[], dict[str, np.ndarray]], *, names: Sequence[str]
+           ) -> dict[str, np.ndarray]:
+    """The arrays `names` that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made and written there.
+
+    `name` holds a hash of everything that the arrays are computed from, so whoever writes a file writes the same bytes.
+    That makes many processes on many nodes safe without a lock: each looks, makes what is absent, and renames its own
+    copy into place. <name>.json is written last and has the checksums; they are compared at every opening, and what
+    differs from them is told and made again. Rejected: rank 0 builds and the others wait at a barrier, as megatron-core
+    does. That ends in a time-out where rank 0 takes long, or where the file system is slow to show the file.
+    """
+    seal = folder / f"{name}.json"
+    paths = {which: folder / f"{name}-{which}.npy" for which in names}
+
+    def load() -> dict[str, np.ndarray]:
+        found = {which: np.load(path, mmap_mode="r", allow_pickle=False) for which, path in paths.items()}
+        if read_json(seal) != {which: _checksum(array) for which, array in found.items()}:
+            raise ValueError("an array is not what its checksum says")
+        return found
+
+    if seal.exists():
+        try:
+            return load()
+        except (OSError, ValueError, EOFError) as e:
+            log.warning("%s: cannot be used (%s); it is made again", seal, e)
+    arrays = build()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for which, path in paths.items():
+            with atomic_open(path) as f:
+                np.save(f, arrays[which], allow_pickle=False)
+        write_json(seal, {which: _checksum(array) for which, array in arrays.items()})
+        return load()
+    except OSError as e:
+        log.warning("%s: not stored (%s); it will be made again next time", seal, e)
+        return arrays
+
+
+def _checksum(array: np.ndarray) -> list[Any]:
+    return [array.dtype.str, list(array.shape), hash_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)]
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
 
 class GPTDataset:
-    """Samples of sequences `indices` of an `IndexedDataset`. `dataset[i]` is a dict of tensors; `rows` is for training.
+    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors, `row(i)` the
+    same for training.
 
     `num_samples`: there are at least so many, over as many epochs as it takes; None: one epoch. ValueError for data
-    that cannot give them.
+    that cannot give them. Looks at lengths; reads no token and computes no index yet.
     """
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range, num_samples: int | None,
                  index_split: Split, config: GPTDatasetConfig):
         self.dataset, self.dataset_path, self.indices = indexed_dataset, dataset_path, indexed_indices
         self.num_samples, self.index_split, self.config = num_samples, index_split, config
+        self._T, self._extra = config.sequence_length, config.add_extra_token_to_sequence
         self._pad = pad_id(config)
-        lengths = indexed_dataset.sequence_lengths[indexed_indices.start:indexed_indices.stop]
+        lengths = self._lengths()
         if len(lengths) and lengths.min() < 0:
             raise ValueError(f"{dataset_path}.idx: sequence {indexed_indices.start + int(lengths.argmin()):,} has "
                              f"{lengths.min():,} tokens; make the pair again")
@@ -199,12 +423,13 @@ class GPTDataset:
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
     @property
-    def _T(self) -> int:
-        return self.config.sequence_length
+    def dtype(self) -> np.dtype:
+        """The type of ids on disk."""
+        return self.dataset.dtype
 
-    @property
-    def _extra(self) -> bool:
-        return self.config.add_extra_token_to_sequence
+    def _lengths(self) -> np.ndarray:
+        """Of this data set's own sequences."""
+        return self.dataset.sequence_lengths[self.indices.start:self.indices.stop]
 
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""
@@ -214,116 +439,88 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.order.num_samples
 
+    # ---- as a blend of one
+
+    @property
+    def datasets(self) -> "list[GPTDataset]":
+        """Those that samples come from: itself."""
+        return [self]
+
+    def counts(self, stop: int) -> list[int]:
+        """How many of samples 0 .. stop - 1 each of `datasets` gives."""
+        return [stop]
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """(which of `datasets` gives sample i, which of its samples that is)."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i:,}, there are {len(self):,}")
+        return 0, i
+
     # ---- indices
 
     @cached_property
-    def _indices(self) -> tuple[Stream, np.ndarray]:
-        """(stream, shuffle_index), computed, or mapped from the cache."""
-        documents, samples = self._shuffled()
-        return Stream(self.dataset.sequence_lengths, documents), samples
+    def _tables(self) -> dict[str, np.ndarray]:
+        """The three indices, computed or mapped."""
+        order = self.order
 
-    def _shuffled(self) -> tuple[np.ndarray, np.ndarray]:
-        folder, entries = self.config.path_to_cache, self.order.num_epochs * len(self.indices) + len(self)
-        if folder is None or entries < WORTH_STORING:
-            return self.order.shuffled()
-        name = f"{hash_json(vars(self.order))}-{type(self).__name__}-{self.index_split.name}"
-        documents, samples = index_cache.cached(
-            [Path(folder) / f"{name}-{which}_index.npy" for which in ("document", "shuffle")], self.order.shuffled)
-        return documents, samples
+        def build() -> dict[str, np.ndarray]:
+            documents, samples = order.shuffled()
+            begins = find_samples(self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
+                                  tokens=order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
+            return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
+
+        if self.config.path_to_cache is None or order.num_epochs * len(self.indices) + len(self) < WORTH_STORING:
+            return build()
+        key = hash_json([self.identity(), hash_bytes(np.ascontiguousarray(self._lengths()).data)])
+        return cached(Path(self.config.path_to_cache), f"{key}-{type(self).__name__}-{self.index_split.name}", build,
+                      names=("document_index", "sample_index", "shuffle_index"))
 
     @property
     def document_index(self) -> np.ndarray:
-        """(epochs * documents,) int32: sequences in the order of the stream."""
-        return self._indices[0].order
+        """(epochs * sequences,) int32: sequences in the order of the stream."""
+        return self._tables["document_index"]
+
+    @property
+    def sample_index(self) -> np.ndarray:
+        """(samples + 1, 2): where each sample of the stream begins, (place in document_index, offset)."""
+        return self._tables["sample_index"]
 
     @property
     def shuffle_index(self) -> np.ndarray:
         """(samples,) uint32: which sample of the stream sample i is."""
-        return self._indices[1]
-
-    @property
-    def sample_index(self) -> LazyIndex:
-        """(samples + 1, 2): where each sample of the stream begins, (place in document_index, offset). Computed where
-        it is looked at."""
-        wide = self.order.num_epochs * len(self.indices) > np.iinfo(np.int32).max
-        return LazyIndex((len(self) + 1, 2), np.int64 if wide else np.int32,
-                         lambda first, last: np.stack(self._begins(np.arange(first, last)), axis=1))
-
-    def _begins(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where samples (n,) of the stream begin: (place in document_index, offset), two (n,) int64. Without the extra
-        token a sample begins behind the last token of the one before, which may be the end of a document."""
-        stream, last = self._indices[0], self.order.num_epochs * self.num_tokens_per_epoch - self._extra
-        places, offsets = np.zeros((2, len(samples)), np.int64)
-        later = np.flatnonzero(samples > 0)  # sample 0 begins at (0, 0), whatever document 0 is
-        tokens = np.minimum(samples[later] * self._T, last)
-        places[later], before = stream.locate(tokens, "right" if self._extra else "left")
-        offsets[later] = tokens - before
-        if not self._extra:
-            beyond = samples * self._T > last
-            places[beyond] = len(stream.order) - 1
-            offsets[beyond] = stream.lengths[stream.order[-1]]
-        return places, offsets
+        return self._tables["shuffle_index"]
 
     # ---- tokens
 
-    def pieces(self, start: int, stop: int) -> Pieces:
-        """What samples start .. stop - 1 of the data set are made of; reads no token."""
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples {start:,} to {stop:,}, there are {len(self):,}")
-        samples = self.shuffle_index[start:stop].astype(np.int64)
-        both = self._begins(np.concatenate((samples, samples + 1)))
-        (first, last), (skip, until) = (a.reshape(2, -1) for a in both)
-        counts = last - first + 1
-        ends = np.cumsum(counts)
-        places = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + counts, counts)
-        sequences = self.document_index[places]
-        lengths = self.dataset.sequence_lengths[sequences].astype(np.int64)
-        offsets = np.zeros(len(places), np.int64)
-        offsets[ends - counts] = skip
-        lengths[ends - 1] = until + self._extra
-        return Pieces(counts, sequences, offsets, lengths - offsets)
+    def pieces(self, i: int) -> list[tuple[int, int, int]]:
+        """What sample i is made of, [(sequence, offset, how many ids)]; reads no token."""
+        k = int(self.shuffle_index[self.locate(i)[1]])
+        (first, skip), (last, until) = self.sample_index[k:k + 2].tolist()
+        found = []
+        for place in range(first, last + 1):
+            sequence = int(self.document_index[place])
+            begin = skip if place == first else 0
+            end = until + self._extra if place == last else int(self.dataset.sequence_lengths[sequence])
+            found.append((sequence, begin, end - begin))
+        return found
 
-    def _read(self, pieces: Pieces) -> list[np.ndarray]:
-        """The ids of each piece."""
-        begins, _ = self.dataset.index.checked(pieces.sequences, self.dataset.file_bytes)
-        begins = begins + pieces.offsets
-        return self.dataset.reader.read_many(list(zip(begins.tolist(), (begins + pieces.lengths).tolist())))
+    def _ids(self, i: int) -> np.ndarray:
+        """The ids of sample i: (T + extra,), or fewer if it is a partial one."""
+        return np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
 
-    def _fill(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Write samples into `out` (n, T + extra) and return how many tokens each has, (n,); the rest is left alone."""
-        pieces = self.pieces(start, stop)
-        ends = np.cumsum(pieces.counts)
-        sizes = np.add.reduceat(pieces.lengths, ends - pieces.counts) if len(ends) else ends
-        ids = self._read(pieces)
-        if (sizes == out.shape[1]).all() and out.flags.c_contiguous:
-            if ids:
-                np.concatenate(ids, out=out.reshape(-1), casting="same_kind")
-        else:
-            for row, end, count, size in zip(out, ends.tolist(), pieces.counts.tolist(), sizes.tolist()):
-                np.concatenate(ids[end - count:end], out=row[:size], casting="same_kind")
-        return sizes
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type of ids on disk."""
-        return self.dataset.dtype
-
-    def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Samples start .. stop - 1 for training: (ids (n, T + 1) of the type on disk, which targets count (n, T) bool
-        or None: all). Inputs are ids[:, :-1], targets ids[:, 1:]; where there is no token, the id is 0."""
-        width = self._T + self._extra
-        ids = np.zeros((stop - start, self._T + 1), self.dtype)
-        out = ids if self._extra else np.zeros((stop - start, width), self.dtype)
-        sizes = self._fill(start, stop, out)
-        if not self._extra:
-            ids[:, :width] = out
-        if self._extra and (sizes == width).all() and not self.config.eod_mask_loss and self._pad < 0:
-            return ids, None
-        absent = np.arange(self._T + 1) >= sizes[:, None]
-        padding = absent | (ids == self._pad)
-        live = ~padding[:, 1:]
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Sample i for training: (ids (T + 1,) of the type on disk, live (T + 1,) uint8 or None). Inputs are ids[:-1]
+        and targets ids[1:]; live is 0 where a target does not count, None where all do. Where there is no token, the
+        id is 0."""
+        found = self._ids(i)
+        if len(found) == self._T + 1 and not self.config.eod_mask_loss and self._pad == NO_PAD:
+            return found, None
+        ids = np.zeros(self._T + 1, self.dtype)
+        ids[:len(found)] = found
+        padding = (np.arange(len(ids)) >= len(found)) | (ids == self._pad)
+        live = (~padding).astype(np.uint8)
         if self.config.eod_mask_loss:
-            live &= ids[:, :-1] != self.config.eod
+            live[1:] &= ids[:-1] != self.config.eod
         ids[padding] = 0
         return ids, live
 
@@ -331,22 +528,25 @@ class GPTDataset:
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and attention_mask
         (1, T, T) bool, True where attention is barred, if the configuration asks for it. None: a sample that fills a
         batch, without loss."""
+        import torch
+
         at = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
-        text = np.full((1, self._T + self._extra), self._pad, np.int64)
-        self._fill(at, at + 1, text)
-        tokens = text[0, :self._T].copy()
-        labels = text[0, 1:].copy() if self._extra else np.append(tokens[1:], self._pad)
-        sample = self._masks(tokens)
+        found = self._ids(at)
+        text = np.full(self._T + 1, self._pad, np.int64)
+        text[:len(found)] = found
+        tokens, labels = text[:-1].copy(), text[1:].copy()
+        sample = {"tokens": tokens, "labels": labels, **self._masks(tokens)}
         sample["loss_mask"][labels == self._pad] = 0
         if idx is None:
             sample["loss_mask"][:] = 0
-        tokens[tokens == self._pad] = labels[labels == self._pad] = 0
-        return _tensors({"tokens": tokens, "labels": labels, **sample})
+        for ids in (tokens, labels):
+            ids[ids == self._pad] = 0
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def _masks(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """loss_mask, position_ids and attention_mask of tokens (T,), by where documents end in them."""
         config, places = self.config, np.arange(self._T)
-        ends = tokens == (NO_PAD - 1 if config.eod is None else config.eod)
+        ends = np.zeros(self._T, bool) if config.eod is None else tokens == config.eod
         document = np.cumsum(ends) - ends  # 0 up to the first end, that one included
         begins = np.append(0, np.flatnonzero(ends) + 1)[document]
         found = {"loss_mask": np.where(ends & config.eod_mask_loss, 0, 1).astype(np.float32),
@@ -360,8 +560,8 @@ class GPTDataset:
 
 
 def pad_id(config: GPTDatasetConfig) -> int:
-    """The id that stands for no token: the tokenizer's `pad`, unless it is another special token's as well (then -1,
-    which no token has, with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
+    """The id that stands for no token: the tokenizer's `pad`, unless it is another special token's as well (then
+    NO_PAD, with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
     tokenizer = config.tokenizer
     pad = getattr(tokenizer, "pad", None)
     if pad is None:
@@ -375,19 +575,12 @@ def pad_id(config: GPTDatasetConfig) -> int:
     return int(pad) if config.allow_ambiguous_pad_tokens else NO_PAD
 
 
-def _tensors(arrays: dict[str, np.ndarray]) -> "dict[str, torch.Tensor]":
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
 # ---- data that are made up ------------------------------------------------------------------------------------------
 
 class MockGPTLowLevelDataset:
     """100,000 sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD. megatron-core's."""
 
     dtype = np.dtype(np.int64)
-    path_prefix = None
 
     def __init__(self, tokenizer: Any):
         if getattr(tokenizer, "eod", None) is None or not getattr(tokenizer, "vocab_size", None):
@@ -415,7 +608,3 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         """Made-up sequences; the path means nothing."""
         return MockGPTLowLevelDataset(config.tokenizer)
-
-    def _read(self, pieces: Pieces) -> list[np.ndarray]:
-        return [self.dataset.get(*which) for which in
-                zip(pieces.sequences.tolist(), pieces.offsets.tolist(), pieces.lengths.tolist())]

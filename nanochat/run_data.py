@@ -20,7 +20,6 @@ from nanochat.order import StreamConfig
 from nanochat.places import begin, etag_of, fetch, place
 from nanochat.remote import is_remote
 from nanochat.run_dir import read_config
-from nanochat.sample_data import DocumentRange, SampleConfig, find_prefixes
 from nanochat.sample_stream import Config
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, check_format, scan
@@ -48,6 +47,8 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
     if not old and shares is not None:
+        from nanochat.blend import find_prefixes
+
         return find_prefixes(data_path, val_path, shares)
     roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
     manifests = {split: dict(buckets) for split, buckets in old.items()}
@@ -106,6 +107,8 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
 def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
     """The source of a manifest's files; `as_stored`: entries of shards keep their end-of-document id."""
     if "documents" in manifest:
+        from nanochat.blend import DocumentRange
+
         return DocumentRange(manifest, tokenizer)
     if manifest["files"][0]["name"].endswith(".bin"):
         return ShardSource(manifest, tokenizer, keep_eod=as_stored)
@@ -126,6 +129,8 @@ def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | N
     """The stream of a run's resolved settings (config.json), by the names its flags have. `curriculum`: in place of the
     one that the run began with."""
     if settings.get("order") == "megatron":
+        from nanochat.blend import SampleConfig
+
         weights = settings["blend_weights"]
         return SampleConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
                             num_samples=settings["num_samples"], split=settings["split"],

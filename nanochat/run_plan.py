@@ -19,12 +19,11 @@ from typing import Any
 
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import print0, read_json
+from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, make_plan, plan_key
 from nanochat.rehearsal import with_lengths
 from nanochat.run_data import open_data, open_source, stream_config
 from nanochat.run_dir import PLAN_NAME
-from nanochat.sample_data import SampleConfig
-from nanochat.sample_plan import plan_samples
 from nanochat.start_run import Start, find_run_data, samples_taken
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -58,7 +57,9 @@ def make_run_plan(run_dir: Path, start: Start, settings: Mapping[str, Any], toke
     nothing. `more` goes to `make_plan`. FileNotFoundError or ValueError for files that are gone, changed or broken."""
     config = stream_config(settings)
     manifests = find_run_data(run_dir, start, settings)["train"]
-    if isinstance(config, SampleConfig):
+    if not isinstance(config, StreamConfig):
+        from nanochat.sample_plan import plan_samples
+
         return plan_samples(config, open_data({"train": manifests, "val": {}}, tokenizer).train, num_steps=num_steps,
                             rows_per_step=settings["total_batch_size"] // config.T,
                             taken=samples_taken(start, settings, num_steps)[0])

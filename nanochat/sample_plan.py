@@ -9,10 +9,9 @@ and nothing is shuffled. No bucket can run dry: a run that takes more samples th
 
 from collections.abc import Mapping
 
+from nanochat.blend import SampleConfig, account, open_samples
 from nanochat.common import hash_json
 from nanochat.plan import BucketPlan, Plan
-from nanochat.sample_data import SampleConfig, count_samples, open_samples, parts_of
-from nanochat.sample_stream import account
 from nanochat.sources import Source
 from nanochat.stream import ledger
 
@@ -21,16 +20,16 @@ def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_pe
                  ) -> Plan:
     """The plan of `num_steps` steps in all, which take so many samples. ValueError as of `open_samples`."""
     samples = open_samples(config, sources)
-    parts, T = parts_of(samples), config.T
+    T = config.T
     buckets = {}
-    for name, part, count in zip(sources, parts, count_samples(samples, taken)):
+    for name, part, count in zip(sources, samples.datasets, samples.counts(taken)):
         epoch = part.num_tokens_per_epoch
         buckets[name] = BucketPlan(
             documents=len(part.indices), tokens=epoch, max_epochs=part.order.num_epochs, asked=count * T,
             trained=count * T, passes=count * T / epoch, usable=len(part) * T, usable_exact=True, dry_step=None,
             dry_lanes=0, account=ledger([{"buckets": {name: account(count, count * T // epoch, T)}}], T)[name])
     phase = {"first_step": 0, "tokens": taken * T, "asked": {name: b.trained for name, b in buckets.items()}}
-    told = {"taken": taken, "there": config.num_samples, "epochs": [part.order.num_epochs for part in parts]}
+    told = {"taken": taken, "there": config.num_samples, "epochs": [part.order.num_epochs for part in samples.datasets]}
     key = hash_json([config.identity(), samples.identity(), rows_per_step, num_steps, taken,
                      [source.fingerprint for source in sources.values()]])
     return Plan(key=key, estimate=False, exact_accounts=True, T=T, V=config.V, rows_per_step=rows_per_step,

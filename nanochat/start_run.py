@@ -41,8 +41,7 @@ from nanochat.run_dir import (
     read_config,
     write_config,
 )
-from nanochat.sample_data import SampleConfig, open_samples
-from nanochat.sample_stream import open_stream
+from nanochat.sample_stream import check_samples, open_stream
 from nanochat.schedule import Horizon
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.sources import Manifest, Source
@@ -245,8 +244,7 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     manifests of its data."""
     manifests = find_run_data(run_dir, start, settings)
     data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # what cannot be, binds nobody
-    if isinstance(config := stream_config(settings), SampleConfig):
-        open_samples(config, data.train)
+    check_samples(stream_config(settings), data.train)
     if start.checkpoint is None and start.position is not None:
         _check_position(start.position, data.train, settings, tokenizer)
     owner = claim(run_dir, start.generation)

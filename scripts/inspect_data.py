@@ -32,6 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat import sample_stream
+from nanochat.blend import SampleConfig, SampleRow, SampleStream, find_prefixes
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataloader import DataLoader, Layout
@@ -41,8 +42,8 @@ from nanochat.order import StreamConfig, default_lanes
 from nanochat.rows import copy_rows
 from nanochat.run_data import open_run, open_source
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
-from nanochat.sample_data import ORDERS, SampleConfig, check_order, find_prefixes, parse_weights, settle_split
-from nanochat.sample_stream import AnyRow, Config, SampleRow, SampleStream
+from nanochat.sample_data import ORDERS, check_order, parse_weights, settle_split
+from nanochat.sample_stream import AnyRow, Config
 from nanochat.sources import Source, check_format, scan
 from nanochat.stream import LEDGER, Cursor, Stream, ledger
 from nanochat.tokenizer import RustBPETokenizer
@@ -266,7 +267,7 @@ def describe(opened: Opened, stream: Stream | SampleStream, row: AnyRow, *, with
     `SampleStream.describe` says."""
     if isinstance(row, SampleRow) and isinstance(stream, SampleStream):
         places = stream.describe(row)
-        ids = row.block.read()[0][row.at].tolist() if with_text else []
+        ids = row.tokens.tolist() if with_text else []
         return [{**place, "text": opened.tokenizer.decode(ids[place["at"]:place["at"] + place["tokens"]])} if with_text
                 else place for place in places]
     assert not isinstance(row, SampleRow)

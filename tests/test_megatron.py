@@ -1,8 +1,10 @@
-"""Megatron's samples: the indices and tensors of megatron-core (golden), of a plain loop (hypothesis); nothing of the
-size of a table of samples is made; bad input is one sentence."""
+"""Megatron's samples: the indices and tensors of megatron-core (golden), of a plain loop (hypothesis); the cache of
+indices believes nothing that is torn; bad input is one sentence."""
 
 import json
-import tracemalloc
+import threading
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import sample_order
+from nanochat import megatron
 from nanochat.blend import BlendedMegatronDatasetBuilder
-from nanochat.megatron import GPTDataset, GPTDatasetConfig, MockGPTDataset, Split, pad_id, split_matrix
-from nanochat.sample_order import STRIDE, Stream, plan_order
+from nanochat.megatron import (
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    MockGPTDataset,
+    Split,
+    cached,
+    find_samples,
+    get_blend_from_list,
+    pad_id,
+    plan_order,
+    split_matrix,
+)
 from tests.toy import examples
 
 OWN = Path(__file__).parent / "golden" / "megatron"
@@ -27,20 +41,25 @@ EOD = 3
 class Memory:
     """Sequences in memory, as `GPTDataset` sees files: sequence i is ids 1000 i, 1000 i + 1, ... or what is given."""
 
-    dtype, path_prefix, file_bytes, mapped = np.dtype(np.int32), "memory", 0, True
+    dtype = np.dtype(np.int32)
 
     def __init__(self, lengths: list[int], ids: np.ndarray | None = None):
         self.sequence_lengths = np.array(lengths, np.int32)
-        self.begins = np.cumsum([0, *lengths])[:-1]
+        self.begins = np.cumsum([0, *lengths])
         numbers = [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
         self.ids = np.concatenate([np.zeros(0, np.int32), *numbers]).astype(np.int32) if ids is None else ids
-        self.index = self.reader = self
 
-    def checked(self, which: np.ndarray, file_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.begins[which], self.sequence_lengths[which]
+    def get(self, sequence: int, offset: int, length: int) -> np.ndarray:
+        begin = self.begins[sequence] + offset
+        assert 0 <= offset <= offset + length <= self.sequence_lengths[sequence]
+        return self.ids[begin:begin + length]
 
-    def read_many(self, ranges: list[tuple[int, int]]) -> list[np.ndarray]:
-        return [self.ids[a:b] for a, b in ranges]
+
+def rows_of(dataset: Any, n: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(ids, live targets) of the first rows."""
+    rows = [dataset.row(i) for i in range(n)]
+    return [ids.tolist() for ids, _ in rows], [[1] * (len(ids) - 1) if live is None else live[1:].tolist()
+                                               for ids, live in rows]
 
 
 def make(dataset: Any, num_samples: int | None = None, *, documents: range | None = None, split: Split = Split.train,
@@ -80,7 +99,7 @@ def compare(dataset: Any, expected: Any) -> None:
     assert len(indices) in (2, 3)
     for name in indices:
         assert equal(getattr(dataset, name), *expected[name]), name
-    for part, other in zip(getattr(dataset, "datasets", ()), expected["datasets"], strict=True):
+    for part, other in zip(dataset.datasets, expected["datasets"]):
         compare(part, other)
     for i, sample in enumerate(expected["samples"]):
         found = dataset[i]
@@ -114,13 +133,12 @@ def test_shared_golden_cases(case: str) -> None:
         if "datasets" in expected:
             assert equal(dataset.dataset_index, "int16", expected["dataset_index"])
             assert equal(dataset.dataset_sample_index, "int64", expected["dataset_sample_index"])
-        pairs = zip(getattr(dataset, "datasets", [dataset]), expected.get("datasets", [expected]), strict=True)
-        for part, indices in pairs:
+        for part, indices in zip(dataset.datasets, expected.get("datasets", [expected]), strict=True):
             assert (len(part), part.num_samples) == (indices["length"], indices["num_samples_asked"])
             for name, dtype in indices["dtypes"].items():
                 assert equal(getattr(part, name), dtype, indices[name])
-        ids, live = dataset.rows(0, len(expected["first64"]))
-        assert ids.dtype == np.uint16 and ids.tolist() == expected["first64"] and live is None
+        assert dataset.row(0)[0].dtype == np.uint16
+        assert rows_of(dataset, len(expected["first64"]))[0] == expected["first64"]
 
 
 # ---- a plain loop ---------------------------------------------------------------------------------------------------
@@ -170,19 +188,17 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
     order, before, apart = plain_order(seed, list(documents), lengths, num_samples, T, extra)
     begins = plain_samples(order, lengths, T, extra, drop_last)
     assert dataset.document_index.tolist() == order and dataset.order.apart == apart
-    assert np.asarray(dataset.sample_index).tolist() == [list(begin) for begin in begins]
-    assert [tuple(dataset.sample_index[i]) for i in (0, -1)] == [begins[0], begins[-1]]
+    assert dataset.sample_index.tolist() == [list(begin) for begin in begins]
     assert len(dataset) == len(begins) - 1 >= (num_samples or 0)
     shuffle = dataset.shuffle_index.tolist()
     assert sorted(shuffle) == list(range(len(dataset)))
     if apart:
         assert sorted(shuffle[:before]) == list(range(before))
     stream = [t for document in order for t in range(1000 * document, 1000 * document + lengths[document])]
-    ids, live = dataset.rows(0, len(dataset))
+    ids, live = rows_of(dataset, len(dataset))
     padded = [*stream, *[0] * T]
-    assert ids[:, :T + extra].tolist() == [padded[k * T:k * T + T + extra] for k in shuffle]
-    targets = [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
-    assert (np.ones((len(shuffle), T), bool) if live is None else live).tolist() == targets
+    assert [row[:T + extra] for row in ids] == [padded[k * T:k * T + T + extra] for k in shuffle]
+    assert live == [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
 
 
 def test_a_partial_sample_ends_with_the_last_document_even_if_that_is_empty() -> None:
@@ -206,34 +222,19 @@ def test_order_of_many_epochs_apart_and_not() -> None:
     assert [plan(1001, 100 + n) for n in (79, 80)] == [(2, True), (2, False)]
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("wide", [0, 150, 1 << 18])
-def test_shuffles_are_numpys_whether_in_place_or_in_a_copy(monkeypatch: pytest.MonkeyPatch, wide: int, apart: bool
-                                                           ) -> None:
-    monkeypatch.setattr(sample_order, "WIDE", wide)
-    order = sample_order.Order(seed=7, first=5, last=105, num_epochs=3, apart=apart, samples_before=120,
-                               num_samples=180)
-    state, parts = np.random.RandomState(7), []
-    for values, edge in ((np.tile(np.arange(5, 105, dtype=np.int32), 3), 200), (np.arange(180, dtype=np.uint32), 120)):
-        for part in (values[:edge], values[edge:]) if apart else (values,):
-            state.shuffle(part)
-        parts.append(values)
-    for found, expected in zip(order.shuffled(), parts):
-        assert found.dtype == expected.dtype and found.tolist() == expected.tolist()
-
-
-def test_a_long_stream_of_many_running_sums() -> None:
-    """Far more documents than one sum covers: every sample begins where a running sum over all says."""
-    lengths = np.random.default_rng(0).integers(0, 9, 40 * STRIDE + 7).astype(np.int32)
-    order = np.random.default_rng(1).permutation(len(lengths)).astype(np.int32)
-    ends = np.cumsum(lengths[order])
-    tokens = np.random.default_rng(2).permutation(int(ends[-1]))
-    for side in ("right", "left"):
-        at = tokens if side == "right" else tokens + 1
-        places, before = Stream(lengths, order).locate(at, side)
-        assert (places == np.searchsorted(ends, at, side)).all()
-        assert (before == ends[places] - lengths[order][places]).all()
-    assert len(Stream(lengths, order).sums) == 42
+def test_a_long_stream_is_searched_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same samples whatever is looked at together, where many documents are empty as well."""
+    lengths = np.random.default_rng(0).integers(0, 9, 3000).astype(np.int32)
+    lengths[200:600] = 0
+    order = np.arange(3000, dtype=np.int32)
+    tokens = int(lengths.sum())
+    for extra in (True, False):
+        found = []
+        for stretch in (3000, 64, 7):
+            monkeypatch.setattr(megatron, "STRETCH", stretch)
+            samples = find_samples(lengths, order, num_samples=tokens // 5, tokens=tokens, T=5, extra=extra)
+            found.append(samples.tolist())
+        assert found[0] == found[1] == found[2]
 
 
 def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
@@ -248,10 +249,11 @@ def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [2**32 - 3, 2**32 - 2])
-def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int) -> None:
+def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     order = plan_order(0, range(1), tokens=num_samples + 1, num_samples=None, T=1, extra=True, drop_last=True)
     assert order.num_samples == num_samples
-    assert order.shuffle_dtype == (np.uint32 if num_samples < 2**32 - 2 else np.int64)
+    monkeypatch.setattr(np, "arange", lambda n, stop=0, dtype=None: np.zeros(0, dtype))
+    assert order.shuffled()[1].dtype == (np.uint32 if num_samples < 2**32 - 2 else np.int64)
 
 
 # ---- tensors and rows -----------------------------------------------------------------------------------------------
@@ -266,14 +268,13 @@ def test_tensors_of_a_sample_and_rows_agree(ids: list[int], T: int, options: dic
                                             tokenizer: dict[str, int]) -> None:
     """Masks and positions token by token; `rows` gives the same ids, and the loss where `loss_mask` is 1."""
     dataset = make(Memory([len(ids)], np.array(ids, np.int32)), split=Split.valid, T=T, tokenizer=tokenizer, **options)
-    rows, live = dataset.rows(0, len(dataset))
+    rows, live = rows_of(dataset, len(dataset))
     for i in range(len(dataset)):
         sample = dataset[i]
         assert sorted(sample) == sorted({"tokens", "labels", "loss_mask", "position_ids"} |
                                         ({"attention_mask"} if options["create_attention_mask"] else set()))
         tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
-        assert rows[i].tolist() == [*tokens, labels[-1]]
-        assert (np.ones(T) if live is None else live[i]).tolist() == sample["loss_mask"].tolist()
+        assert rows[i] == [*tokens, labels[-1]] and live[i] == sample["loss_mask"].tolist()
         begin, position = 0, []
         for at in range(T):
             position.append(at - begin if options["reset_position_ids"] else at)
@@ -294,8 +295,8 @@ def test_partial_sample_is_padded_without_loss_and_spoils_no_other() -> None:
     assert last["tokens"].tolist() == [18, 19, 20, 0] and last["labels"].tolist() == [19, 20, 0, 0]
     assert last["loss_mask"].tolist() == [1, 1, 0, 0]
     assert dataset[order.index(0)]["loss_mask"].tolist() == [1, 1, 1, 1]
-    ids, live = dataset.rows(0, 3)
-    assert ids[order.index(2)].tolist() == [18, 19, 20, 0, 0] and live is not None and live.sum() == 10
+    ids, live = rows_of(dataset, 3)
+    assert ids[order.index(2)] == [18, 19, 20, 0, 0] and sum(map(sum, live)) == 10
     assert len(make(Memory([11]), split=Split.train, T=4, drop_last_partial_validation_sequence=False)) == 2
 
 
@@ -323,38 +324,175 @@ def test_made_up_data() -> None:
     train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, 10, None], lambda: True, config).build()
     assert config.mock and train is not None and valid is not None and test is not None
     assert [len(d.indices) for d in (train, valid, test)] == [33333, 33334, 33333]
-    ids, _ = train.rows(5, 9)
-    assert ids.shape == (4, 513) and ids.max() == 49 and (train[5]["tokens"].numpy() == ids[0, :-1]).all()
-
-
-# ---- laziness -------------------------------------------------------------------------------------------------------
-
-def test_nothing_of_the_size_of_the_samples_is_made() -> None:
-    """Only the two shuffles: 4 bytes a document and epoch, 4 a sample. Building makes nothing at all."""
-    n = 300_000
-    memory = Memory([5] * n, np.zeros(5 * n, np.int32))
-    tracemalloc.start()
-    dataset = make(memory, n + n // 2, T=4)
-    assert len(dataset) > n and dataset.order.num_epochs == 2 and dataset.order.apart
-    built = tracemalloc.get_traced_memory()[1]
-    dataset.rows(0, 1)
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert built < 500_000
-    order = 4 * 2 * n + 4 * len(dataset)
-    assert order < kept < order + n // 2 and peak < order + 4_000_000 < order + 8 * len(dataset)
+    ids, _ = train.row(5)
+    assert ids.shape == (513,) and ids.max() == 49 and (train[5]["tokens"].numpy() == ids[:-1]).all()
 
 
 def test_pieces_say_which_documents_are_in_a_sample() -> None:
     lengths = [3, 0, 9, 4, 1, 6]
     dataset = make(Memory(lengths), T=4)
-    pieces = dataset.pieces(0, len(dataset))
-    ends = np.cumsum(pieces.counts).tolist()
-    for end, count, ids in zip(ends, pieces.counts.tolist(), dataset.rows(0, len(dataset))[0].tolist()):
-        parts = zip(*(a[end - count:end].tolist() for a in (pieces.sequences, pieces.offsets, pieces.lengths)))
-        assert ids == [1000 * s + offset + j for s, offset, n in parts for j in range(n)]
-    with pytest.raises(IndexError, match="there are 5"):
-        dataset.pieces(0, 6)
+    for i, ids in enumerate(rows_of(dataset, len(dataset))[0]):
+        assert ids == [1000 * sequence + offset + j for sequence, offset, n in dataset.pieces(i) for j in range(n)]
+    for i in (-1, 5):
+        with pytest.raises(IndexError, match="there are 5"):
+            dataset.pieces(i)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+CORPORA = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), max_size=8)
+
+
+@given(CORPORA, CORPORA, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans())
+@settings(max_examples=examples(0.8))
+def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory: pytest.TempPathFactory, first: list[Any],
+                                                    second: list[Any], dtype: str, mmap: bool) -> None:
+    folder = tmp_path_factory.mktemp("p.q")
+    for name, documents, before in (("a.b", first, None), ("c", second, folder / "a.b")):
+        builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=dtype)
+        if before is not None:
+            builder.add_index(before)
+        for number, document in enumerate(documents):
+            if number % 2:
+                builder.add_document([i for ids in document for i in ids], [len(ids) for ids in document])
+                continue
+            for ids in document:
+                builder.add_item(np.array(ids, np.int64))
+            builder.end_document()
+        builder.finalize(folder / f"{name}.idx")
+    dataset = IndexedDataset(folder / "c", mmap=mmap)
+    expected = [ids for document in first + second for ids in document]
+    assert IndexedDataset.exists(folder / "c") and not IndexedDataset.exists(folder / "d")
+    assert (len(dataset), dataset.dtype) == (len(expected), np.dtype(dtype))
+    assert [dataset[i].tolist() for i in range(len(dataset))] == expected == [ids.tolist() for ids in dataset[:]]
+    assert dataset.sequence_lengths.tolist() == list(map(len, expected))
+    assert [expected[a:b] for a, b in pairwise(dataset.document_indices.tolist())] == first + second
+    if expected:
+        ids = expected[-1]
+        assert dataset[-1].tolist() == ids and dataset.get(len(expected) - 1, 1 * bool(ids)).tolist() == ids[1:]
+        assert dataset.get(-1, 0, len(ids) // 2).tolist() == ids[:len(ids) // 2]
+        assert not dataset[0].flags.writeable
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"no golden data in {SHARED}")
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_files_of_megatron_core_are_written_again_byte_for_byte(tmp_path: Path, name: str) -> None:
+    told = json.loads((SHARED / "golden.json").read_text())["sources"][name]
+    dataset = IndexedDataset(SHARED / name)
+    assert (len(dataset), len(dataset.document_indices) - 1) == (told["documents"],) * 2
+    builder = IndexedDatasetBuilder(tmp_path / "x.bin", dtype=dataset.dtype)
+    builder.add_index(SHARED / name)
+    builder.finalize(tmp_path / "x.idx")
+    for ending in ("bin", "idx"):
+        data = (tmp_path / f"x.{ending}").read_bytes()
+        assert sha256(data).hexdigest() == told["files"][f"{name}.{ending}"]["sha256"]
+
+
+def test_what_is_asked_of_files_must_be_there(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
+    builder.add_document([1, 2], [2])
+    builder.add_document([3], [1])
+    builder.finalize(tmp_path / "a.idx")
+    dataset = IndexedDataset(tmp_path / "a")
+    for number in (2, -3):
+        with pytest.raises(IndexError, match="it has 2"):
+            dataset[number]
+    for offset, length in ((0, 3), (3, None), (-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match=r"of sequence 0, which has 2"):
+            dataset.get(0, offset, length)
+    with pytest.raises(ValueError, match="of ids alone"):
+        IndexedDataset(tmp_path / "a", multimodal=True)
+    other = IndexedDatasetBuilder(tmp_path / "b.bin", dtype=np.int32)
+    with pytest.raises(ValueError, match="make them of one type"):
+        other.add_index(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"1 sequence\(s\) behind the last document"):
+        other.add_item([1])
+        other.finalize(tmp_path / "b.idx")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
+
+
+# ---- the cache of indices -------------------------------------------------------------------------------------------
+
+ARRAYS = {"x": np.arange(5000, dtype=np.uint32), "y": np.arange(8).reshape(4, 2)}
+
+
+def keep(folder: Path, build: Any = lambda: ARRAYS) -> dict[str, np.ndarray]:
+    return cached(folder, "key", build, names=tuple(ARRAYS))
+
+
+def same(found: dict[str, np.ndarray]) -> bool:
+    return all(found[name].dtype == array.dtype and np.array_equal(found[name], array)
+               for name, array in ARRAYS.items())
+
+
+def test_what_is_stored_is_mapped_and_not_computed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    assert same(keep(folder))
+    found = keep(folder, lambda: pytest.fail("built"))
+    assert same(found) and all(isinstance(a, np.memmap) and not a.flags.writeable for a in found.values())
+    assert sorted(path.name for path in folder.iterdir()) == ["key-x.npy", "key-y.npy", "key.json"]
+    (folder / "key-x.npy").unlink()
+    assert same(found), "a map outlives the name of its file"
+
+
+@pytest.mark.parametrize("how", ["no array", "torn checksum", "no object", "cut short", "empty", "a pickle",
+                                 "other type", "other shape", "header", "first", "last"])
+def test_what_is_torn_is_told_and_computed_again(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keep(tmp_path)
+    path, seal = tmp_path / "key-x.npy", tmp_path / "key.json"
+    data, array = bytearray(path.read_bytes()), ARRAYS["x"]
+    if how == "no array":
+        path.unlink()
+    elif how == "torn checksum":
+        seal.write_bytes(seal.read_bytes()[:20])
+    elif how == "no object":
+        seal.write_text("[1]")
+    elif how in ("cut short", "empty"):
+        path.write_bytes(data[:-4] if how == "cut short" else b"")
+    elif how == "a pickle":
+        np.save(path, np.array([{}]), allow_pickle=True)
+    elif how.startswith("other"):
+        np.save(path, array.view(np.int32) if how == "other type" else array.reshape(2, -1))
+    else:
+        data[{"header": 2, "first": 128, "last": -1}[how]] ^= 1
+        path.write_bytes(data)
+    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
+    assert same(keep(tmp_path, lambda: pytest.fail("built")))
+
+
+def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path: Path) -> None:
+    barrier, wrong = threading.Barrier(6), []
+
+    def work() -> None:
+        barrier.wait()
+        wrong.extend(1 for _ in range(5) if not same(keep(tmp_path)))
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    assert same(keep(tmp_path / "file")) and "not stored" in caplog.text
+
+
+def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for lengths, seed, num_samples in (([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80),
+                                       ([9] * 10 + [5, 13], 0, 40)):
+        plain = make(Memory(lengths), num_samples, T=4, seed=seed)
+        monkeypatch.setattr(megatron, "WORTH_STORING", 0)
+        for _ in range(2):
+            kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
+            assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
+        monkeypatch.undo()
+        make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path / "none")).row(0)
+        seen.add((plain.sample_index.tobytes(), plain.shuffle_index.tobytes()))
+    assert len(seen) == 5 == len(list(tmp_path.glob("*.json"))) and not (tmp_path / "none").exists()
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -371,9 +509,10 @@ BAD = [
     ({"split": "98,1,1,1"}, "split: got '98,1,1,1'"), ({"split": "a,b"}, "split: got 'a,b'"),
     ({"split": "-1,2"}, "split: got '-1,2'"), ({"split": "0,0,0"}, "split: got"), ({"split": None}, "split: got none"),
     ({"split": "nan"}, "split: got 'nan'"),
-    ({"blend": (["a", "b"], [1.0])}, "2 prefixes and 1 weights"), ({"blend": ([], None)}, "no prefix"),
-    ({"blend": (["a", "b"], [1.0, 0.0])}, "weight 0.0 for b"), ({"blend": (["a"], [-2.0])}, "weight -2.0 for a"),
-    ({"blend": (["a"], [float("nan")])}, "weight nan"),
+    ({"blend": (["a", "b"], [1.0])}, "weights .1.0. for 2 prefixes"), ({"blend": ([], None)}, "no prefix"),
+    ({"blend": (["a", "b"], [1.0, 0.0])}, "weights .1.0, 0.0. for 2"),
+    ({"blend": (["a"], [-2.0])}, "weights .-2.0. for 1"),
+    ({"blend": (["a"], [float("nan")])}, "weights .nan."),
     ({"blend_per_split": [None, None, None]}, "expected it alone"), ({"sequence_length": 0}, "at least 1"),
     ({"blend": None, "split": None, "blend_per_split": [(["a"], None)]}, "got 1 blends, expected 3"),
     ({"random_seed": -1}, "random_seed"), ({"random_seed": 2**32}, "random_seed"),
@@ -389,10 +528,29 @@ def test_bad_settings_are_one_sentence(changes: dict[str, Any], message: str) ->
         GPTDatasetConfig(**{**good, **changes})
 
 
+def test_a_blend_may_be_given_as_a_list() -> None:
+    assert get_blend_from_list(None) is None
+    assert get_blend_from_list(["30", "web", "70", "code"]) == (["web", "code"], [30.0, 70.0])
+    for prefixes in (["web"], ["web", "code"], ["1", "web", "code"]):
+        assert get_blend_from_list(prefixes) == (prefixes, None)
+    with pytest.raises(ValueError, match="got 30 web code books, expected a weight before each prefix"):
+        get_blend_from_list(["30", "web", "code", "books"])
+
+
+def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere",
+                              num_dataset_builder_threads=4, context_parallel_size=2, sequences_per_dataset={})
+    assert config.mock and config.object_storage_cache_path == "/somewhere"
+    (record,) = caplog.records
+    assert record.getMessage() == ("num_dataset_builder_threads, sequences_per_dataset, context_parallel_size: "
+                                   "accepted; it changes nothing here")
+
+
 def test_bad_data_are_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"p, split train: 5 samples of 2 sequences without a token"):
         make(Memory([0, 0]), 5)
-    assert len(make(Memory([0, 0]))) == 0 and np.asarray(make(Memory([0, 0])).sample_index).tolist() == [[0, 0]]
+    assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]
     memory = Memory([4, 4, 4])
     memory.sequence_lengths[1] = -2
     with pytest.raises(ValueError, match=r"p\.idx: sequence 1 has -2 tokens"):

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanochat.blend import open_samples
 from nanochat.common import read_json, run_main
-from nanochat.indexed import IndexedDatasetBuilder
-from nanochat.megatron import GPTDataset
+from nanochat.megatron import GPTDataset, IndexedDatasetBuilder
 from nanochat.run_data import open_run
 from nanochat.run_dir import iter_log
-from nanochat.sample_data import count_samples, open_samples
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, validate
 from tests import training
@@ -225,7 +224,7 @@ def looked(capsys: pytest.CaptureFixture[str], *argv: Any, code: int = 0) -> str
 
 
 def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys, monkeypatch):
-    monkeypatch.setattr(GPTDataset, "rows", None)
+    monkeypatch.setattr(GPTDataset, "row", None)
     monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it is shuffled")))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))
@@ -265,7 +264,7 @@ def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, caps
     assert "document" in looked(capsys, "rows", f"--run={path}", "--step=0").splitlines()[0]
     balanced = looked(capsys, "ledger", f"--run={path}").splitlines()
     rows = {line.split()[0]: [int(x.replace(",", "")) for x in line.split()[1:-1]] for line in balanced[2:]}
-    for name, count in zip("ab", count_samples(samples, R * STEPS)):
+    for name, count in zip("ab", samples.counts(R * STEPS)):
         read, bos, repeated, emitted, cropped, pending, _, given, *_, balance = rows[name]
         assert (read, repeated, emitted, given) == (count * T, count, count * (T + 1), count)
         assert bos == cropped == pending == balance == 0

@@ -9,22 +9,11 @@ import pytest
 import torch
 
 from nanochat import readers
+from nanochat.blend import DocumentRange, SampleConfig, SampleStream, find_prefixes, open_samples
 from nanochat.dataloader import OFF, DataLoader, Dry
-from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.megatron import IndexedDatasetBuilder
 from nanochat.rows import copy_rows
-from nanochat.sample_data import (
-    DEFAULT_SPLIT,
-    WHOLE,
-    DocumentRange,
-    SampleConfig,
-    count_samples,
-    find_prefixes,
-    open_samples,
-    parse_weights,
-    parts_of,
-    settle_split,
-)
-from nanochat.sample_stream import SampleStream
+from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.stream import ledger
 from tests.toy import BOS, ByteTokenizer, digest_of_row, json_copy, load_steps
 
@@ -68,7 +57,8 @@ def sources_of(data_path: str, split: str = DEFAULT_SPLIT, part: str = "train") 
 
 
 def config_of(**changed: Any) -> SampleConfig:
-    return SampleConfig(**{"T": T, "V": V, "seed": 5, "num_samples": 10 * R, "weights": (3.0, 2.0, 1.0), **changed})
+    return SampleConfig(**{"T": T, "V": V, "seed": 5, "num_samples": 10 * R, "weights": (3.0, 2.0, 1.0),
+                           "split": DEFAULT_SPLIT, **changed})
 
 
 def stream_of(config: SampleConfig, sources: Sources, **more: Any) -> SampleStream:
@@ -126,7 +116,7 @@ def test_row_i_of_the_run_is_sample_i(pairs, changed):
 def test_one_prefix_goes_on_for_as_many_epochs_as_it_takes(pairs):
     config, sources = config_of(weights=None, num_samples=400), sources_of(pairs.split(",")[0])
     samples = open_samples(config, sources)
-    (part,) = parts_of(samples)
+    (part,) = samples.datasets
     assert part.order.num_epochs == 4 and len(sources) == 1
     stream = stream_of(config, sources)
     assert len(rows_of(stream, 100)) == 400 < len(samples) and stream.next_rows(1) == [], "as many as the run asked for"
@@ -152,9 +142,11 @@ def digests_of(config: SampleConfig, sources: Sources, first: int, rows: int) ->
     """The digests of steps of so many rows from a sample on, by DESIGN's words."""
     samples, found = open_samples(config, sources), []
     for at in range(first, config.num_samples - rows + 1, rows):
-        ids, live = samples.rows(at, at + rows)
-        masks = np.ones((rows, T), int) if live is None else live
-        found.append(sum(digest_of_row(i, *both) for i, both in enumerate(zip(ids.tolist(), masks.tolist()))) % 2**64)
+        total = 0
+        for i in range(rows):
+            ids, live = samples.row(at + i)
+            total += digest_of_row(i, ids.tolist(), [1] * T if live is None else live[1:].tolist())
+        found.append(total % 2**64)
     return found
 
 
@@ -180,20 +172,6 @@ def test_restored_at_any_step_on_any_number_of_processes_with_any_batch_size_the
         list(load_steps(config, sources, R=R, W=1, B=8, steps=2, start_step=9, cursors=whole[-1][1]))
 
 
-def test_what_is_passed_over_is_not_read_and_the_next_sample_goes_on(pairs, monkeypatch):
-    config, sources = config_of(), sources_of(pairs)
-    samples = open_samples(config, sources)
-    read: list[tuple[int, int]] = []
-    honest = type(samples).rows
-    monkeypatch.setattr(type(samples), "rows", lambda self, a, b: read.append((a, b)) or honest(self, a, b))
-    with DataLoader(config, sources, tokenizer=Tokenizer(), rows_per_step=R, device_batch_size=R,
-                    skips={1: 3}) as loader:
-        next(loader)
-        next(loader)
-        assert loader.cursors()[0]["samples"] == 5 * R
-    assert read[:2] == [(0, R), (4 * R, 5 * R)], "a step of a rank is one read"
-
-
 @pytest.mark.parametrize("changed, told", [
     ({"num_samples": 81}, "num_samples: 80 there, 81 here"), ({"seed": 6}, "seed: 5 there, 6 here"),
     ({"split": "98,1,1"}, "split: 969,30,1 there, 98,1,1 here"), ({"V": 2}, "V: 4 there, 2 here"),
@@ -208,21 +186,20 @@ def test_cursors_of_other_samples_are_refused_with_what_differs(pairs, changed, 
 
 def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.megatron.WORTH_STORING", 0)
+    monkeypatch.setattr("nanochat.blend.WORTH_STORING", 0)
     sources = sources_of(pairs)
     cursors = stream_of(config_of(), sources).cursors()
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
-    assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 6
+    assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 9
+    assert len(list(tmp_path.glob("*-BlendedDataset-train-*_index.npy"))) == 2
     assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
 
 
 def test_files_that_are_read_and_not_mapped_give_the_same_rows(pairs, monkeypatch):
     expected = rows_of(stream_of(config_of(), sources_of(pairs)), 20)
     monkeypatch.setenv(readers.ENVIRONMENT, "pread")
-    reads: list[int] = []
-    honest = readers.PreadReader.read
-    monkeypatch.setattr(readers.PreadReader, "read", lambda self, a, b: reads.append(b - a) or honest(self, a, b))
+    monkeypatch.setattr("nanochat.tokens.MappedReader", None)
     assert rows_of(stream_of(config_of(), sources_of(pairs)), 20) == expected
-    assert 0 < len(reads) < len(expected) / 4, "neighbours are read together"
 
 
 def test_cursors_of_other_data_or_of_two_checkpoints_are_refused(pairs, tmp_path):
@@ -249,7 +226,7 @@ def test_accounts_are_those_of_a_count_token_by_token(pairs):
     for step, (_, cursors) in enumerate(load_steps(config, sources, R=R, W=2, B=4, steps=50)):
         for i in range(step * R, step * R + R):
             name = list(sources)[int(samples.dataset_index[i])]
-            part = parts_of(samples)[int(samples.dataset_index[i])]
+            part = samples.datasets[int(samples.dataset_index[i])]
             k = int(part.shuffle_index[int(samples.dataset_sample_index[i])])
             assert owned[name].isdisjoint(range(k * T, k * T + T)), "the case: no token is read twice"
             owned[name].update(range(k * T, k * T + T))
@@ -259,8 +236,8 @@ def test_accounts_are_those_of_a_count_token_by_token(pairs):
             assert (found["read"], found["repeated"]) == (len(owned[name]), again[name])
             assert found["emitted"] == found["rows"] * (T + 1) == found["read"] + found["repeated"]
             assert found["bos"] == found["cropped"] == found["pending"] == found["padded"] == 0
-    assert [found["rows"] for found in accounts.values()] == count_samples(samples, 400)
-    tokens = [part.num_tokens_per_epoch for part in parts_of(samples)]
+    assert [found["rows"] for found in accounts.values()] == samples.counts(400)
+    tokens = [part.num_tokens_per_epoch for part in samples.datasets]
     assert [found["epochs"] for found in accounts.values()] == [len(o) // n for o, n in zip(owned.values(), tokens)]
     assert max(found["epochs"] for found in accounts.values()) > 1, "the case: epochs wrap around"
 
@@ -283,7 +260,7 @@ def test_a_row_says_of_which_documents_it_is(pairs):
     stream, checked = stream_of(config, sources), 0
     documents = {name: [np.concatenate(part.dataset[first:end] or [np.zeros(0, np.uint16)]).tolist() for first, end in
                         zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
-                 for name, part in zip(sources, parts_of(stream.samples))}
+                 for name, part in zip(sources, stream.samples.datasets)}
     for row in stream.next_rows(20):
         tokens = np.zeros(T + 1, np.int32)
         copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], np.ones((1, T + 1), np.uint8))
@@ -316,7 +293,7 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
     split = "70,20,10"
     train, val = sources_of(pairs, split), sources_of(pairs, split, "val")
     samples = open_samples(config_of(split=split), train)
-    for name, part in zip(train, parts_of(samples)):
+    for name, part in zip(train, samples.datasets):
         edges, n = part.dataset.document_indices, len(part.dataset)
         begins, ends = round(0.7 * n), round(0.9 * n)
         assert part.indices == range(0, begins)
@@ -328,7 +305,7 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
         assert found == stored and len(found) > 1
         cut = [d for d in range(len(edges) - 1) if edges[d] < begins < edges[d + 1]]
         assert int(train[name].groups.sum()) + len(cut) == expected[0]
-    assert any(parts_of(samples)[1].dataset.document_indices[:-1] != np.arange(60)), "the case: several sequences"
+    assert any(samples.datasets[1].dataset.document_indices[:-1] != np.arange(60)), "the case: several sequences"
 
 
 def test_validation_may_have_files_of_its_own(pairs, tmp_path):

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanochat.common import atomic_open, hash_bytes, hash_json, read_json, write_json
-from nanochat.tokens import MegatronWriter, TokenFile, pair_paths
+from nanochat.token_writer import MegatronWriter
+from nanochat.tokens import TokenFile, pair_paths
 
 if TYPE_CHECKING:
     import torch
@@ -223,12 +224,15 @@ class IndexedDataset:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
-        (begin,), (size,) = self.file.sequences(number, number + 1)
-        stop = int(size) if length is None else offset + length
+        one = slice(number, number + 1)
+        sizes = self.sequence_lengths[one].astype(np.int64)
+        (begin,) = self.file.places(np.array([number]), self.sequence_pointers[one], sizes).tolist()
+        size = int(sizes[0])
+        stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
             raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
                              f"{size:,}")
-        return self.file.reader.read(int(begin) + offset, int(begin) + stop)
+        return self.file.reader.read(begin + offset, begin + stop)
 
 
 class IndexedDatasetBuilder:

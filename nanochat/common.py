@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import secrets
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -310,13 +312,28 @@ def quiet_gc() -> None:
 
 def run_main(main: Callable[[], int | None]) -> None:
     """The last line of every script: `main()`'s value is the exit code; bad input (ValueError, OSError) becomes one
-    sentence on stderr and exit code 1. Any other exception is our bug and keeps its traceback."""
+    sentence on stderr and exit code 1. Where nobody reads our output any more (`| head`), it ends without a word. Any
+    other exception is our bug and keeps its traceback."""
     try:
         code = main() or 0
+        sys.stdout.flush()
     except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
+        if isinstance(e, BrokenPipeError) and _nobody_reads():
+            code = 128 + signal.SIGPIPE
+        else:
+            print(f"error: {e}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of stdout is gone. If so, what waits to be printed goes nowhere from now on."""
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), 0)
+    gone = bool(poller.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone

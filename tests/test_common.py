@@ -1,5 +1,8 @@
 """What every module may need: the command line of all scripts, and JSON that somebody may have damaged."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,19 @@ def test_flags_of_subcommands_are_suggested_too(capsys: pytest.CaptureFixture[st
 def test_help_shows_defaults_and_no_empty_ones() -> None:
     told = " ".join(parser().format_help().split())
     assert "layers (default: 20)" in told and "where text is (" not in told and "without care (" not in told
+
+
+@pytest.mark.parametrize("lines", [3, 100_000])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines: int, unbuffered: str) -> None:
+    """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
+    code = f"from nanochat.common import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, cwd=Path(__file__).parents[1])
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

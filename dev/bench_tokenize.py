@@ -6,7 +6,6 @@ How fast text becomes shards, against bare tiktoken on the same texts in the sam
 Each round measures, one after another:
     tiktoken     `encode_ordinary_batch` over all texts, which lie in memory, with as many threads as there are workers
     tok_shards   from parquet to finished shards and manifests, the workers being processes:
-                 steady   from the first progress of the last worker that starts, so without start-up
                  whole    from the call to the last manifest: starting processes, imports and tokenizers included
                  command  the same as a command of its own, so with the parent's imports too (fastest encoder only)
 for the encoder that the tokenizer takes by itself and, where that is not tiktoken, with tiktoken forced. Megabytes are
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,30 +32,22 @@ import pyarrow.parquet as pq
 
 from nanochat.common import run_main
 from nanochat.encoders import TiktokenEncoder
-from nanochat.pretokenize import Windows
-from nanochat.shard_set import ShardSet, deal, describe_tokenizer, find_inputs
-from nanochat.shards import read_manifest
+from nanochat import pretokenize
+from nanochat.pretokenize import Input, Pretokenizer, Record, Windows, deal, describe_tokenizer, find_inputs
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.workers import Work, run_tasks
-from scripts import tok_shards
+from nanochat.tokens import read_manifest
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
-def open_tiktoken_work(tokenizer_name: str, shard_set: ShardSet) -> Work:
+class TiktokenPretokenizer(Pretokenizer):
     """scripts.tok_shards' work, with tiktoken."""
-    load = tok_shards.load_tokenizer
 
-    def load_slow(name: str) -> RustBPETokenizer:
-        tokenizer = load(name)
-        tokenizer.encoder = TiktokenEncoder(tokenizer.enc)
-        return tokenizer
-
-    tok_shards.load_tokenizer = load_slow  # in this worker alone
-    try:
-        return tok_shards.open_work(tokenizer_name, shard_set)
-    finally:
-        tok_shards.load_tokenizer = load
+    def make(self, i: Input) -> tuple[Record, int]:
+        load = pretokenize._load_same
+        load(self.tokenizer_name, self.tokenizer["fingerprint"]).encoder = TiktokenEncoder(
+            load(self.tokenizer_name, self.tokenizer["fingerprint"]).enc)  # in this worker alone
+        return super().make(i)
 
 
 def make_corpus(data_path: Path, folder: Path, copies: int) -> Path:
@@ -73,31 +64,20 @@ def read_texts(raw: Path) -> list[str]:
     return [t for f in sorted(raw.rglob("*.parquet")) for t in pq.read_table(f, columns=["text"])["text"].to_pylist()]
 
 
-def measure_pool(raw: Path, output: Path, tokenizer_dir: Path, open_work: Callable[..., Work], *, workers: int
-                 ) -> dict[str, float]:
-    """Seconds of the whole, and tokens/s once all workers are at work."""
+def measure_pool(raw: Path, output: Path, tokenizer_dir: Path, kind: type[Pretokenizer], *, workers: int) -> float:
+    """Seconds of the whole."""
     inputs, _ = find_inputs(raw)
-    shard_set = ShardSet(output, inputs, Windows(), describe_tokenizer(tok_shards.load_tokenizer(str(tokenizer_dir))))
-    todo = deal(inputs, 1)[0]
+    tokenizer = describe_tokenizer(pretokenize.load_tokenizer(str(tokenizer_dir)))
+    job = kind(output, inputs, Windows(), str(tokenizer_dir), tokenizer)
     began = time.perf_counter()
-    shard_set.prepare(todo)
-    tokens = tokens_before = 0
-    started: set[int] = set()
-    all_at_work = began
-    with contextlib.closing(run_tasks(open_work, (str(tokenizer_dir), shard_set), todo, num_workers=workers)) as events:
-        for event in events:
-            if event.kind == "failed":
-                raise ValueError(event.value)
-            tokens += event.value[1] if event.kind == "progress" else 0
-            if event.task < workers and event.task not in started:  # a worker's first task
-                started.add(event.task)
-                all_at_work, tokens_before = time.perf_counter(), tokens
-    encoded = time.perf_counter()
-    if missing := shard_set.finish():
-        raise ValueError(f"{len(missing)} shards missing")
-    whole = time.perf_counter() - began
-    return {"whole_s": whole, "start_s": all_at_work - began, "tokens": tokens,
-            "steady_tokens_per_s": (tokens - tokens_before) / (encoded - all_at_work)}
+    job.prepare()
+    with contextlib.closing(job.make_all(deal(inputs, 1)[0], num_workers=workers)) as results:
+        for _, result in results:
+            if isinstance(result, str):
+                raise ValueError(result)
+    if missing := job.finish():
+        raise ValueError(f"{len(missing)} pairs missing")
+    return time.perf_counter() - began
 
 
 def measure_command(raw: Path, output: Path, tokenizer_dir: Path, *, workers: int) -> float:
@@ -122,17 +102,15 @@ def measure_round(raw: Path, texts: Sequence[str], tokenizer: RustBPETokenizer, 
     ids = tokenizer.enc.encode_ordinary_batch(list(texts), num_threads=args.workers)
     rates = {"tiktoken": megabytes / (time.perf_counter() - began)}
     del ids
-    kinds = {"tok_shards, tiktoken": open_tiktoken_work}
+    kinds: dict[str, type[Pretokenizer]] = {"tok_shards, tiktoken": TiktokenPretokenizer}
     if not isinstance(tokenizer.encoder, TiktokenEncoder):
-        kinds["tok_shards, fast"] = tok_shards.open_work
+        kinds["tok_shards, fast"] = Pretokenizer
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
-        for name, open_work in kinds.items():
+        for name, kind in kinds.items():
             output = Path(folder) / str(len(found))
-            result = measure_pool(raw, output, args.tokenizer_dir, open_work, workers=args.workers)
-            rates[f"{name}, steady"] = megabytes * result["steady_tokens_per_s"] / result["tokens"]
-            rates[f"{name}, whole"] = megabytes / result["whole_s"]
-            rates[f"{name}, start-up s"] = result["start_s"]
+            seconds = measure_pool(raw, output, args.tokenizer_dir, kind, workers=args.workers)
+            rates[f"{name}, whole"] = megabytes / seconds
             found.append(hashes(output))
         seconds = measure_command(raw, Path(folder) / "command", args.tokenizer_dir, workers=args.workers)
         rates["tok_shards, command"] = megabytes / seconds
@@ -177,11 +155,9 @@ def summarize(rounds: list[dict[str, float]], packages: dict[str, str], args: ar
         median = statistics.median(values)
         result[name] = {"median": median, "min": min(values), "max": max(values)}
         line = f"  {name:32s} {median:7.2f}  (n={len(values)}, {min(values):.2f} to {max(values):.2f})"
-        if not name.endswith(" s"):
-            ratios = [r[name] / r["tiktoken"] for r in rounds]
-            result[name]["ratio"] = statistics.median(ratios)
-            line += f" MB/s  {statistics.median(ratios):.2f} x tiktoken, {min(ratios):.2f} to {max(ratios):.2f}"
-        print(line)
+        ratios = [r[name] / r["tiktoken"] for r in rounds]
+        result[name]["ratio"] = statistics.median(ratios)
+        print(f"{line} MB/s  {statistics.median(ratios):.2f} x tiktoken, {min(ratios):.2f} to {max(ratios):.2f}")
     return result
 
 

@@ -10,6 +10,7 @@ load, stays in nanochat/dist.py. Commands and worker processes that only touch f
 import argparse
 import contextlib
 import difflib
+import fcntl
 import gc
 import hashlib
 import json
@@ -19,6 +20,7 @@ import secrets
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -57,12 +59,15 @@ def fsync_dir(path: Path) -> None:
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     """Open a new file for writing that appears under `path` only when whole: temporary name in the same folder,
-    fsync, rename, fsync of the folder. On an exception the temporary file goes and what `path` held stays."""
+    fsync, rename, fsync of the folder. On an exception the temporary file goes and what `path` held stays. It is
+    locked while somebody writes it (see `remove_leftovers`)."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
+            with contextlib.suppress(OSError):  # some file systems have no locks, and do without
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -74,6 +79,16 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     fsync_dir(path.parent)
+
+
+def remove_leftovers(folder: Path, *, fresh_s: float = 5.0) -> None:
+    """Remove the temporary files of `atomic_open` that killed processes left in a folder. Those of
+    processes at work are locked, or so fresh that they may be about to be."""
+    for path in folder.glob(".*.????????.tmp"):
+        with contextlib.suppress(OSError), path.open("rb") as f:
+            if time.time() - path.stat().st_mtime >= fresh_s:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
@@ -308,6 +323,24 @@ def quiet_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` here, as Ctrl-C raises KeyboardInterrupt: for work that may be
+    killed at any point anyhow, where setting a flag would only make it wait."""
+    def handler(signum: int, frame: Any) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def run_main(main: Callable[[], int | None]) -> None:

@@ -153,9 +153,9 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         val_path = root / "val"
         if not val_path.is_dir():
             raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
-    train = _buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
+    train = find_buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
     if val_path is not None:
-        return {"train": train, "val": _buckets(place(val_path), data_format)}
+        return {"train": train, "val": find_buckets(place(val_path), data_format)}
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
@@ -164,7 +164,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()}, "val": val}
 
 
-def _buckets(path: Path, data_format: str, *, merge: bool = False) -> dict[str, list[Path]]:
+def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
     """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are BUCKET. Of prefixes
     each is a bucket."""
     folder, prefixes = data_folder(path), is_prefixes(path)

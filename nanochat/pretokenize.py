@@ -1,102 +1,200 @@
 """
-Pretokenizing: a text file becomes a shard, once, so that training need not tokenize. `nanochat.shard_set` says which.
+Pretokenizing: text files become token files, once, so that training need not tokenize.
 
-    RAW/web/2024/a.jsonl.gz  ->  batches of texts  ->  ids  ->  windows  ->  OUT/train/web/2024__a.bin and .idx
+    RAW/web/2024/a.jsonl.gz  ->  texts  ->  ids  ->  windows  ->  OUT/train/web/2024__a.bin, .idx
+    all inputs of a bucket   ---------------------------------->  OUT/train/web/manifest.json
 
-A document of more than `max_length` ids is cut into windows; each later one repeats the last `overlap_size` ids before
-it, and EOD (the tokenizer's delimiter) stands after the last. With max_length 6, overlap_size 2:
+A document of more than `max_length` ids is cut into windows. Each later one repeats the last
+`overlap_size` ids before it, and EOD stands after the last. With max_length 6, overlap_size 2:
 
-    a b c d e f g h i j k EOD  ->  a b c d e f | e f g h i j | i j k EOD         prefixes 0, 2, 2
+    a b c d e f g h i j k EOD  ->  a b c d e f | e f g h i j | i j k EOD      prefixes 0, 2, 2
 
-The tokenizer gives documents with BOS in front, and BOS and EOD are one id: shifted by one place, its output already is
-what we store, and windows are runs of it that step back `overlap_size` places. So no token is touched in Python.
+The tokenizer gives documents with BOS in front, and BOS and EOD are one id. Shifted by one place
+its output already is what we store, and windows are runs of it. So Python touches no single token.
+
+**Who is finished?** Whoever makes token files may be killed anywhere, and several machines may make
+them at once. A list of what is finished would need a lock, so there is none: an input is finished
+when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written just before
+the .idx appears) says of what it was made. Where it was made of something else, it is made again.
 
 Invariants
-- Every id of a document stands outside a prefix exactly once; an entry holds at most max_length + 1 ids.
-- The bytes of a pair depend on the input's documents, the tokenizer, the windows and the format alone.
-- A few megabytes of text are held at a time, however large the input (of parquet: what decoding a page takes).
-- An input that cannot be read to its end has no shard. Broken lines of jsonl can be skipped and counted; what is no
-  UTF-8 cannot, because then the file is probably not what it seems.
+- Every id of a document stands outside a prefix exactly once.
+- Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone. So it
+  does no harm if two processes make the same pair.
+- A manifest appears when all its pairs are there. Before one is made again the manifest goes.
+- An input that cannot be read to its end has no pair. Broken lines of jsonl are skipped and
+  counted; a whole file that is no UTF-8 is refused, because it is probably not what it seems.
+- A few megabytes of text are held at a time, however large the input.
 
-Rejected: jsonl through the cached parquet that streaming reads. The text would be written once more.
+Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """
 
+import contextlib
 import errno
+import functools
+import json
+import multiprocessing
 import os
-from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, field
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from nanochat.dataset import open_parquet, read_batches, read_jsonl
-from nanochat.pairs import WRITERS
-from nanochat.shards import record_groups
+from nanochat.common import read_json, remove_leftovers, write_bytes
+from nanochat.dataset import (
+    data_folder,
+    find_buckets,
+    find_files,
+    open_parquet,
+    read_batches,
+    read_footer,
+    read_jsonl,
+)
+from nanochat.places import etag_of, place
+from nanochat.token_writer import WRITERS, TokenWriter
+from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokens import MANIFEST_NAME, RECORD_SHAPE, TokenFile, new_manifest, record_groups
 
-BATCH_CHARS = 2_000_000  # text tokenized at once: enough to drown what a batch costs, little enough to hold
+BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
-READ_DOCUMENTS = 256  # of a parquet row group at once
+READ_DOCUMENTS = 256  # of a parquet row group, at once
 LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
+RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
+SPLITS = ("train", "val")
+SUFFIXES = (".parquet", ".jsonl.gz", ".jsonl")  # longest first
+Record = dict[str, Any]
+RECORDED = {"made_with": dict, "source": {"name": str},
+            "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
 
 
-class Tokenizer(Protocol):
-    """What pretokenizing needs of a tokenizer; its BOS is our EOD."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def get_bos_token_id(self) -> int: ...
-
-    def get_vocab_size(self) -> int: ...
-
-    def encode_flat(self, texts: list[str], *, num_threads: int = ...) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-# ---- windows --------------------------------------------------------------------------------------------------------
+# ---- windows ------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: at most `max_length` ids a window (0: documents stay whole), of which later windows repeat
-    `overlap_size`. ValueError where these make no sense."""
+    """How documents are cut: at most `max_length` ids a window (0: documents stay whole), of which
+    later windows repeat `overlap_size`. ValueError where these make no sense."""
 
     max_length: int = 2048
     overlap_size: int = 256
 
     def __post_init__(self) -> None:
         if self.max_length < 0 or self.overlap_size < 0:
-            raise ValueError(f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: expected 0 or more")
-        if self.max_length == 0:
-            object.__setattr__(self, "overlap_size", 0)  # there is nothing to overlap: the same shards, so the same
+            raise ValueError(f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: "
+                             f"expected 0 or more")
+        if self.max_length == 0:  # there is nothing to overlap: the same pairs, so the same windows
+            object.__setattr__(self, "overlap_size", 0)
         if self.overlap_size > min(self.max_length // 2, MAX_PREFIX):
-            raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most half of --max-length "
-                             f"{self.max_length:,}, and at most {MAX_PREFIX:,}; take a smaller overlap")
+            raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most half of "
+                             f"--max-length {self.max_length:,}, and at most {MAX_PREFIX:,}; take "
+                             f"a smaller overlap")
 
-    def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents as `encode_flat` gives them: ids (num_tokens,), offsets (num_documents + 1,), each document
-        with BOS (the same id as `eod`) in front.
+    def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int
+            ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut documents as `encode_flat` gives them: ids (num_tokens,), and where each document
+        begins, offsets (num_documents + 1,); BOS, the same id as `eod`, in front of each.
 
-        Returns (ids (sum of lengths,), lengths (num_windows,) int64, prefixes (num_windows,) uint16).
+        Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
         """
         shifted = np.append(ids[1:], ids.dtype.type(eod))
         spans = np.diff(offsets)  # ids of each document with its EOD
         if not self.max_length:
             return shifted, spans, np.zeros(len(spans), np.uint16)
         step = self.max_length - self.overlap_size
-        num_windows = 1 + np.maximum(0, -((self.max_length + 1 - spans) // step))  # 1 + ceil(ids beyond / step)
+        later = -((self.max_length + 1 - spans) // step)  # ids beyond the first window / step, up
+        num_windows = 1 + np.maximum(0, later)
         document = np.repeat(np.arange(len(spans)), num_windows)
-        nth = np.arange(len(document)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)
+        first_windows = np.cumsum(num_windows) - num_windows
+        nth = np.arange(len(document)) - np.repeat(first_windows, num_windows)  # of its document
         starts = offsets[document] + nth * step
-        ends = np.where(nth + 1 == num_windows[document], offsets[document + 1], starts + self.max_length)
-        later = np.flatnonzero(nth)
-        if len(later) and self.overlap_size:
-            runs = zip([0, *starts[later].tolist()], [*(starts[later] + self.overlap_size).tolist(), len(shifted)])
-            shifted = np.concatenate([shifted[a:b] for a, b in runs])
-        return shifted, ends - starts, np.where(nth > 0, self.overlap_size, 0).astype(np.uint16)
+        is_last = nth + 1 == num_windows[document]
+        ends = np.where(is_last, offsets[document + 1], starts + self.max_length)
+        shifted = np.concatenate([shifted[a:b] for a, b in zip(starts.tolist(), ends.tolist())])
+        prefixes = np.where(nth > 0, self.overlap_size, 0).astype(np.uint16)
+        return shifted, ends - starts, prefixes
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- inputs -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Input:
+    """A text file and where its pair goes: OUT/`split`/`bucket`/`stem`.bin."""
+
+    path: Path
+    name: str  # relative to RAW
+    split: str
+    bucket: str
+    stem: str
+    size: int
+
+    def prefix(self, output: Path) -> Path:
+        """The pair's path without ending."""
+        return output / self.split / self.bucket / self.stem
+
+    def record(self, output: Path) -> Path:
+        return output / self.split / self.bucket / RECORDS / f"{self.stem}.json"
+
+
+def find_inputs(raw: Path, *, val_files: int = 1) -> tuple[list[Input], list[str]]:
+    """(all inputs by split, bucket and name; the buckets that have too few files to validate).
+
+    RAW/train/BUCKET and RAW/val/BUCKET are kept; else RAW/BUCKET, whose last `val_files` files
+    validate. FileNotFoundError where there is nothing, ValueError where it is unclear.
+    """
+    if val_files < 0:
+        raise ValueError(f"--val-files {val_files}: expected 0 or more")
+    raw = place(raw)
+    if not raw.exists():
+        raise FileNotFoundError(f"--input-dir {raw}: no such folder")
+    folder, short = data_folder(raw), []
+    found: dict[tuple[str, str], list[Path]] = {}
+    if (raw / "train").is_dir():
+        for split in (split for split in SPLITS if (raw / split).is_dir()):
+            found |= {(split, bucket): files for bucket, files in find_buckets(raw / split).items()}
+        used = {file for files in found.values() for file in files}
+        if stray := [file for file in find_files(raw) if file not in used]:
+            raise ValueError(f"--input-dir {raw}: {stray[0].relative_to(raw)} lies beside train/ "
+                             f"and val/; move it into one of them")
+    else:
+        for bucket, files in find_buckets(raw).items():
+            enough = len(files) > val_files
+            short += [] if enough else [bucket]
+            num_train = len(files) - (val_files if enough else 0)
+            found |= {("train", bucket): files[:num_train], ("val", bucket): files[num_train:]}
+    inputs: dict[Path, Input] = {}
+    for (split, bucket), files in found.items():
+        for path in files:
+            name = path.relative_to(folder).as_posix()
+            inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
+            suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
+            stem = inside.removesuffix(suffix).replace("/", "__")
+            new = Input(path, name, split, bucket, stem, path.stat().st_size)
+            other = inputs.setdefault(new.prefix(Path()), new)
+            if other is not new:
+                raise ValueError(f"{other.name} and {name} would both become "
+                                 f"{new.prefix(Path())}.bin; rename one of them")
+    return sorted(inputs.values(), key=lambda i: (i.split, i.bucket, i.stem)), short
+
+
+def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
+    """Deal inputs to tasks: biggest first, each to the task with the fewest bytes so far."""
+    tasks: list[list[Input]] = [[] for _ in range(num_tasks)]
+    loads = [0] * num_tasks
+    for i in sorted(inputs, key=lambda i: (-i.size, i.name)):
+        task = loads.index(min(loads))
+        tasks[task].append(i)
+        loads[task] += i.size
+    return tasks
+
+
+# ---- one input ----------------------------------------------------------------------------------
 
 @dataclass
 class Skipped:
@@ -105,102 +203,262 @@ class Skipped:
     count: int = 0
     lines: list[tuple[int, str]] = field(default_factory=list)
 
-    def add(self, number: int, why: str) -> None:
-        self.count += 1
-        if len(self.lines) < LISTED_LINES:
-            self.lines.append((number, why))
 
-
-def read_documents(path: Path, skipped: Skipped, *, strict: bool = False) -> Iterator[tuple[list[str], int]]:
-    """(texts, bytes of the file read so far), in batches. Broken jsonl lines go to `skipped`, or with `strict` the
+def read_documents(path: Path, skipped: Skipped, *, strict: bool = False) -> Iterator[list[str]]:
+    """The texts of a file, in batches. Broken jsonl lines go to `skipped`, or with `strict` the
     first is fatal. ValueError names the file and the row group or line that cannot be read."""
-    texts: list[str] = []
-    num_chars = position = 0
-    documents = _read_parquet(path) if path.name.endswith(".parquet") else _read_jsonl(path, skipped, strict=strict)
-    for text, position in _naming(path, documents):
-        texts.append(text)
-        num_chars += len(text)
-        if num_chars >= BATCH_CHARS or len(texts) >= BATCH_DOCUMENTS:
-            yield texts, position
-            texts, num_chars = [], 0
-    if texts:
-        yield texts, position
+    def texts() -> Iterator[str]:
+        if path.name.endswith(".parquet"):
+            with open_parquet(path) as file:
+                for group in range(file.num_row_groups):
+                    for column in read_batches(file, group, path, batch_size=READ_DOCUMENTS):
+                        yield from column.to_pylist()
+            return
+        for line in read_jsonl(path, strict=strict):
+            if line.text is not None:
+                yield line.text
+                continue
+            skipped.count += 1
+            if len(skipped.lines) < LISTED_LINES:
+                skipped.lines.append((line.number, line.problem))
 
-
-def _naming(path: Path, documents: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    batch: list[str] = []
+    num_chars = 0
     try:
-        yield from documents
+        for text in texts():
+            batch.append(text)
+            num_chars += len(text)
+            if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch, num_chars = [], 0
     except (ValueError, OSError) as e:
         raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from e
+    if batch:
+        yield batch
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, int]]:
-    with open_parquet(path) as file:
-        size, row = path.stat().st_size, 0
-        for group in range(file.num_row_groups):
-            for column in read_batches(file, group, path, batch_size=READ_DOCUMENTS):
-                row += len(column)
-                position = size * row // file.metadata.num_rows
-                for text in column.to_pylist():
-                    yield text, position
-
-
-def _read_jsonl(path: Path, skipped: Skipped, *, strict: bool) -> Iterator[tuple[str, int]]:
-    for line in read_jsonl(path, strict=strict):
-        if line.text is None:
-            skipped.add(line.number, line.problem)
-        else:
-            yield line.text, line.position
-
-
-# ---- one input ------------------------------------------------------------------------------------------------------
-
-def pretokenize(path: Path, pair: Path, *, tokenizer: Tokenizer, windows: Windows, strict: bool = False,
-                data_format: str = "shards") -> Generator[tuple[int, int], None, dict[str, Any]]:
-    """Make the shard `pair`.bin, `pair`.idx of a text file, in a format of `pairs.WRITERS`. A generator: yields (bytes
-    of input read, tokens written) since it last did, returns what manifest.json says of the shard.
-
-    Raises ValueError where the input cannot be used, OSError where the shard cannot be written; then there is none.
-    """
-    skipped = Skipped()
-    before = path.stat()
-    at = documents = 0
+def load_tokenizer(name: str) -> RustBPETokenizer:
+    """A saved tokenizer if `name` is a folder, else one of tiktoken's."""
+    if place(name).is_dir():
+        return RustBPETokenizer.from_directory(name)
     try:
-        with WRITERS[data_format](pair, vocab_size=tokenizer.get_vocab_size()) as writer:
-            for texts, position in read_documents(path, skipped, strict=strict):
-                ids, lengths, prefixes = windows.cut(*tokenizer.encode_flat(texts, num_threads=1),
-                                                     tokenizer.get_bos_token_id())
-                writer.add(ids, lengths, prefixes)
-                documents += len(texts)
-                yield position - at, len(ids)
-                at = position
-            _check_input(path, before, documents, skipped)
-    except OSError as e:
-        full = ", make room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise OSError(f"{pair}.bin: cannot be written ({e.strerror or e}){full} and run the same command again; what "
-                      f"is finished is kept") from e
-    assert writer.written is not None
-    yield before.st_size - at, 0
-    record = {**asdict(writer.written), "documents": documents, "skipped": asdict(skipped)}
-    groups = _row_groups(path) if windows.max_length == 0 else None
-    return record if groups in (None, record_groups(None, documents)) else {**record, "groups": groups}
+        return RustBPETokenizer.from_pretrained(name)
+    except ValueError as e:
+        raise ValueError(f"--tokenizer {name}: no such folder, and no name of tiktoken's ({e})"
+                         ) from e
 
 
-def _check_input(path: Path, before: os.stat_result, documents: int, skipped: Skipped) -> None:
-    """What is known only when all is read, and must be before the shard appears."""
-    after = path.stat()
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise ValueError(f"{path}: it changed while it was read; run the same command again when it is whole")
-    if not documents:
-        broken = "".join(f", line {number}: {why}" for number, why in skipped.lines[:1])
-        raise ValueError(f"{path}: no document in it ({skipped.count:,} broken lines{broken}); delete it or make it "
-                         f"again")
+@functools.lru_cache(maxsize=1)
+def _load_same(name: str, fingerprint: str) -> RustBPETokenizer:
+    """`load_tokenizer`, once in a process; ValueError if it is not the one that it was."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"--tokenizer {name}: it changed meanwhile; run the same command again")
+    return tokenizer
 
 
-def _row_groups(path: Path) -> list[int] | None:
-    """Documents in each row group, without those that have none; None for jsonl."""
-    if not path.name.endswith(".parquet"):
-        return None
-    with open_parquet(path) as file:
-        counts = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-    return [n for n in counts if n]
+def describe_tokenizer(tokenizer: RustBPETokenizer) -> dict[str, Any]:
+    """What a manifest says of the tokenizer."""
+    return {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.get_bos_token_id(),
+            "vocab_size": tokenizer.get_vocab_size()}
+
+
+def _source(i: Input) -> Record:
+    """What an input is like now; equal ones hold the same."""
+    stat = i.path.stat()
+    return {"name": i.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, **etag_of(i.path)}
+
+
+# ---- all of them --------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Pretokenizer:
+    """Makes the pairs in `output` that some inputs become. What is to be known of it in another
+    process is plain data."""
+
+    output: Path
+    inputs: Sequence[Input]
+    windows: Windows
+    tokenizer_name: str
+    tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it
+    strict: bool = False
+    data_format: str = "shards"
+
+    @property
+    def made_with(self) -> Record:
+        """What all pairs have in common; the format is named unless it is GPTS."""
+        named = {} if self.data_format == "shards" else {"data_format": self.data_format}
+        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named}
+
+    def prepare(self) -> None:
+        """Make the folders, and take away what killed processes left. OSError where that cannot
+        be."""
+        try:
+            for folder in {i.record(self.output).parent for i in self.inputs}:
+                folder.mkdir(parents=True, exist_ok=True)
+            self.clean_up()
+        except OSError as e:
+            raise OSError(f"--output-dir {self.output}: cannot be written ({e.strerror}: "
+                          f"{e.filename}); name another one") from e
+
+    def finished(self, i: Input) -> Record | None:
+        """The record of an input whose pair is there and would come out the same again; its bytes
+        are not read."""
+        try:
+            record = read_json(i.record(self.output), RECORDED)
+            prefix = i.prefix(self.output)
+            pair = TokenFile(prefix.with_name(f"{prefix.name}.bin"))
+        except (FileNotFoundError, ValueError):
+            return None
+        shard = record["shard"]
+        same = record["made_with"] == self.made_with and record["source"] == _source(i)
+        whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
+        broken = self.strict and shard["skipped"]["count"]
+        return record if same and whole and not broken else None
+
+    def make(self, i: Input) -> tuple[Record, int]:
+        """Make the pair of an input, unless it is finished: (its record, tokens made). ValueError
+        where the input cannot be used, OSError where the pair cannot be written. Then there is
+        none."""
+        prefix = i.prefix(self.output)
+        idx = prefix.with_name(f"{prefix.name}.idx")
+        was_there = idx.exists()
+        if record := self.finished(i):
+            return record, 0
+        prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
+        if was_there:  # asked before the record was read: another process may just have made it
+            idx.unlink(missing_ok=True)
+            idx.with_suffix(".bin").unlink(missing_ok=True)
+        tokenizer = _load_same(self.tokenizer_name, self.tokenizer["fingerprint"])
+        try:
+            with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
+                record = self._write(i, tokenizer, writer)
+        except OSError as e:
+            full = ", make room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise OSError(f"{prefix}.bin: cannot be written ({e.strerror or e}){full} and run the "
+                          f"same command again; what is finished is kept") from e
+        return record, record["shard"]["tokens"]
+
+    def _write(self, i: Input, tokenizer: RustBPETokenizer, writer: TokenWriter) -> Record:
+        """Write everything but the .idx; returns the record."""
+        skipped, documents, source = Skipped(), 0, _source(i)
+        for texts in read_documents(i.path, skipped, strict=self.strict):
+            ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
+            writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
+            documents += len(texts)
+        if _source(i) != source:
+            raise ValueError(f"{i.path}: it changed while it was read; run the same command again "
+                             f"when it is whole")
+        if not documents:
+            first = "".join(f", line {number}: {why}" for number, why in skipped.lines[:1])
+            raise ValueError(f"{i.path}: no document in it ({skipped.count:,} broken lines{first}"
+                             f"); delete it or make it again")
+        shard = {"input": {"name": i.name, "size": source["size"]}, **asdict(writer.finish()),
+                 "documents": documents, "skipped": asdict(skipped)}
+        if self.windows.max_length == 0 and i.path.name.endswith(".parquet"):
+            groups = [n for n in read_footer(i.path)[1] if n]
+            if groups != record_groups(None, documents):
+                shard["groups"] = groups
+        record = {"made_with": self.made_with, "source": source, "shard": shard}
+        _write_json(i.record(self.output), record)
+        return record
+
+    def make_all(self, todo: Sequence[Input], *, num_workers: int
+                 ) -> Generator[tuple[Input, tuple[Record, int] | str], None, None]:
+        """(input, what `make` gave, or why it failed) as they come. With several workers each is a
+        process. They end when the caller does, whatever ends it; they may be killed at any time."""
+        if min(num_workers, len(todo)) < 2:
+            for i in todo:
+                yield i, _made_or_why(functools.partial(self.make, i))
+            return
+        spawn = multiprocessing.get_context("spawn")  # a fork copies locks that other threads hold
+        make = replace(self, inputs=()).make  # a worker gets this with each of its inputs
+        with ProcessPoolExecutor(min(num_workers, len(todo)), spawn, _begin_worker) as pool:
+            futures = {pool.submit(make, i): i for i in todo}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], _made_or_why(future.result)
+            except BaseException:  # also where nobody asks for more
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def refuse_others(self, *, force: bool) -> None:
+        """ValueError if there are pairs of other arguments, another tokenizer or other inputs; with
+        `force` the latter are removed (the former will be made again)."""
+        planned = {i.record(self.output) for i in self.inputs}
+        for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
+            folder, name, made_with = path.parents[1], path.stem, None
+            with contextlib.suppress(ValueError):  # a broken record: its pair is made again
+                record = read_json(path, RECORDED)
+                name, made_with = record["source"]["name"], record["made_with"]
+            if path not in planned and not force:
+                raise ValueError(f"{folder / path.stem}.bin: made of {name}, which is gone from "
+                                 f"--input-dir or belongs elsewhere now; bring it back, name "
+                                 f"another --output-dir, or remove such pairs with --force")
+            if path not in planned:
+                for name in (MANIFEST_NAME, f"{path.stem}.idx", f"{path.stem}.bin"):
+                    (folder / name).unlink(missing_ok=True)
+                path.unlink()
+                with contextlib.suppress(OSError):  # there are others
+                    path.parent.rmdir()
+                    folder.rmdir()
+            elif made_with not in (None, self.made_with) and not force:
+                old, new = ({"data_format": "shards", **m} for m in (made_with, self.made_with))
+                differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
+                raise ValueError(f"--output-dir {self.output}: {path.stem}.bin was made with "
+                                 f"{', '.join(differ)}; name another --output-dir, or make all "
+                                 f"pairs there again with --force")
+
+    def finish(self) -> list[Input]:
+        """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that
+        are not."""
+        missing: list[Input] = []
+        folders: dict[Path, list[Input]] = {}
+        for i in self.inputs:
+            folders.setdefault(i.prefix(self.output).parent, []).append(i)
+        for folder, inputs in folders.items():
+            records = {i.stem: self.finished(i) for i in inputs}
+            missing += [i for i in inputs if records[i.stem] is None]
+            if all(records.values()):
+                shards = {stem: record["shard"] for stem, record in records.items() if record}
+                manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
+                                        data_format=self.data_format)
+                _write_json(folder / MANIFEST_NAME, manifest)
+        self.clean_up()
+        return missing
+
+    def clean_up(self, **kwargs: float) -> None:
+        """`remove_leftovers` in all folders."""
+        folders = {i.prefix(self.output).parent for i in self.inputs}
+        for folder in (self.output / TOKENIZER, *folders, *(folder / RECORDS for folder in folders)):
+            remove_leftovers(folder, **kwargs)
+
+
+def _write_json(path: Path, value: Record) -> None:
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _made_or_why(make: Any) -> tuple[Record, int] | str:
+    """What a function gives, or the sentence with which it failed."""
+    try:
+        return make()
+    except BrokenProcessPool:
+        return ("a worker process was killed, and the others with it; run the same command again, "
+                "where memory is short with fewer --num-workers")
+    except (ValueError, OSError) as e:
+        return str(e)
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the caller; and end with the caller, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()

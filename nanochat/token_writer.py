@@ -10,8 +10,8 @@ the .idx last: a pair without a good .idx does not exist. After an exception not
 pair that was there before is as it was.
 
 Several processes may write the same pair at once, since they write the same bytes. An old .idx goes
-before the new .bin comes, so that the two never belong to different data; if it is the same, it
-stays where it is, and so nobody ever sees the pair without it.
+before the new .bin comes, so that the two never belong to different data. If it is the same it
+stays, and so nobody ever sees the pair without it.
 """
 
 import contextlib
@@ -57,8 +57,6 @@ class TokenWriter:
     """What both formats have in common: the .bin, and how a pair appears. Memory: some 10 bytes an
     entry. ValueError for ids outside the vocabulary or beyond the type: they never wrap around."""
 
-    format: str
-
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype):
         self.bin_path, self.idx_path = pair_paths(prefix)
         self.dtype = dtype
@@ -67,8 +65,8 @@ class TokenWriter:
         self.num_tokens = 0
         self.lengths = array("q")
         self._hash = blake2b(digest_size=16)
-        self._open_files = contextlib.ExitStack()
-        self._bin = self._open_files.enter_context(atomic_open(self.bin_path))
+        self._open_bin, self._open_idx = contextlib.ExitStack(), contextlib.ExitStack()
+        self._bin = self._open_bin.enter_context(atomic_open(self.bin_path))
 
     def append(self, ids: Any, lengths: Any) -> None:
         """Append ids, one stretch after another (sum of lengths,), and the lengths (n,)."""
@@ -97,46 +95,54 @@ class TokenWriter:
         """(number of entries, the .idx, in parts)."""
         raise NotImplementedError
 
-    def commit(self, idx_path: Path) -> Written:
-        """Write the .idx, and let both files appear."""
-        replacing = False
-        try:
-            entries, parts = self.index()
-            digest = blake2b(digest_size=16)
-            with atomic_open(idx_path) as idx:
-                for part in parts:
-                    idx.write(part)
-                    digest.update(part)
-                for f in (self._bin, idx):  # a full disk shows here, the old pair is untouched
-                    f.flush()
-                    os.fsync(f.fileno())
-                replacing = True
-                with contextlib.suppress(FileNotFoundError):
-                    if hash_file(idx_path) != digest.hexdigest():
-                        idx_path.unlink()
-                        fsync_dir(idx_path.parent)
-                self._open_files.close()
-        except BaseException as e:
-            self.abandon(e)
-            if replacing:
-                self.bin_path.unlink(missing_ok=True)
-            raise
+    def finish(self, idx_path: Path | None = None) -> Written:
+        """Let the .bin appear; the .idx follows at the end of the block, or at `close`. Whatever is
+        to be on disk before the pair counts is written in between."""
+        entries, parts = self.index()
+        self.idx_path = idx_path or self.idx_path
+        digest = blake2b(digest_size=16)
+        idx = self._open_idx.enter_context(atomic_open(self.idx_path))
+        for part in parts:
+            idx.write(part)
+            digest.update(part)
+        for f in (self._bin, idx):  # a full disk shows here, while the old pair is untouched
+            f.flush()
+            os.fsync(f.fileno())
         self.written = Written(entries, self.num_tokens, self.num_tokens * self.dtype.itemsize,
                                self._hash.hexdigest(), digest.hexdigest())
+        with contextlib.suppress(FileNotFoundError):
+            if hash_file(self.idx_path) != self.written.idx_hash:
+                self.idx_path.unlink()
+                fsync_dir(self.idx_path.parent)
+        self._open_bin.close()
         return self.written
 
+    def close(self) -> None:
+        """Let the .idx appear."""
+        self._open_idx.close()
+
     def abandon(self, error: BaseException) -> None:
-        """Give the pair up because of `error`."""
-        with contextlib.suppress(BaseException):
-            self._open_files.__exit__(type(error), error, error.__traceback__)
+        """Give the pair up because of `error`: nothing of it is left."""
+        for files in (self._open_bin, self._open_idx):
+            with contextlib.suppress(BaseException):
+                files.__exit__(type(error), error, error.__traceback__)
+        if self.written is not None:  # the .bin may have appeared
+            self.idx_path.unlink(missing_ok=True)
+            self.bin_path.unlink(missing_ok=True)
 
     def __enter__(self) -> "TokenWriter":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.commit(self.idx_path)
-        else:
+        try:
+            if error is None and self.written is None:
+                self.finish()
+            if error is None:
+                self.close()
+        except BaseException as e:
+            self.abandon(e)
+            raise
+        if error is not None:
             self.abandon(error)
 
 

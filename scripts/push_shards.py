@@ -30,8 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat import remote
-from nanochat.common import Parser, read_json, run_main
-from nanochat.workers import Terminated, sigterm_raises
+from nanochat.common import Parser, Terminated, read_json, run_main, sigterm_raises
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
 PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000

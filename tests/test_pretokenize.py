@@ -1,9 +1,11 @@
-"""Pretokenizing one file: windows hold every id once, documents come back from disk, bad input is named."""
+"""Pretokenizing: windows hold every id once, documents come back from disk, bad input is named; which text becomes
+which pair, how inputs are dealt to machines, and what counts as finished."""
 
 import errno
 import gzip
 import itertools
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -15,11 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
-from nanochat.pairs import scan_file
-from nanochat.pretokenize import Skipped, Windows, pretokenize, read_documents
-from nanochat.shard_source import ShardSource
-from nanochat.shards import ShardWriter, read_index, read_tokens
-from nanochat.sources import ParquetSource, as_parquet, scan
+from nanochat.common import remove_leftovers
+from nanochat.dataset import as_parquet
+from nanochat.pretokenize import (
+    Input,
+    Pretokenizer,
+    Skipped,
+    Windows,
+    deal,
+    describe_tokenizer,
+    find_inputs,
+    read_documents,
+)
+from nanochat.token_writer import ShardWriter
+from nanochat.tokens import open_tokens
 from tests.toy import BOS, ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -30,35 +41,32 @@ class Bytes(ByteTokenizer):
         return 257
 
 
-def run(path, pair, windows=None, **kwargs):
-    """(progress, record) of a whole pretokenization."""
-    steps = pretokenize(path, pair, tokenizer=Bytes(), windows=windows or Windows(16, 4), **kwargs)
-    progress = []
-    while True:
-        try:
-            progress.append(next(steps))
-        except StopIteration as stop:
-            return progress, stop.value
+@pytest.fixture(autouse=True)
+def _bytes(monkeypatch):
+    monkeypatch.setattr(module, "_load_same", lambda name, fingerprint: Bytes())
 
 
-def entries_of(pair):
-    """[(ids, prefix)] of a pair."""
-    index = read_index(pair.with_name(pair.name + ".idx"))
-    ids = read_tokens(index).tolist()
-    return [(ids[a:b], int(p)) for a, b, p in zip(index.offsets[:-1], index.offsets[1:], index.prefixes)]
+def make(path, folder, windows=None, **kwargs):
+    """(the pair, what the manifest will say of it) of one file."""
+    i = Input(path, path.name, "train", "b", "out", path.stat().st_size)
+    job = Pretokenizer(folder, [i], windows or Windows(16, 4), "bytes", describe_tokenizer(Bytes()), **kwargs)
+    job.prepare()
+    record, num_tokens = job.make(i)
+    assert num_tokens in (0, record["shard"]["tokens"])
+    return open_tokens(folder / "train" / "b" / "out.bin"), record["shard"]
+
+
+def left_in(folder):
+    return [f.name for f in folder.rglob("*") if f.is_file()]
 
 
 def documents_of(pair):
-    """The documents of a pair, from its entries."""
-    flat = [t for ids, prefix in entries_of(pair) for t in ids[prefix:]]
-    documents = [[]]
-    for t in flat:
-        if t == BOS:
-            documents.append([])
-        else:
-            documents[-1].append(t)
-    assert documents.pop() == [], "no EOD at the end"
-    return [bytes(d).decode() for d in documents]
+    """The texts of a pair, from its entries."""
+    entries, prefixes = pair.read(0, len(pair)), pair.prefixes(0, len(pair)).tolist()
+    ids = [t for entry, prefix in zip(entries, prefixes) for t in entry[prefix:].tolist()]
+    assert ids[-1] == BOS, "no EOD at the end"
+    ends = [at for at, t in enumerate(ids) if t == BOS]
+    return [bytes(ids[a + 1:b]).decode() for a, b in zip([-1, *ends], ends)]
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------
@@ -73,13 +81,12 @@ def flat(lengths):
 
 def by_hand(document, max_length, overlap):
     """Windows of one document, one id at a time."""
-    windows, prefixes, at = [[]], [0], 0
-    while at < len(document):
+    windows, prefixes = [[]], [0]
+    for t in document:
         if max_length and len(windows[-1]) == max_length:
             windows.append(windows[-1][max_length - overlap:])
             prefixes.append(overlap)
-        windows[-1].append(document[at])
-        at += 1
+        windows[-1].append(t)
     windows[-1].append(0)
     return windows, prefixes
 
@@ -90,6 +97,7 @@ def test_the_example_of_the_docstring():
     a = 2  # the first id
     assert ids.tolist() == [*range(a, a + 6), *range(a + 4, a + 10), *range(a + 8, a + 11), 0]
     assert (ids.dtype, prefixes.dtype) == (np.uint16, np.uint16)
+    assert Windows(0, 256) == Windows(0, 0), "whole documents have no overlap"
 
 
 @settings(max_examples=examples(6))
@@ -98,14 +106,11 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     overlap = data.draw(st.integers(0, max_length // 2))
     ids, offsets = flat(num_ids)
     got, lengths, prefixes = Windows(max_length, overlap).cut(ids, offsets, 0)
-    want, want_prefixes = [], []
-    for a, b in itertools.pairwise(offsets):
-        windows, p = by_hand(ids[a + 1:b].tolist(), max_length, overlap)
-        want += windows
-        want_prefixes += p
-    assert lengths.tolist() == [len(w) for w in want]
-    assert prefixes.tolist() == want_prefixes
-    assert got.tolist() == [t for w in want for t in w]
+    want = [by_hand(ids[a + 1:b].tolist(), max_length, overlap) for a, b in itertools.pairwise(offsets)]
+    windows = [w for of_document, _ in want for w in of_document]
+    assert lengths.tolist() == [len(w) for w in windows]
+    assert prefixes.tolist() == [p for _, of_document in want for p in of_document]
+    assert got.tolist() == [t for w in windows for t in w]
     ends = np.cumsum(lengths)
     fresh = [t for a, b, p in zip(ends - lengths, ends, prefixes) for t in got[a + p:b].tolist()]
     assert [t for t in fresh if t] == [t for t in ids.tolist() if t]
@@ -120,10 +125,6 @@ def test_windows_that_make_no_sense_are_refused(max_length, overlap):
         Windows(max_length, overlap)
 
 
-def test_whole_documents_have_no_overlap():
-    assert Windows(0, 256) == Windows(0, 0)
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 def write(folder, ending, texts):
@@ -133,28 +134,17 @@ def write(folder, ending, texts):
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet"])
 @pytest.mark.parametrize("windows", [Windows(16, 4), Windows(7, 0), Windows(0)])
-def test_documents_come_back(tmp_path, ending, windows, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARS", 300)
-    texts = some_texts(60)
+def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
+    texts, seen = some_texts(60), set()
     path = write(tmp_path, ending, texts)
-    progress, record = run(path, tmp_path / "out", windows)
-    assert documents_of(tmp_path / "out") == texts
-    assert "" in texts and len(progress) > 3, "no empty document, or one batch only"
-    assert sum(b for b, _ in progress) == path.stat().st_size
-    assert sum(t for _, t in progress) == record["tokens"] == read_index(tmp_path / "out.idx").num_tokens
-    assert (record["documents"], record["entries"]) == (60, len(read_index(tmp_path / "out.idx")))
-    assert record["entries"] > 60 or windows.max_length == 0
-
-
-def test_the_same_bytes_from_any_ending_and_any_batches(tmp_path, monkeypatch):
-    texts = some_texts(50, seed=3)
-    pairs = set()
-    for batch in (1, 100, 10**9):
+    for batch in (1, 300, 10**9):
         monkeypatch.setattr(module, "BATCH_CHARS", batch)
-        for ending in (".jsonl", ".jsonl.gz", ".parquet"):
-            run(write(tmp_path, ending, texts), tmp_path / "out")
-            pairs.add((tmp_path / "out.bin").read_bytes() + (tmp_path / "out.idx").read_bytes())
-    assert len(pairs) == 1
+        pair, record = make(path, tmp_path / str(batch), windows)
+        assert documents_of(pair) == texts and "" in texts
+        assert (record["documents"], record["entries"], record["tokens"]) == (60, len(pair), pair.num_tokens)
+        assert record["entries"] > 60 or windows.max_length == 0
+        seen.add(pair.path.read_bytes() + pair.idx_path.read_bytes())
+    assert len(seen) == 1
 
 
 @settings(max_examples=examples(0.8))
@@ -164,56 +154,24 @@ def test_any_text_comes_back_from_jsonl(tmp_path_factory, texts):
     path = folder / "in.jsonl"
     path.write_text("".join(json.dumps({"text": t}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts)),
                     encoding="utf-8", newline="")
-    run(path, folder / "out")
-    assert documents_of(folder / "out") == texts
+    assert documents_of(make(path, folder)[0]) == texts
 
 
 def test_large_strings_and_other_columns_are_read(tmp_path):
     texts = some_texts(20)
     table = pa.table({"id": list(range(20)), "text": pa.array(texts, pa.large_string())})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    run(tmp_path / "a.parquet", tmp_path / "out")
-    assert documents_of(tmp_path / "out") == texts
+    assert documents_of(make(tmp_path / "a.parquet", tmp_path / "out")[0]) == texts
 
-
-def test_large_vocabularies_get_four_bytes(tmp_path):
-    class Large(Bytes):
-        def get_vocab_size(self):
-            return 65536
-
-    for tokenizer, size in ((Bytes(), 2), (Large(), 4)):
-        list(pretokenize(write_jsonl(tmp_path / "a.jsonl", ["abc"]), tmp_path / "out", tokenizer=tokenizer,
-                         windows=Windows()))
-        assert (tmp_path / "out.bin").stat().st_size == 4 * size
-
-
-# ---- groups: what streaming would see -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("group_size, stored", [(7, True), (1024, False), (2000, True)])
 def test_whole_documents_keep_the_groups_of_parquet(tmp_path, group_size, stored):
-    texts = some_texts(1500, longest=5)
-    path = write_parquet(tmp_path / "raw" / "a.parquet", texts, group_size)
-    _, record = run(path, tmp_path / "a", Windows(0))
+    path = write_parquet(tmp_path / "a.parquet", some_texts(1500, longest=5), group_size)
+    _, record = make(path, tmp_path / "whole", Windows(0))
+    counts = pq.ParquetFile(path).metadata.to_dict()["row_groups"]
+    assert record.get("groups", [1024, 476]) == [group["num_rows"] for group in counts]
     assert ("groups" in record) is stored
-    tokenizer = Bytes()
-    streamed = ParquetSource(scan(tmp_path / "raw"), tokenizer)
-    (tmp_path / "manifest.json").write_text(json.dumps({
-        "format": "nanochat-shards", "version": 1, "tokenizer": {"fingerprint": "bytes", "eod": BOS, "vocab_size": 257},
-        "arguments": {"max_length": 0, "overlap_size": 0}, "shards": {"a": {"input": "a", **record}}}))
-    files = [scan_file(tmp_path / "a.bin", "a.bin")]
-    stored_source = ShardSource({"root": str(tmp_path), "files": files}, tokenizer)
-    assert stored_source.groups.tolist() == streamed.groups.tolist()
-    for group, n in enumerate(streamed.groups):
-        for unit in {0, (n - 1) // 64}:
-            ours = stored_source.encode(stored_source.fetch(group, unit, 64))
-            theirs = streamed.encode(streamed.fetch(group, unit, 64))
-            assert [a[a != BOS].tolist() for a in ours] == [a[a != BOS].tolist() for a in theirs]
-
-
-def test_windows_and_jsonl_have_plain_groups(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", some_texts(30), 7)
-    assert "groups" not in run(path, tmp_path / "a", Windows(16, 4))[1]
-    assert "groups" not in run(write_jsonl(tmp_path / "a.jsonl", some_texts(30)), tmp_path / "a", Windows(0))[1]
+    assert "groups" not in make(path, tmp_path / "windows")[1]
 
 
 # ---- broken input ---------------------------------------------------------------------------------------------------
@@ -221,39 +179,31 @@ def test_windows_and_jsonl_have_plain_groups(tmp_path):
 BROKEN = {
     b'{"text": "cut': "not JSON", b"[1]": "not a JSON object", b'{"t": "x"}': "no field", b"null": "not a JSON object",
     b'{"text": 5}': "int", b'{"text": null}': "NoneType", b'{"text": "\\ud800"}': "surrogate", b'"x"': "not a JSON",
-    b"[" * 200_000: "not JSON",
+    b"[" * 200_000: "not JSON", b'{"text": "\xff"}': "not UTF-8",
 }
 
 
-def test_broken_lines_are_skipped_counted_and_named(tmp_path):
-    lines = [b'{"text": "first"}', b"", b"   ", *BROKEN, b'{"text": "last"}']
+def test_broken_lines_are_skipped_counted_and_named_as_streaming_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    lines = [b'{"text": "first"}', b"", b"   ", *BROKEN, b'{"text": ""}', b'{"text": "last"}']
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
-    _, record = run(path, tmp_path / "out")
-    assert documents_of(tmp_path / "out") == ["first", "last"]
+    pair, record = make(path, tmp_path / "out")
+    assert documents_of(pair) == pq.read_table(as_parquet(path))["text"].to_pylist() == ["first", "", "last"]
     assert record["skipped"]["count"] == len(BROKEN)
     assert [n for n, _ in record["skipped"]["lines"]] == list(range(4, 4 + len(BROKEN)))
     for (_, why), part in zip(record["skipped"]["lines"], BROKEN.values()):
         assert part in why and len(why) <= 200
     with pytest.raises(ValueError, match=r"a\.jsonl: line 4: not JSON.*--strict"):
-        run(path, tmp_path / "strict", strict=True)
-    assert not list(tmp_path.glob("strict*")) and not list(tmp_path.glob(".*"))
+        make(path, tmp_path / "strict", strict=True)
+    assert not left_in(tmp_path / "strict")
 
 
 def test_the_list_of_broken_lines_is_short_and_the_count_exact(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x\n" * 1000 + b'{"text": "a"}\n')
-    _, record = run(path, tmp_path / "out")
-    assert (record["skipped"]["count"], len(record["skipped"]["lines"])) == (1000, 100)
-
-
-def corrupt_page(path):
-    """Change bytes of row group 1."""
-    data = bytearray(path.read_bytes())
-    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    at = column.data_page_offset + column.total_compressed_size - 100  # past the page's header
-    data[at:at + 8] = b"\xff" * 8
-    path.write_bytes(bytes(data))
+    skipped = make(path, tmp_path / "out")[1]["skipped"]
+    assert (skipped["count"], len(skipped["lines"])) == (1000, 100)
 
 
 def bad_inputs(folder):
@@ -261,106 +211,65 @@ def bad_inputs(folder):
     many = some_texts(40, longest=400)
     cut = write_jsonl(folder / "cut.jsonl.gz", many)
     cut.write_bytes(cut.read_bytes()[:-200])
-    no_gzip = folder / "none.jsonl.gz"
-    no_gzip.write_bytes(b'{"text": "a"}\n')
     wide = folder / "wide.jsonl"
     wide.write_bytes('{"text": "a"}\n'.encode("utf-16"))
     nulls = write_parquet(folder / "nulls.parquet", [*"abcdefghij", None], 4)
-    short = write_parquet(folder / "short.parquet", many)
-    short.write_bytes(short.read_bytes()[:-20])
     page = write_parquet(folder / "page.parquet", many, write_page_checksum=True, use_dictionary=False)
-    corrupt_page(page)
-    wrong = folder / "wrong.parquet"
-    raw = pa.Array.from_buffers(pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 3], np.int32)),
-                                                 pa.py_buffer(b"a\xff\xfe")])
-    pq.write_table(pa.table({"text": raw}), wrong)
-    column = folder / "column.parquet"
-    pq.write_table(pa.table({"body": ["a"]}), column)
+    data = bytearray(page.read_bytes())
+    column = pq.ParquetFile(page).metadata.row_group(1).column(0)
+    at = column.data_page_offset + column.total_compressed_size - 100  # past the page's header
+    data[at:at + 8] = b"\xff" * 8
+    page.write_bytes(bytes(data))
     empty = folder / "empty.jsonl"
     empty.write_bytes(b"\nbroken\n")
-    nothing = folder / "nothing.parquet"
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), nothing)
-    return {cut: "not a whole gzip file.*after line", no_gzip: "not a whole gzip file",
-            wide: "no document in it.*not UTF-8",
-            nulls: "null.*row group 2", short: "not a whole parquet",
-            page: "row group 1 ", wrong: "row group 0.*(?i:utf-?8)", column: "no `text` column",
-            empty: "no document in it.*line 2: not JSON", nothing: "0 rows"}
+    return {cut: "not a whole gzip file.*after line", wide: "no document in it.*not UTF-8", nulls: "row group 2",
+            page: "row group 1 ", empty: "no document in it.*line 2: not JSON"}
 
 
 def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):
-    (tmp_path / "out").mkdir()
     for path, what in bad_inputs(tmp_path).items():
         with pytest.raises(ValueError, match=what) as error:
-            run(path, tmp_path / "out" / "x")
+            make(path, tmp_path / "out")
             pytest.fail(f"{path.name} was read")
         assert str(path) in str(error.value)
-        assert not list((tmp_path / "out").iterdir()), path
+        assert not left_in(tmp_path / "out"), path
 
 
-def test_broken_lines_are_passed_over_alike_in_shards_and_when_streaming(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    path = tmp_path / "odd.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "\xff"}\n\n{"text": 3}\n[1]\n{"no": 1}\n'
-                     b'{"text": "\\ud800"}\n{"text": ""}\n{"text": "two"}\r\n' + b"[" * 9_999
-                     + b'\n{"text": "three"}')
-    skipped = Skipped()
-    texts = [text for batch, _ in read_documents(path, skipped) for text in batch]
-    streamed = pq.read_table(as_parquet(path))["text"].to_pylist()
-    assert texts == streamed == ["one", "", "two", "three"]
-    assert [number for number, _ in skipped.lines] == [2, 4, 5, 6, 7, 10]
-    for read in (lambda: list(read_documents(path, Skipped(), strict=True)), lambda: as_parquet(path, strict=True)):
-        with pytest.raises(ValueError, match=r"odd\.jsonl: .*line 2: not UTF-8.*--strict"):
-            read()
+def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
+    path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_documents
 
+    def changed(*args, **kwargs):
+        yield from read(*args, **kwargs)
+        path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
 
-def test_input_that_changes_meanwhile_has_no_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARS", 10)
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(9))
-    steps = pretokenize(path, tmp_path / "out", tokenizer=Bytes(), windows=Windows())
-    next(steps)
-    path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
+    monkeypatch.setattr(module, "read_documents", changed)
     with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
-        list(steps)
-    assert not list(tmp_path.glob("out*"))
+        make(path, tmp_path / "out")
+    assert not left_in(tmp_path / "out")
 
 
-def test_a_full_disk_fails_the_input_and_leaves_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["add", "index"])
+def test_a_full_disk_fails_the_input_and_leaves_nothing(tmp_path, monkeypatch, where):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    path = write_jsonl(tmp_path / "a.jsonl", ["abc"])
-    for where in ("add", "_index_parts"):
-        with monkeypatch.context() as patch:
-            patch.setattr(ShardWriter, where, full)
-            with pytest.raises(OSError, match=r"out\.bin: cannot be written \(No space left on device\), make room"):
-                run(path, tmp_path / "out")
-        assert [f.name for f in tmp_path.iterdir()] == ["a.jsonl"]
+    monkeypatch.setattr(ShardWriter, where, full)
+    with pytest.raises(OSError, match=r"out\.bin: cannot be written \(No space left on device\), make room"):
+        make(write_jsonl(tmp_path / "a.jsonl", ["abc"]), tmp_path / "out")
+    assert not left_in(tmp_path / "out")
 
-
-def test_closing_half_way_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARS", 10)
-    steps = pretokenize(write_jsonl(tmp_path / "a.jsonl", some_texts(9)), tmp_path / "out", tokenizer=Bytes(),
-                        windows=Windows())
-    next(steps)
-    assert list(tmp_path.glob(".out.bin.*.tmp"))
-    steps.close()
-    assert [f.name for f in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
 def test_a_larger_input_takes_no_more_memory(tmp_path, ending, monkeypatch):
     monkeypatch.setattr(module, "BATCH_CHARS", 50_000)
     peaks = []
     for copies in (1, 20):
-        line = json.dumps({"text": "many words " * 900}) + "\n"
-        data = line.encode() * 50 * copies
+        data = (json.dumps({"text": "many words " * 900}) + "\n").encode() * 50 * copies
         path = tmp_path / f"in{copies}{ending}"
         path.write_bytes(gzip.compress(data, 1) if ending.endswith("gz") else data)
         del data
         tracemalloc.start()
-        texts = sum(len(texts) for texts, _ in read_documents(path, Skipped()))
+        texts = sum(len(texts) for texts in read_documents(path, Skipped()))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert texts == 50 * copies
@@ -371,6 +280,193 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending, monkeypatch):
 def test_real_text_comes_back(tmp_path):
     path = SHARED / "math" / "shard_00001.parquet"
     texts = pq.read_table(path, columns=["text"]).column("text").to_pylist()
-    _, record = run(path, tmp_path / "out", Windows(2048, 256))
-    assert documents_of(tmp_path / "out") == texts
+    pair, record = make(path, tmp_path / "out", Windows(2048, 256))
+    assert documents_of(pair) == texts
     assert record["entries"] > record["documents"] == len(texts)
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+def touch(root, names):
+    """Small files; `find_inputs` does not look into them."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+    return root
+
+
+def layout(root, **kwargs):
+    """({pair: input}, buckets without validation)."""
+    inputs, short = find_inputs(root, **kwargs)
+    return {i.prefix(Path()).as_posix(): i.name for i in inputs}, short
+
+
+@pytest.mark.parametrize("names, pairs, short", [
+    (["web/b.jsonl", "web/a/z.parquet", "web/a/y.jsonl.gz", "code/only.jsonl", "web/notes.txt", "web/.hidden/x.jsonl",
+      ".git/x.jsonl", "README.md"],
+     {"train/code/only": "code/only.jsonl", "train/web/a__y": "web/a/y.jsonl.gz",
+      "train/web/a__z": "web/a/z.parquet", "val/web/b": "web/b.jsonl"}, ["code"]),
+    (["train/web/a.jsonl", "train/web/b.jsonl", "train/code/a.jsonl", "val/web/a.jsonl"],
+     {"train/code/a": "train/code/a.jsonl", "train/web/a": "train/web/a.jsonl", "train/web/b": "train/web/b.jsonl",
+      "val/web/a": "val/web/a.jsonl"}, []),
+    (["w/a.v1.jsonl", "w/a.v2.jsonl", "w/a.jsonl"],
+     {"train/w/a": "w/a.jsonl", "train/w/a.v1": "w/a.v1.jsonl", "val/w/a.v2": "w/a.v2.jsonl"}, [])])
+def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pairs, short):
+    assert layout(touch(tmp_path, names)) == (pairs, short)
+
+
+@pytest.mark.parametrize("val_files, val, short", [(0, [], []), (1, ["c"], []), (2, ["b", "c"], []), (3, [], ["data"])])
+def test_files_without_folders_are_one_bucket(tmp_path, val_files, val, short):
+    pairs, got = layout(touch(tmp_path, ["a.jsonl", "b.jsonl", "c.parquet"]), val_files=val_files)
+    assert sorted(pairs) == sorted(f"{'val' if n in val else 'train'}/data/{n}" for n in "abc")
+    assert got == short
+    assert layout(tmp_path / "a.jsonl") == ({"train/data/a": "a.jsonl"}, ["data"]), "one file is text, too"
+
+
+@pytest.mark.parametrize("names, what", [
+    (["w/a.jsonl", "w/a.parquet", "w/z.jsonl"], r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin"),
+    (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
+    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl lies beside train/ and val/"),
+    (["a.txt"], "no .parquet, .jsonl, .jsonl.gz file below it"), ([], "no such folder")])
+def test_what_is_unclear_is_refused(tmp_path, names, what):
+    with pytest.raises((ValueError, FileNotFoundError), match=what):
+        find_inputs(touch(tmp_path, names) if names else tmp_path / "none")
+
+
+@settings(max_examples=examples(1))
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6), st.randoms())
+def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, num_tasks, random):
+    inputs = [Input(Path(str(n)), str(n), "train", "b", str(n), size) for n, size in enumerate(sizes)]
+    tasks = deal(inputs, num_tasks)
+    assert sorted(i.name for task in tasks for i in task) == sorted(i.name for i in inputs)
+    loads = [sum(i.size for i in task) for task in tasks]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert all([i.size for i in task] == sorted((i.size for i in task), reverse=True) for task in tasks)
+    random.shuffle(inputs)
+    assert deal(inputs, num_tasks) == tasks
+
+
+# ---- finished or not ------------------------------------------------------------------------------------------------
+
+def job_of(root, windows=None, tokenizer=None, strict=False):
+    """The job as each start of the command sees it."""
+    inputs, _ = find_inputs(root / "raw")
+    return Pretokenizer(root / "out", inputs, windows or Windows(), "bytes",
+                        tokenizer or describe_tokenizer(Bytes()), strict)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Three inputs in two buckets, all finished."""
+    for name in ("a/1", "a/2", "b/1"):
+        write_jsonl(tmp_path / "raw" / f"{name}.jsonl", some_texts(3))
+    job = job_of(tmp_path)
+    job.prepare()
+    assert all(isinstance(result, tuple) for _, result in job.make_all(job.inputs, num_workers=1))
+    assert job.finish() == []
+    return tmp_path
+
+
+def test_finished_stays_finished_and_is_not_made_again(root):
+    job = job_of(root)
+    job.refuse_others(force=False)
+    assert [job.make(i)[1] for i in job.inputs] == [0, 0, 0]
+    manifest = json.loads((root / "out/train/a/manifest.json").read_text())
+    assert manifest["shards"]["1"]["input"] == {"name": "a/1.jsonl", "size": (root / "raw/a/1.jsonl").stat().st_size}
+    assert (manifest["tokenizer"], manifest["arguments"]) == (describe_tokenizer(Bytes()), {"max_length": 2048,
+                                                                                          "overlap_size": 256})
+    assert "mtime" not in json.dumps(manifest)
+
+
+def test_what_does_not_match_is_made_again(root):
+    def rewrite(path, change):
+        path.write_bytes(change(path.read_bytes()))
+
+    folder, raw = root / "out/train/a", root / "raw/a/1.jsonl"
+    record, whole = folder / ".records/1.json", (folder / "1.bin").read_bytes()
+    damages = {
+        "no .bin": lambda: (folder / "1.bin").unlink(), "no .idx": lambda: (folder / "1.idx").unlink(),
+        "short .bin": lambda: rewrite(folder / "1.bin", lambda data: data[:-1]),
+        "long .idx": lambda: rewrite(folder / "1.idx", lambda data: data + b"1"),
+        "no record": record.unlink, "torn record": lambda: rewrite(record, lambda data: data[:-30]),
+        "a list": lambda: rewrite(record, lambda data: b"[1]"),
+        "other record": lambda: rewrite(record, lambda data: data.replace(b'"entries": 3', b'"entries": 4')),
+        "touched": lambda: os.utime(raw, ns=(1, 1)), "grown": lambda: rewrite(raw, lambda data: data * 2)}
+    for what, damage in damages.items():
+        damage()
+        job = job_of(root)
+        job.refuse_others(force=False)
+        assert [i.name for i in job.inputs if not job.finished(i)] == ["a/1.jsonl"], what
+        assert [i.name for i in job.finish()] == ["a/1.jsonl"], what
+        made = {i.name for i in job.inputs if job.make(i)[1]}
+        assert made == {"a/1.jsonl"} and job.finish() == []
+        assert (folder / "1.bin").read_bytes() == whole * (1 + (what == "grown"))
+
+
+def test_a_pair_that_is_made_again_goes_first_and_the_manifest_with_it(root):
+    (root / "raw/a/1.jsonl").write_bytes(b"broken\n")
+    job = job_of(root)
+    [(_, why)] = job.make_all([i for i in job.inputs if not job.finished(i)], num_workers=1)
+    assert "no document in it" in why
+    left = left_in(root / "out/train/a")
+    assert left == ["1.json"] and (root / "out/train/b/manifest.json").exists()
+
+
+def test_strict_makes_again_what_has_broken_lines(root):
+    path = root / "raw/b/1.jsonl"
+    path.write_bytes(path.read_bytes() + b"broken\n")
+    job = job_of(root)
+    i = next(i for i in job.inputs if i.bucket == "b")
+    job.make(i)
+    assert job_of(root).finished(i)
+    assert [j.name for j in job.inputs if not job_of(root, strict=True).finished(j)] == ["b/1.jsonl"]
+
+
+@pytest.mark.parametrize("change, what", [
+    ({"windows": Windows(1024, 256)}, r"max_length 2048 \(now 1024\); name another --output-dir.*--force"),
+    ({"windows": Windows(0)}, r"max_length 2048 \(now 0\), overlap_size 256 \(now 0\)"),
+    ({"tokenizer": {"fingerprint": "g", "eod": 0, "vocab_size": 1}}, r"tokenizer \w+ \(now g\)")])
+def test_other_arguments_are_refused_or_forced(root, change, what):
+    job = job_of(root, **change)
+    with pytest.raises(ValueError, match=what):
+        job.refuse_others(force=False)
+    job.refuse_others(force=True)
+    assert not any(job.finished(i) for i in job.inputs)
+
+
+def test_pairs_whose_input_is_gone_are_refused_or_removed(root):
+    (root / "raw/b/1.jsonl").unlink()
+    write_jsonl(root / "raw/a/3.jsonl", ["new"])  # so that a/2 is for training now
+    job = job_of(root)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"train/b/1\.bin: made of b/1\.jsonl, which is gone.*--force"):
+            job.refuse_others(force=False)
+    job.refuse_others(force=True)
+    assert not (root / "out/train/b").exists() and not (root / "out/val/a/2.bin").exists()
+    job.refuse_others(force=False)
+    assert [i.name for i in job.inputs if not job.finished(i)] == ["a/2.jsonl", "a/3.jsonl"]
+
+
+def test_leftovers_go_and_what_others_write_stays(root):
+    folder = root / "out/train/a"
+    old, fresh, foreign = folder / ".1.bin.abcd1234.tmp", folder / ".2.bin.abcd1234.tmp", folder / ".1.swp"
+    for path in (old, fresh, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (1, 1))
+    with ShardWriter(folder / "busy", vocab_size=300) as writer:
+        writer.add(np.array([1]), np.array([1]), np.array([0]))
+        (busy,) = folder.glob(".busy.bin.*.tmp")
+        os.utime(busy, (1, 1))
+        remove_leftovers(folder)
+        assert [path.exists() for path in (old, fresh, foreign, busy)] == [False, True, True, True]
+        remove_leftovers(folder, fresh_s=0)
+        assert busy.exists() and not fresh.exists()
+    assert (folder / "busy.idx").exists()
+
+
+def test_output_that_cannot_be_written_is_named(tmp_path):
+    write_jsonl(tmp_path / "raw/a/1.jsonl", ["a"])
+    (tmp_path / "out").write_text("")
+    with pytest.raises(OSError, match=r"--output-dir .*out: cannot be written"):
+        job_of(tmp_path).prepare()

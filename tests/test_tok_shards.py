@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from nanochat import workers
-from nanochat.common import hash_file, read_json
-from nanochat.indexed import IndexedDataset
-from nanochat.shards import ShardWriter, read_index, read_manifest, read_tokens
+from nanochat import common, pretokenize
+from nanochat.common import Terminated, hash_file, read_json, sigterm_raises
+from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokens import open_tokens, read_manifest
 from scripts import inspect_data, tok_shards, verify
 from tests.toy import some_texts, write_jsonl, write_parquet
 
@@ -65,7 +65,7 @@ def tree(folder):
 def check_state(out):
     """What anybody may see at any time: pairs are whole, manifests name what is there."""
     for idx in out.rglob("*.idx"):
-        read_index(idx)
+        open_tokens(idx)
     for path in out.rglob("manifest.json"):
         for name, shard in read_manifest(path.parent)["shards"].items():
             assert hash_file(path.parent / f"{name}.bin") == shard["bin_hash"]
@@ -76,12 +76,9 @@ def check_state(out):
 
 def texts_of(pair, tokenizer):
     """The documents of a pair."""
-    index = read_index(pair)
-    ids, eod = read_tokens(index), tokenizer.get_bos_token_id()
-    keep = np.ones(len(ids), bool)
-    for start, prefix in zip(index.offsets[:-1].tolist(), index.prefixes.tolist()):
-        keep[start:start + prefix] = False
-    fresh = ids[keep]
+    pair, eod = open_tokens(pair), tokenizer.get_bos_token_id()
+    entries = zip(pair.read(0, len(pair)), pair.prefixes(0, len(pair)).tolist())
+    fresh = np.concatenate([ids[prefix:] for ids, prefix in entries])
     ends = np.flatnonzero(fresh == eod)
     return [tokenizer.decode(part[part != eod]) for part in np.split(fresh, ends + 1)[:-1]]
 
@@ -97,9 +94,9 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
         assert texts_of(out / f"{shard}.bin", loaded) == texts
         manifest = read_manifest((out / shard).parent)
         record = manifest["shards"][Path(shard).name]
-        index = read_index(out / f"{shard}.bin")
-        assert (record["documents"], record["entries"], record["tokens"]) == (len(texts), len(index), index.num_tokens)
-        assert len(index) > len(texts) and np.diff(index.offsets).max() in (32, 33), "nothing was cut"
+        pair = open_tokens(out / f"{shard}.bin")
+        assert (record["documents"], record["entries"], record["tokens"]) == (len(texts), len(pair), pair.num_tokens)
+        assert len(pair) > len(texts) and pair.lengths(0, len(pair)).max() in (32, 33), "nothing was cut"
         assert manifest["tokenizer"]["fingerprint"] == loaded.fingerprint
     check_state(out)
     assert "5 of 5 shards finished: 170 documents" in capsys.readouterr().out
@@ -107,7 +104,7 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
 
 def test_what_only_touches_files_and_text_starts_without_torch():
     modules = ("nanochat.common, nanochat.tokenizer, nanochat.encoders, nanochat.pretokenize, nanochat.sources, "
-               "nanochat.shards, nanochat.dataset, scripts.tok_shards")
+               "nanochat.tokens, nanochat.dataset, scripts.tok_shards")
     program = (f"import sys, {modules}; assert 'torch' not in sys.modules; "
                f"assert nanochat.common.autodetect_device_type() and 'torch' in sys.modules")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -133,10 +130,10 @@ def test_megatron_files_hold_the_same_documents_and_give_the_same_batches(raw, t
     assert run(raw, whole, tokenizer, "--max-length", 0) == megatron(raw, out, tokenizer) == 0
     assert megatron(raw, again, tokenizer, num_workers=2) == 0 and tree(again) == tree(out)
     for pair in ("train/web/0", "train/code/deep__0", "val/web/2"):
-        theirs, ours = IndexedDataset(out / pair), read_index(whole / f"{pair}.bin")
-        assert theirs.sequence_lengths.tolist() == np.diff(ours.offsets).tolist()
-        assert (out / f"{pair}.bin").read_bytes() == (whole / f"{pair}.bin").read_bytes()
-        assert theirs.document_indices.tolist() == list(range(len(ours) + 1))
+        theirs, ours = open_tokens(out / f"{pair}.bin"), open_tokens(whole / f"{pair}.bin")
+        assert theirs.table("lengths").tolist() == ours.lengths(0, len(ours)).tolist()
+        assert theirs.path.read_bytes() == ours.path.read_bytes()
+        assert theirs.table("boundaries").tolist() == list(range(len(ours) + 1))
     manifests = [read_json(folder / "train" / "code" / "manifest.json") for folder in (whole, out)]
     assert manifests[1].pop("data_format") == "megatron"
     for manifest in manifests:
@@ -182,7 +179,7 @@ def test_tasks_on_one_folder_and_finish_give_the_same_bytes(raw, tmp_path, token
 def test_a_second_run_makes_nothing_and_changes_nothing(raw, tmp_path, tokenizer, monkeypatch):
     assert run(raw, tmp_path / "out", tokenizer) == 0
     before = tree(tmp_path / "out")
-    monkeypatch.setattr(tok_shards, "pretokenize", None)
+    monkeypatch.setattr(pretokenize, "read_documents", None)
     assert run(raw, tmp_path / "out", tokenizer) == 0
     assert tree(tmp_path / "out") == before
 
@@ -297,7 +294,7 @@ def run_killed(number, raw, out, tokenizer, *more):
 
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            for name in ("fsync", "replace", "unlink", "mkdir", "rmdir"):
+            for name in ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir"):
                 setattr(os, name, counted(getattr(os, name)))
             os._exit(run(raw, out, tokenizer, *more))
         finally:
@@ -311,7 +308,9 @@ def run_killed(number, raw, out, tokenizer, *more):
 def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again, capfd,
                                                                            monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # what a killed process wrote is not lost, and it takes long
-    monkeypatch.setattr(tok_shards, "load_tokenizer", functools.cache(tok_shards.load_tokenizer))  # loaded once for all
+    for module in (pretokenize, tok_shards):  # loaded once for all
+        monkeypatch.setattr(module, "load_tokenizer", functools.cache(module.load_tokenizer))
+    monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
     raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
     for n in range(2):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
@@ -369,7 +368,9 @@ def test_signals_end_it_and_it_goes_on(tmp_path, tokenizer, num_workers, signum,
     for path in [*out.glob("busy-*"), *out.glob("worker-*")]:
         path.unlink()
     check_state(out)
-    assert read_index(out / "train" / "a" / "quick.idx")
+    assert open_tokens(out / "train" / "a" / "quick.idx")
+    for path in out.rglob("*.tmp"):  # of a killed command
+        os.utime(path, (1, 1))
     assert run(raw, out, tokenizer) == 0 and run(raw, tmp_path / "whole", tokenizer) == 0
     assert tree(out) == tree(tmp_path / "whole")
 
@@ -390,11 +391,40 @@ def gone(pid):
 
 def test_a_signal_while_reading_what_is_there_is_an_interruption(raw, tmp_path, tokenizer, monkeypatch):
     def interrupted(*args, **kwargs):
-        raise workers.Terminated
-        yield
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE_S)
 
-    monkeypatch.setattr(tok_shards, "run_tasks", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(tok_shards, "make_pairs", interrupted)
     assert run(raw, tmp_path / "out", tokenizer) == 143
+    with pytest.raises(Terminated), sigterm_raises():
+        interrupted()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_worker_that_is_killed_fails_the_command_and_the_next_one_goes_on(tmp_path, tokenizer):
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    for name in ("a/slow0.jsonl", "b/slow1.jsonl"):
+        write_jsonl(raw / name, some_texts(9, seed=len(name)))
+    process = start_slow(raw, out, tokenizer, 2)
+    os.kill(int(next(out.glob("worker-*")).name.split("-")[1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert "failed: a/slow0.jsonl: a worker process was killed" in errors and "--num-workers" in errors
+    assert run(raw, out, tokenizer) == 0
+
+
+def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
+    raw, out = tmp_path / "raw", tmp_path / "out"
+    for n in range(6):
+        write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(60, seed=n))
+    assert run(raw, tmp_path / "alone", tokenizer) == 0
+    command = [sys.executable, "-m", "scripts.tok_shards", *arguments(raw, out, tokenizer), "--num-workers", "1"]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                 for _ in range(4)]
+    said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said
+    assert tree(out) == tree(tmp_path / "alone")
 
 
 # ---- several machines -----------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from nanochat import pretokenize
 from nanochat.common import run_main
 from nanochat.encoders import TiktokenEncoder
-from nanochat import pretokenize
 from nanochat.pretokenize import Input, Pretokenizer, Record, Windows, deal, describe_tokenizer, find_inputs
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import read_manifest

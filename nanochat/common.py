@@ -120,7 +120,7 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_ou
     """
     try:
         value = json.loads(data)
-        problem = None if shape is None else _misfit(value, shape, "")
+        problem = _misfit(value, shape, "")
     except RecursionError:
         problem = "not JSON of ours (nested too deep)"
     except ValueError as e:  # also UnicodeDecodeError
@@ -130,8 +130,16 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_ou
     return value
 
 
+def check_shape(value: Any, shape: Any, name: Path | str) -> None:
+    """ValueError, which begins with `name`, unless a value has the shape that `parse_json` describes."""
+    if problem := _misfit(value, shape, ""):
+        raise ValueError(f"{name}: {problem}")
+
+
 def _misfit(value: Any, shape: Any, where: str) -> str | None:
     """What is wrong with a value that should have a shape, and at which field; None if nothing is."""
+    if shape is None:
+        return None
     kinds = shape if isinstance(shape, tuple) else (shape,)
     if isinstance(shape, dict) and isinstance(value, dict):
         for name, inner in shape.items():

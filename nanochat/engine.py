@@ -11,7 +11,9 @@ The samples of a seed depend on num_samples (all rows draw from one generator) a
 probabilities, on the device. There is no calculator tool: nothing here is trained to call it.
 """
 
+import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import KVCache
-from nanochat.gpt import GPT
+from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, open_checkpoint
+from nanochat.dist import get_compute_dtype
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import RustBPETokenizer
 
 
 def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0,
@@ -105,3 +110,34 @@ class Engine:
                 results[row].append(column[row])
         masks = [[0] * len(tokens) + [1] * (len(result) - len(tokens)) for result in results]
         return results, masks
+
+
+# ---- a model from a checkpoint alone --------------------------------------------------------------------------------
+
+def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
+               compute_dtype: torch.dtype | None = None) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+    """Rebuild model (in eval mode) and tokenizer from what `checkpoint.find_checkpoint` finds, and nothing else.
+
+    `compute_dtype` None is the device's own. Returns (model, tokenizer, meta); meta has path, step, model_config,
+    trainer_state. Raises ValueError for a damaged checkpoint, an architecture that is not the one saved or that this
+    code does not know, and a tokenizer that is not the checkpoint's; FileNotFoundError for what is missing.
+    """
+    device = torch.device(device)
+    checkpoint = open_checkpoint(path)
+    checkpoint.check_architecture(checkpoint.model_config)
+    if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
+        raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
+                         f"{', '.join(sorted(unknown))}; use the code that trained it")
+    tokenizer = RustBPETokenizer.from_directory(checkpoint.path.absolute().parent.parent / "tokenizer")
+    checkpoint.check_tokenizer(tokenizer.fingerprint)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**checkpoint.model_config))
+    model.to_empty(device=device)
+    model.set_compute_dtype(compute_dtype or get_compute_dtype(device))
+    try:
+        model.load_state_dict(checkpoint.model_state(), strict=True)
+    except RuntimeError as e:  # names or shapes
+        raise ValueError(f"{checkpoint.path / MODEL_NAME}: not the weights of this code's GPT: {e}") from e
+    meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
+            "trainer_state": checkpoint.trainer_state}
+    return model.eval(), tokenizer, meta

@@ -11,10 +11,7 @@ How a run begins or goes on.
 `begin` only looks, so that a command that is refused leaves no trace. Both run on rank 0 (`ranks.on_rank0`).
 """
 
-import contextlib
 import logging
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,20 +22,18 @@ from nanochat.common import write_json
 from nanochat.curriculum import Curriculum
 from nanochat.dist import broadcast, on_rank0
 from nanochat.gpt import GPTConfig
-from nanochat.lifecycle import FLAG_NAME, Owner, check_free, claim
+from nanochat.lifecycle import Owner, check_free, claim
 from nanochat.plan import Plan
-from nanochat.run_data import MANIFEST_NAME, find_data, open_data, pin_data, pinned_data, stream_config
+from nanochat.run_data import find_data, open_data, pin_data, pinned_data, stream_config
 from nanochat.run_dir import (
-    HIDDEN_NAME,
     PLAN_NAME,
-    checkpoint_folders,
-    clean_stale,
-    delete_checkpoint,
     is_run_dir,
     iter_log,
     keep_cursors,
+    open_folders,
     pack_cursors,
     read_config,
+    wipe,
     write_config,
 )
 from nanochat.sample_stream import check_samples, open_stream
@@ -51,8 +46,6 @@ log = logging.getLogger(__name__)
 
 
 _OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
-OURS = ("config.json", MANIFEST_NAME, PLAN_NAME, "tokenizer", "logs", "checkpoints", "report.md", FLAG_NAME)
-HALF_WRITTEN = re.compile(r"\.[0-9a-f]{8}\.tmp$|^\.run_state\.json\.")  # not .owner-: another launch may be at it
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,14 @@ def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) 
         if exists and not force:
             raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
                              f"new one with --model-tag")
-        return Start(settings, wipe=exists, origin=find_origin(settings), skips=skips, generation=check_free(run_dir))
+        generation = check_free(run_dir)
+        if exists and generation == 0:
+            raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this program ever "
+                             f"owned it, so nothing is deleted; move it away, or name a new run with --model-tag")
+        return Start(settings, wipe=exists, origin=find_origin(settings), skips=skips, generation=generation)
     generation = check_free(run_dir)  # before any look: a launch that ends while it is watched may leave a newer save
     old: dict[str, Any] = {}
-    if (run_dir / "config.json").exists():
+    if exists:
         old = read_config(run_dir)
         _check_tokenizer(run_dir, old, settings)
     checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
@@ -251,8 +248,7 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     try:
         if start.wipe:
             wipe(run_dir)
-        clean_stale(run_dir)
-        sweep(run_dir)
+        open_folders(run_dir)
         pin_data(run_dir, manifests)
         tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
@@ -316,34 +312,3 @@ def load_states(start: Start) -> dict[str, Any]:
 
     on_rank0(read)
     return broadcast(found)
-
-
-def sweep(run_dir: Path) -> None:
-    """Delete the temporary files of writes that a crash cut short: `atomic_open`'s, and those of the live state."""
-    for folder in (run_dir, run_dir / "tokenizer", run_dir / "logs" / "cursors"):
-        for path in folder.glob(".*.tmp"):
-            if HALF_WRITTEN.search(path.name):
-                path.unlink(missing_ok=True)
-
-
-def wipe(run_dir: Path) -> None:
-    """Delete what runs write into a run directory, and nothing else that may lie there."""
-    found = [path for name in OURS if (path := run_dir / name).exists()]
-    log.warning("deleting as asked: %s", ", ".join(map(str, found)))
-    for path in found:
-        if path.name == "checkpoints":
-            for checkpoint in checkpoint_folders(run_dir).values():
-                delete_checkpoint(checkpoint)
-            clean_stale(run_dir)
-            with contextlib.suppress(OSError):  # something of others is in it
-                path.rmdir()
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def settled(checkpoint: Path | None) -> Path | None:
-    """Where a checkpoint is once `clean_stale` has given it its name back."""
-    match = None if checkpoint is None else HIDDEN_NAME.fullmatch(checkpoint.name)
-    return checkpoint.parent / match["name"] if checkpoint is not None and match else checkpoint

@@ -119,14 +119,13 @@ def save(run_dir: Path, name: str, *, saver: Saver, model: GPT, optimizer: MuonA
     nothing else to do."""
     _, rank, _, _ = get_dist_info()
     if rank == 0:
-        saver.wait()  # what it is still writing may be written over below
-    optimizer_state = optimizer.gather_state(into=saver.held.get("optimizer"))
+        saver.wait()  # so that there is one copy of the state in memory at most
+    optimizer_state = optimizer.gather_state()
     cursors = gather(loader.cursors(progress.step))
     rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
     if rank != 0:
         return
-    model_state = to_host(model.state_dict(), into=saver.held.get("model"))
-    saver.held = {"optimizer": optimizer_state, "model": model_state}
+    model_state = to_host(model.state_dict())
     write = partial(
         save_checkpoint, run_dir, name, step=progress.step, model_state=model_state, model_config=asdict(model.config),
         optimizer_state=optimizer_state, scheduler_state=schedule.state(), rng_state=dict(enumerate(rng)),

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import STATE_NAME, find_checkpoint, load_model
+from nanochat.checkpoint import STATE_NAME, find_checkpoint
 from nanochat.common import Parser, print0, read_json, run_main, setup_logging, table, write_json
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
-from nanochat.engine import Engine
+from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data

@@ -57,7 +57,7 @@ from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
 from nanochat.sample_stream import build_indices
 from nanochat.schedule import Horizon, Schedule
-from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples, settled
+from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
 from nanochat.validation import validation_loader
@@ -273,7 +273,7 @@ def loop(run: Run) -> int:
     except Halt as e:
         why, all_dry = e.args
         run.watch.ending("stopping", why)
-        checkpoint_now(run, f"checkpoint-{p.step}", "halted", last=True, halted=why, all_dry=all_dry)
+        checkpoint_now(run, f"checkpoint-{p.step}-shutdown", "halted", last=True, halted=why, all_dry=all_dry)
         run.watch.end("halted", why)
         print0(f"halted: {why}; {WAY_ON}")
         return EXIT_HALTED
@@ -340,7 +340,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
     plan = None if args.plan == "off" else on_rank0(lambda: rehearse(run_dir, start, settings, tokenizer,
                                                                      horizon.num_iterations))
     owner, manifests = on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived, plan))
-    start = replace(start, settings=settings, checkpoint=settled(start.checkpoint))
+    start = replace(start, settings=settings)
 
     with ExitStack() as stack:
         everyone = gather(identify())

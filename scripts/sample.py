@@ -13,10 +13,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanochat.checkpoint import load_model
 from nanochat.common import Parser, run_main, setup_logging
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
-from nanochat.engine import Engine
+from nanochat.engine import Engine, load_model
 from nanochat.run_data import RunData, open_run
 from nanochat.run_dir import find_run
 from nanochat.validation import validation_loader

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import load_model
+from nanochat.engine import load_model
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from nanochat import run_data
-from nanochat.checkpoint import load_checkpoint, load_model
+from nanochat.checkpoint import load_checkpoint
 from nanochat.dataloader import OFF, DataLoader
+from nanochat.engine import load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config, read_log

@@ -1,19 +1,18 @@
-"""Checkpoints and run directories: what was written comes back bit for bit, and no crash, full disk or flipped byte is
-ever believed or costs more than one save."""
+"""Checkpoints: what was written comes back bit for bit; no crash, full disk or flipped byte is ever believed or costs
+more than one save; and whatever is saved, deleted and broken in whatever order, the newest good one is there."""
 
-import dataclasses
 import errno
 import gzip
 import json
 import logging
 import os
 import pickle
+import random
+import re
 import shutil
-import signal
-import subprocess
-import sys
-import zipfile
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from hypothesis import strategies as st
 
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
+from nanochat.checkpoint import Code, Outcome, Saver
 from nanochat.common import hash_bytes, hash_json
+from nanochat.gpt import GPT, GPTConfig
 from tests import faults
 from tests.toy import examples
 
@@ -49,6 +50,7 @@ def states(seed: int) -> dict[str, Any]:
 
 
 def save(run: Path, step: int, *, seed: int | None = None, name: str | None = None) -> Path:
+    rd.open_folders(run)
     return ckpt.save_checkpoint(run, name or f"checkpoint-{step}", step=step, **states(step if seed is None else seed))
 
 
@@ -112,19 +114,9 @@ def test_layout_and_kept_cursors(tmp_path: Path) -> None:
     shutil.rmtree(path)
     save(tmp_path, 7)
     assert kept[7].read_bytes() == (path / ckpt.CURSORS_NAME).read_bytes(), "no time stamp inside"
-
-
-def test_to_host_is_a_copy_that_later_steps_do_not_change() -> None:
-    live: dict[str, Any] = {"w": torch.nn.Parameter(torch.ones(3)), "t": torch.arange(6).view(2, 3).T,
-                            "groups": [{"betas": (0.8, 0.9)}]}
-    held = ckpt.to_host(live)
-    with torch.no_grad():
-        live["w"].zero_()
-        live["t"].zero_()
-    assert held["w"].tolist() == [1, 1, 1] and held["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert not held["w"].requires_grad and held["groups"] == [{"betas": (0.8, 0.9)}]
-    with pytest.raises(TypeError, match=r"state\['a'\]\[1\].*Path"):
-        ckpt.to_host({"a": [1, Path("x")]})
+    rd.delete_checkpoint(path)
+    with pytest.raises(ValueError, match="not the name of a checkpoint"):
+        rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
 
 
 def test_names_and_reserved_keys_are_checked(tmp_path: Path) -> None:
@@ -143,16 +135,6 @@ def test_list_is_newest_step_first_and_final_by_its_state(tmp_path: Path) -> Non
     assert [p.name for p in ckpt.list_checkpoints(tmp_path)] == [
         "checkpoint-100", "checkpoint-12-shutdown", "final", "checkpoint-10", "checkpoint-9"]
     assert ckpt.list_checkpoints(tmp_path / "nowhere") == [] and ckpt.newest_good(tmp_path / "nowhere") is None
-
-
-def test_delete_takes_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    other = tmp_path / "checkpoints" / "mine"
-    other.mkdir()
-    with pytest.raises(ValueError, match="not the name of a checkpoint"):
-        rd.delete_checkpoint(other)
-    rd.delete_checkpoint(path)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["mine"]
 
 
 # ---- damage ---------------------------------------------------------------------------------------------------------
@@ -325,163 +307,132 @@ def test_a_file_that_is_not_sealed_is_not_read(whole: Path, tmp_path: Path) -> N
         ckpt.load_checkpoint(path)
 
 
-# ---- crashes and full disks -----------------------------------------------------------------------------------------
+# ---- crashes and full disks -------------------------------------------------------------------------
 
-@pytest.mark.parametrize("step", [20, 30], ids=["replacing", "new"])
-def test_killed_at_every_write_boundary_leaves_the_old_or_the_new(whole: Path, step: int, tmp_path: Path) -> None:
-    counted = Path(shutil.copytree(whole, tmp_path / "count"))
-    with faults.watching(counted) as changes:
-        save(counted, step, seed=99)
+def good_steps(run: Path) -> set[int]:
+    """The steps of all checkpoints in which every byte is right."""
+    return {step for path in ckpt.list_checkpoints(run) if (step := ckpt.good_step(path)) is not None}
+
+
+def before_save(whole: Path, run: Path, case: str) -> tuple[int, str]:
+    """A run as it is before a save of each kind; returns the step and the name of that save."""
+    shutil.copytree(whole, run)
+    if case == "over a rotten one":
+        flip(run / "checkpoints/checkpoint-20/optimizer.bin")
+        return 20, "checkpoint-20"
+    if case == "new":
+        return 30, "checkpoint-30"
+    save(run, 25, name="final")
+    if case == "a later end, whose step has a rotten one":
+        flip(save(run, 25) / "optimizer.bin")
+    return 30, "final"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+CASES = pytest.mark.parametrize("case", ["new", "over a rotten one", "a later end",
+                                         "a later end, whose step has a rotten one"])
+
+
+@CASES
+def test_killed_at_any_change_of_a_save_no_good_checkpoint_is_lost(whole: Path, case: str, tmp_path: Path) -> None:
+    step, name = before_save(whole, tmp_path / "count", case)
+    with faults.watching(tmp_path / "count") as changes:
+        save(tmp_path / "count", step, name=name)
     writes = [i for i, change in enumerate(changes.made) if change.startswith("write")]
     others = sorted(set(range(len(changes.made))) - set(writes))
     assert len(others) > 30 and len(writes) > 100
-    outcomes, aside = set(), 0
-    for k in sorted(others + writes[::40]):
+    outcomes = set()
+    for k in sorted({*others[::1 if case == "new" else 4], *others[-12:], *writes[::60]}):
         run = tmp_path / str(k)
-        shutil.copytree(whole, run)
-        if k in writes or k % 10 == 0:
-            assert faults.kill_at(k, lambda run=run: save(run, step, seed=99), below=run)
+        before_save(whole, run, case)
+        before = good_steps(run)
+        if k in writes or k % 20 == 0:
+            assert faults.kill_at(k, lambda run=run: save(run, step, name=name), below=run)
         else:  # the same, but for the time that it takes
             with faults.crashing_at(k, below=run, kinds=faults.KINDS) as changes:
-                save(run, step, seed=99)
+                save(run, step, name=name)
             assert len(changes.made) > k
-        before = ckpt.newest_good(run)  # a reader that tidies nothing
-        assert before is not None
-        aside += before.name.startswith(".old")
-        version = ckpt.load_checkpoint(before).trainer_state["version"]
-        outcomes.add(version)
+        after = good_steps(run)
+        assert after in (before, before | {step})
+        outcomes.add(len(after))
         rd.clean_stale(run)
-        after = ckpt.newest_good(run)
-        assert after is not None and hidden(run) == []
-        assert ckpt.load_checkpoint(after).trainer_state["version"] == version
-        ckpt.verify_checkpoint(run / "checkpoints/checkpoint-10")
+        assert good_steps(run) == after and hidden(run) == []
+        save(run, step, name=name)
+        assert good_steps(run) == before | {step}
         shutil.rmtree(run)
-    assert outcomes == {20, 99} and (aside > 0) == (step == 20)
+    assert len(outcomes) == 2
 
 
-@pytest.mark.parametrize("action", ["delete", "clean up"])
-def test_killed_at_every_change_of_a_deletion_leaves_all_or_nothing_that_counts(whole: Path, action: str,
-                                                                                tmp_path: Path) -> None:
-    """Also where a folder is still aside though its name is taken again: no part of it ever takes the name."""
-    def act(run: Path) -> None:
-        if action == "delete":
-            rd.delete_checkpoint(run / "checkpoints/checkpoint-20")
-        else:
-            rd.clean_stale(run)
+@CASES
+def test_an_error_at_any_change_of_a_save_is_told_and_leaves_no_mess(whole: Path, case: str, tmp_path: Path) -> None:
+    """A full disk, a lost right: where it cannot be done the run is as it was, and the next save works."""
+    def write(run: Path, step: int, name: str) -> None:  # save, without tidying up first
+        ckpt.save_checkpoint(run, name, step=step, **states(step))
 
-    left = set()
-    for k in range(100):
+    step, name = before_save(whole, tmp_path / "count", case)
+    with faults.watching(tmp_path / "count") as changes:
+        write(tmp_path / "count", step, name)
+    writes = [i for i, change in enumerate(changes.made) if change.startswith("write")]
+    others = [i for i, change in enumerate(changes.made) if not change.startswith(("write", "unlink", "rmdir"))
+              and not (change.startswith("mkdir") and change in changes.made[:i])]  # it is there already
+    assert len(others) > 25 and len(writes) > 100
+    for k in sorted({*others[::1 if case == "new" else 4], *others[-6:], *writes[::25]}):
         run = tmp_path / str(k)
-        shutil.copytree(whole, run)
-        if action == "clean up":
-            shutil.copytree(run / "checkpoints/checkpoint-20", run / "checkpoints/.old-checkpoint-20-1")
-        with faults.crashing_at(k, below=run) as changes:
-            act(run)
-        if len(changes.made) <= k:
-            break
-        if action == "clean up":
-            shutil.rmtree(run / "checkpoints/checkpoint-20")  # the worst that a person can do now
-        rd.clean_stale(run)
-        names = [path.name for path in ckpt.list_checkpoints(run)]
-        for name in names:
-            ckpt.verify_checkpoint(run / "checkpoints" / name)
-        assert hidden(run) == []
-        left.add(len(names))
-    assert 10 < k < 99 and left == {1, 2}
-
-
-@pytest.mark.parametrize("step", [20, 30], ids=["replacing", "new"])
-def test_an_error_at_every_write_boundary_is_reported_and_leaves_no_mess(whole: Path, step: int,
-                                                                         tmp_path: Path) -> None:
-    kinds = ("fsync", "rename", "replace")
-    counted = Path(shutil.copytree(whole, tmp_path / "count"))
-    total = faults.count(lambda: save(counted, step, seed=99), below=counted, kinds=kinds)
-    reported = 0
-    for k in range(total):
-        run = tmp_path / str(k)
-        shutil.copytree(whole, run)
-        try:
-            with faults.failing_at(k, errno.ENOSPC, below=run, kinds=kinds):
-                save(run, step, seed=99)
-            assert hidden(run)[0].startswith((".old", ".del")) and k >= total - 2
-        except OSError as e:
-            assert e.errno == errno.ENOSPC and "could not be written" in str(e) and "No space left" in str(e)
-            assert hidden(run) == []
-            reported += 1
-        good = ckpt.newest_good(run)
-        assert good is not None
-        assert ckpt.load_checkpoint(good).trainer_state["version"] in (20, 99)
-        save(run, step, seed=98)  # and the next save works
-        good = ckpt.newest_good(run)
-        assert good is not None and ckpt.load_checkpoint(good).trainer_state["version"] == 98 and hidden(run) == []
+        before_save(whole, run, case)
+        before = good_steps(run)
+        with pytest.raises(OSError, match=r"could not be written.*No space left") as caught:
+            with faults.failing_at(k, errno.ENOSPC, below=run):
+                write(run, step, name)
+        assert caught.value.errno == errno.ENOSPC
+        assert good_steps(run) in (before, before | {step})
+        assert not [name for name in hidden(run) if not name.startswith(".del")]
+        write(run, step, name)
+        assert good_steps(run) == before | {step}
         shutil.rmtree(run)
-    assert reported == total - 2 * (step == 20)  # but for the deletion of the replaced one: the new one is there
 
 
-@pytest.mark.parametrize("at", [0, 2, 1_000_000])
-def test_faults_kill_a_whole_command_where_they_say(tmp_path: Path, at: int) -> None:
-    """The helper itself, with Python's own zipfile as the command."""
-    archive, source = tmp_path / "out" / "a.zip", Path(__file__)
-    archive.parent.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults", "--at", str(at), "--below", str(archive.parent), "--", "zipfile", "-c",
-         str(archive), str(source)], cwd=source.parents[1], capture_output=True, text=True)
-    assert archive.exists() == (at > 0) and done.returncode == (0 if at > 9 else -signal.SIGKILL)
-    if at > 9:
-        assert int(done.stderr.split()[-4]) > 3 and "changes below" in done.stderr
-        assert zipfile.ZipFile(archive).read(source.name) == source.read_bytes()
+def test_a_step_that_has_a_good_checkpoint_keeps_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, seed=1)
+    before = rd.checkpoint_folders(tmp_path), (path / ckpt.STATE_NAME).stat().st_ino
+    assert save(tmp_path, 7, seed=2) == path
+    assert before == (rd.checkpoint_folders(tmp_path), (path / ckpt.STATE_NAME).stat().st_ino)
+    flip(path / "scheduler.bin")
+    save(tmp_path, 7, seed=2)
+    assert ckpt.load_checkpoint(path).trainer_state["version"] == 2
 
 
-class FillingDisk:
-    """`open` for a disk with room for `room` bytes."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def __call__(self, path: Path, mode: str) -> Any:
-        file = open(path, mode, buffering=0)  # noqa: SIM115
-        if "x" not in mode:
-            return file
-        disk = self
-
-        class File:
-            def __enter__(self) -> "File":
-                return self
-
-            def __exit__(self, *args: Any) -> None:
-                file.close()
-
-            def write(self, data: bytes) -> int:
-                disk.room -= len(data)
-                if disk.room < 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return file.write(data)
-
-            flush, fileno = file.flush, file.fileno
-
-        return File()
+def test_the_end_of_a_run_that_was_made_longer_becomes_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+    for step in (5, 8, 8, 9):
+        save(tmp_path, step, name="final")
+    assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["final", "checkpoint-8", "checkpoint-5"]
+    assert good_steps(tmp_path) == {5, 8, 9}
 
 
-def test_a_disk_that_fills_at_any_byte_is_an_error_and_keeps_the_older(whole: Path, tmp_path: Path) -> None:
+def test_a_save_never_makes_the_run_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose directory was removed is nobody's any more; folders that are removed alone are told of."""
     run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    before = {f: (run / f).read_bytes() for f in files_of(run)}
-    needed = sum(p.stat().st_size for p in (run / "checkpoints/checkpoint-20").rglob("*") if p.is_file())
-    for room in range(0, needed - 1, max(1, needed // 60)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ckpt, "open", FillingDisk(room), raising=False)
-            with pytest.raises(OSError, match="No space left"):
-                save(run, 30)
-        assert {f: (run / f).read_bytes() for f in files_of(run)} == before and hidden(run) == []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ckpt, "open", FillingDisk(2 * needed), raising=False)
-        save(run, 30)
-    good = ckpt.newest_good(run)
-    assert good is not None and good.name == "checkpoint-30"
+    save(run, 1)
+    caplog.clear()
+    for folder in ("checkpoints", "logs"):
+        shutil.rmtree(run / folder)
+    ckpt.save_checkpoint(run, "checkpoint-2", step=2, **states(2))
+    assert good_steps(run) == {2} and list(rd.cursor_files(run)) == [2]
+    for folder in ("checkpoints", "logs", "logs/cursors"):
+        assert caplog.text.count(f"{run / folder} was removed while the run trains") == 1
+    shutil.rmtree(run)
+    with pytest.raises(OSError, match="checkpoint-3 could not be written"):
+        ckpt.save_checkpoint(run, "checkpoint-3", step=3, **states(3))
+    assert not run.exists()
 
 
 def test_a_state_that_could_not_be_loaded_again_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"rng/rank_0.pkl\['numpy'\]: .*Path"):
+        rd.open_folders(tmp_path)
         ckpt.save_checkpoint(tmp_path, "final", step=1, **{**states(1), "rng_state": {0: {"numpy": Path("x")}}})
     with pytest.raises(TypeError):
         ckpt.save_checkpoint(tmp_path, "final", step=1, **{**states(1), "trainer_state": {"x": torch.zeros(1)}})
@@ -499,59 +450,6 @@ def test_another_architecture_or_tokenizer_is_refused_with_a_diff(tmp_path: Path
     assert "n_embd" not in str(caught.value)
     with pytest.raises(ValueError, match=r"abc.*other"):
         loaded.check_tokenizer("other")
-
-
-@pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run "tiny" whose final checkpoint holds a real model, with its tokenizer beside it."""
-    from nanochat.gpt import GPT, GPTConfig
-    from nanochat.tokenizer import RustBPETokenizer
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    run = rd.run_path("tiny")
-    rd.write_config(run, {"depth": 1})
-    tokenizer = RustBPETokenizer.train_from_iterator(["to be or not to be, that is the question"] * 4, 280)
-    tokenizer.save(run / "tokenizer")
-    config = GPTConfig(sequence_len=16, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2,
-                       n_embd=16)
-    model = GPT(config)
-    model.init_weights(seed=3, compute_dtype=torch.float32)
-    torch.save(model(torch.arange(8)[None]).detach(), tmp_path / "expected.pt")
-    values = {**states(4), "model_state": ckpt.to_host(dict(model.state_dict())),
-              "model_config": dataclasses.asdict(config),
-              "trainer_state": {"tokenizer_fingerprint": tokenizer.fingerprint}}
-    ckpt.save_checkpoint(run, "final", step=4, **values)
-    return run
-
-
-def test_a_model_is_rebuilt_from_the_run_alone(trained: Path, tmp_path: Path) -> None:
-    expected = torch.load(tmp_path / "expected.pt")
-    for path in ("tiny", trained, trained / "checkpoints" / "final"):
-        model, tokenizer, meta = ckpt.load_model(path, "cpu", compute_dtype=torch.float32)
-        assert torch.equal(model(torch.arange(8)[None]), expected) and not model.training
-        assert tokenizer.decode(tokenizer.encode("to be")) == "to be"
-        assert meta["step"] == 4 and meta["model_config"]["n_embd"] == 16
-
-
-def test_load_model_refuses_what_does_not_fit(trained: Path, tmp_path: Path) -> None:
-    from nanochat.tokenizer import RustBPETokenizer
-    final = trained / "checkpoints" / "final"
-    config = json.loads((final / ckpt.MODEL_CONFIG_NAME).read_text())
-    shutil.copytree(final, tmp_path / "final")
-    (final / ckpt.MODEL_CONFIG_NAME).write_text(json.dumps({**config, "n_embd": 32}))
-    reseal(final)
-    with pytest.raises(ValueError, match="another architecture"):
-        ckpt.load_model(final, "cpu")
-    shutil.rmtree(final)
-    shutil.copytree(tmp_path / "final", final)
-    shutil.rmtree(trained / "tokenizer")
-    RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(trained / "tokenizer")
-    with pytest.raises(ValueError, match=r"tokenizer.*--model-tag"):
-        ckpt.load_model(final, "cpu")
-    with pytest.raises(FileNotFoundError, match="runs there: tiny"):
-        ckpt.load_model("huge", "cpu")
-    rd.delete_checkpoint(final)
-    with pytest.raises(FileNotFoundError, match="no good checkpoint"):
-        ckpt.load_model("tiny", "cpu")
 
 
 # ---- from a name to a checkpoint ------------------------------------------------------------------------------------
@@ -609,117 +507,349 @@ def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs: Pat
         ckpt.load_run_weights("a")
 
 
-def test_each_file_is_read_once_to_verify(two_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(ckpt, "check_file", lambda path, name, record: seen.append(name))
-    for spec in ("a@10", two_runs / "checkpoints/checkpoint-10"):
-        ckpt.load_run_weights(spec)
-        assert len(seen) == len(set(seen)) == NUM_FILES - 1
-        seen.clear()
-
-
 def test_weights_outside_a_run_have_no_run(two_runs: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept")
     loaded, origin = ckpt.load_run_weights(copy)
     assert origin == {"run": None, "checkpoint": "kept", "step": 10, "checksum": loaded.checksum, "config_hash": None}
 
 
-def test_a_checkpoint_that_is_aside_is_found_by_its_name(two_runs: Path) -> None:
-    folder = two_runs / "checkpoints"
-    (folder / "checkpoint-10").rename(folder / ".old-checkpoint-10-77")
-    assert ckpt.load_run_weights("a@10")[1]["step"] == ckpt.load_run_weights("a@checkpoint-10")[1]["step"] == 10
+# ---- saving while training goes on ------------------------------------------------------------------
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILED, FATAL, SAVED = Code.FAILED, Code.FATAL, Code.SAVED
+ASYNCHRONOUS = pytest.mark.parametrize("asynchronous", [True, False])
 
 
-# ---- run directory --------------------------------------------------------------------------------------------------
-
-def test_runs_are_found_by_tag_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="runs there: none"):
-        rd.find_run("d4")
-    rd.write_config(rd.run_path("d4"), {"depth": 4})
-    rd.write_config(rd.run_path("d12"), {"depth": 12})
-    assert rd.find_run("d4") == rd.find_run(tmp_path / "runs" / "d4") == tmp_path / "runs" / "d4"
-    assert rd.read_config(rd.find_run("d12")) == {"depth": 12} and rd.list_runs() == ["d12", "d4"]
-    with pytest.raises(FileNotFoundError, match=r"'d5'.*runs there: d12, d4"):
-        rd.find_run("d5")
-    for tag in ("", ".hidden", "a/b", ".."):
-        with pytest.raises(ValueError, match="--model-tag"):
-            rd.run_path(tag)
+def writer(run: Path, step: int, **changed: Any) -> Callable[[], Path]:
+    rd.open_folders(run)
+    values = {**states(step), **changed}
+    return lambda: ckpt.save_checkpoint(run, f"checkpoint-{step}", step=step, **values)
 
 
-def test_config_is_written_once_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        rd.read_config(tmp_path)
-    rd.write_config(tmp_path, {"seed": 1})
-    with pytest.raises(FileExistsError, match="--model-tag"):
-        rd.write_config(tmp_path, {"seed": 2})
-    assert rd.read_config(tmp_path) == {"seed": 1}
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json"):
-        rd.read_config(tmp_path)
+def fail(error: Exception = FULL) -> Callable[[], Path]:
+    def write() -> Path:
+        raise error
+    return write
 
 
-def test_broken_cursors_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "step-00000001.json.gz"
-    for data in (b"", b"junk", rd.pack_cursors(1, [{}])[:-6], gzip.compress(b"[]"), gzip.compress(b"{")):
-        file.write_bytes(data)
-        with pytest.raises(ValueError, match=file.name):
-            rd.read_cursors(file)
+def last(saver: Saver) -> Outcome:
+    """Wait, and take the one outcome there is."""
+    saver.wait()
+    outcome = saver.poll()
+    assert outcome is not None and saver.poll() is None
+    return outcome
 
 
-def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "train.jsonl"
-    with rd.TrainLog(path) as train_log:
-        for step in (1, 2, 3):
-            train_log.write(step=step, loss=float(step), digest=f"{step:016x}")
-        train_log.write(event="eval", step=2, bpb=float("nan"))
-    with rd.TrainLog(path, first_step=2) as train_log:
-        assert (train_log.digest_of(1), train_log.digest_of(3), train_log.digest_of(4)) == (None, f"{3:016x}", None)
-        train_log.write(event="resumed", step=2)
-        train_log.write(step=3, loss=-3.0, digest="f" * 16)
-        assert train_log.digest_of(3) == f"{3:016x}", "the run before, which is what a repeated step is checked against"
-    records = rd.read_log(path)
-    assert [(r.get("event"), r["step"], r.get("loss")) for r in records] == [
-        (None, 1, 1.0), (None, 2, 2.0), ("eval", 2, None), ("resumed", 2, None), (None, 3, -3.0)]
-    assert records[2]["bpb"] is None
-    assert rd.digests(path) == {1: f"{1:016x}", 2: f"{2:016x}", 3: "f" * 16}
-    assert rd.read_log(tmp_path / "none") == [] and rd.digests(tmp_path / "none") == {}
+class Gate:
+    """A writer that waits until it is let go, and tells that it runs, and in which thread."""
+
+    def __init__(self, write: Callable[[], Path]) -> None:
+        self.write, self.running, self.go = write, threading.Event(), threading.Event()
+        self.thread = ""
+
+    def __call__(self) -> Path:
+        self.thread = threading.current_thread().name
+        self.running.set()
+        assert self.go.wait(60)
+        return self.write()
 
 
-def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    lines = b"".join(json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n" for s in (1, 2, 3))
-    for size in range(len(lines) + 1):
-        path.write_bytes(lines[:size])
-        whole_lines = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
-        assert list(rd.digests(path)) == [1, 2, 3][:whole_lines]
-        with rd.TrainLog(path) as train_log:
-            train_log.write(step=9, digest="x")
-        assert list(rd.digests(path)) == [1, 2, 3][:whole_lines] + [9]
-    path.write_bytes(b'{"step": 1, "digest": "a"}\n\0\0\0\n[1]\n"text"\n')
-    assert rd.digests(path) == {1: "a"}
+def test_to_host_is_a_copy_that_later_steps_do_not_change() -> None:
+    live: dict[str, Any] = {"w": torch.nn.Parameter(torch.ones(3)), "t": torch.arange(6).view(2, 3).T,
+                            "groups": [{"betas": (0.8, 0.9)}]}
+    held = ckpt.to_host(live)
+    with torch.no_grad():
+        live["w"].zero_()
+        live["t"].zero_()
+    assert held["w"].tolist() == [1, 1, 1] and held["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert not held["w"].requires_grad and held["groups"] == [{"betas": (0.8, 0.9)}]
+    assert held["t"].is_contiguous()
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\].*Path"):
+        ckpt.to_host({"a": [1, Path("x")]})
 
 
-def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path: Path) -> None:
-    class Raw:
-        def __init__(self) -> None:
-            self.data, self.room = b"", 40
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
+def test_copies_from_a_gpu_are_pinned_and_complete() -> None:
+    w = torch.randn(1 << 22, device="cuda")
+    held, before = ckpt.to_host({"w": w}), w.clone()
+    w.zero_()
+    assert held["w"].is_pinned() and torch.equal(held["w"], before.cpu())
 
-        def write(self, data: bytes) -> int:
-            if self.room == 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            part = data[:min(self.room, 7)]
-            self.data += part
-            self.room -= len(part)
-            return len(part)
 
-    train_log = rd.TrainLog(tmp_path / "train.jsonl")
-    train_log.close()
-    raw = train_log._file = Raw()  # type: ignore[assignment]
-    train_log.write(step=1, digest="a")
-    with pytest.raises(OSError, match="No space"):
-        train_log.write(step=2, digest="b")
-    raw.room = 1000
-    train_log.write(step=3, digest="c")
-    (tmp_path / "train.jsonl").write_bytes(raw.data)
-    assert rd.digests(tmp_path / "train.jsonl") == {1: "a", 3: "c"} and raw.data.count(b"\n") == 3
+@pytest.mark.parametrize("what", ["start", "wait", "close"])
+def test_one_save_at_a_time_runs_while_the_loop_goes_on(tmp_path: Path, what: str) -> None:
+    saver, live = Saver(good=None), states(1)
+    gate = Gate(writer(tmp_path, 1, model_state=ckpt.to_host(live["model_state"])))
+    saver.start(gate)
+    assert gate.running.wait(60) and gate.thread.startswith("saver") and saver.poll() is None
+    for tensor in live["model_state"].values():  # the next step
+        tensor.zero_()
+    calls = {"start": lambda: saver.start(writer(tmp_path, 2)), "wait": saver.wait, "close": saver.close}
+    second = threading.Thread(target=calls[what])  # only to see that it waits
+    second.start()
+    second.join(0.1)
+    assert second.is_alive() and ckpt.list_checkpoints(tmp_path) == []
+    gate.go.set()
+    second.join(60)
+    saver.close()
+    saver.close()
+    told = []
+    while (outcome := saver.poll()) is not None:
+        assert outcome.code == SAVED and outcome.path and str(outcome.path) in outcome.message and outcome.seconds > 0
+        told.append(outcome.path.name)
+    assert told == ["checkpoint-1", "checkpoint-2"][:2 if what == "start" else 1]
+    saved = ckpt.load_checkpoint(tmp_path / "checkpoints/checkpoint-1")
+    assert bits(saved.model_state()) == bits(dict(states(1)["model_state"]))
+
+
+def test_without_a_thread_the_save_is_done_when_start_returns(tmp_path: Path) -> None:
+    saver = Saver(good=None, asynchronous=False)
+    gate = Gate(writer(tmp_path, 1))
+    gate.go.set()
+    for write, code in ((gate, SAVED), (fail(), FAILED)):
+        saver.start(write)
+        outcome = saver.poll()
+        assert outcome is not None and outcome.code == code and saver.poll() is None
+    assert gate.thread == threading.current_thread().name
+    saver.close()
+
+
+@ASYNCHRONOUS
+def test_older_checkpoints_go_after_each_save(tmp_path: Path, asynchronous: bool,
+                                              caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver(good=None, asynchronous=asynchronous, prune=lambda good: ckpt.prune(
+        tmp_path, good=good, keep_last_k=2, keep_milestone_every=4))
+    for step in range(1, 8):
+        saver.start(writer(tmp_path, step))
+        saver.wait()
+        there = {int(path.name[11:]) for path in ckpt.list_checkpoints(tmp_path)}
+        assert there == {step - 1, step} - {0} | ({4} if step > 4 else set())
+    saver.close()
+    refusing = Saver(good=None, asynchronous=asynchronous, prune=lambda good: fail()())
+    refusing.start(writer(tmp_path, 9))
+    assert last(refusing).code == SAVED, "what cannot be deleted does not undo a save"
+    assert "were not deleted" in caplog.text
+    refusing.close()
+
+
+def test_a_model_saved_while_it_trains_on_is_the_one_of_that_step(tmp_path: Path) -> None:
+    """The real model and optimizer, three saves, each held back until two more steps are done."""
+    def train(run: Path, asynchronous: bool) -> None:
+        model = GPT(GPTConfig(sequence_len=16, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=32))
+        model.init_weights(seed=1, compute_dtype=torch.float32)
+        optimizer, saver = model.setup_optimizer(), Saver(good=None, asynchronous=asynchronous)
+        gate = None
+        for step in range(9):
+            if step % 3 == 0:
+                saver.wait()
+                gate = Gate(writer(run, step, model_state=ckpt.to_host(model.state_dict()),
+                                   optimizer_state=optimizer.gather_state()))
+                if not asynchronous:
+                    gate.go.set()
+                saver.start(gate)
+            tokens = torch.arange(step, step + 17)[None]
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            if step % 3 == 1 and gate is not None:
+                gate.go.set()
+        saver.close()
+
+    for asynchronous in (True, False):
+        train(tmp_path / str(asynchronous), asynchronous)
+    weights = set()
+    for step in (0, 3, 6):
+        late, at_once = (ckpt.load_checkpoint(tmp_path / f"{way}/checkpoints/checkpoint-{step}")
+                         for way in (True, False))
+        assert bits(late.model_state()) == bits(at_once.model_state())
+        assert bits(late.optimizer_state()) == bits(at_once.optimizer_state())
+        weights.add(str(bits(late.model_state())))
+    assert len(weights) == 3
+
+
+@ASYNCHRONOUS
+def test_a_full_disk_is_survived_until_the_third_time_in_a_row(tmp_path: Path, asynchronous: bool) -> None:
+    saver, codes = Saver(good=None, asynchronous=asynchronous), []
+    for step in range(1, 9):
+        if step in (1, 4):
+            saver.start(writer(tmp_path, step))
+            codes.append(last(saver).code)
+            continue
+        with faults.failing_at(12, errno.ENOSPC, below=tmp_path) as changes:
+            saver.start(writer(tmp_path, step))
+            saver.wait()
+        assert len(changes.made) > 12 and hidden(tmp_path) == [], "the failed folder is gone"
+        outcome = last(saver)
+        codes.append(outcome.code)
+        assert f"checkpoint-{step} could not be written" in outcome.message and "No space left" in outcome.message
+        assert max(good_steps(tmp_path)) == (1 if step < 4 else 4)
+        if codes[-1] == FATAL:
+            break
+    assert codes == [SAVED, FAILED, FAILED, SAVED, FAILED, FAILED, FATAL]
+    saver.close()
+
+
+def test_a_run_ends_where_going_on_is_of_no_use(tmp_path: Path) -> None:
+    good = writer(tmp_path, 5)()
+    gone = tmp_path / "checkpoints" / "checkpoint-4"
+    bug = TypeError("a bug")
+    for known, error, options, code, said in (
+            (good, FULL, {}, FAILED, r"the run goes on, checkpoint-5 is kept \(error 1 of 3"),
+            (good, FULL, {"last": True}, FATAL, "checkpoint-5 is kept. Make room"),
+            (None, FULL, {}, FATAL, "no good checkpoint is left. Make room"),
+            (gone, FULL, {}, FATAL, "no good checkpoint is left. Make room"), (good, bug, {}, FATAL, "a bug")):
+        saver = Saver(good=known)
+        saver.start(fail(error), **options)
+        outcome = last(saver)
+        assert outcome.code == code and re.search(said, outcome.message) and outcome.path is None
+        assert outcome.error is bug if error is bug else isinstance(outcome.error, OSError)
+        saver.close()
+    assert [int(code) for code in Code] == [0, 1, 2, 3], "they travel in a sum of which only rank 0 has a part"
+
+
+# ---- retention --------------------------------------------------------------------------------------
+
+def small(run: Path, step: int, name: str | None = None, *, data: bytes = b"weights") -> Path:
+    """A checkpoint as small as can be, written as a real one is."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    head = {"format_version": ckpt.FORMAT_VERSION, "step": step}
+    return ckpt.put_checkpoint(run, name or f"checkpoint-{step}", head, {"a.bin": data})
+
+
+def rot(path: Path) -> None:
+    (path / "a.bin").write_bytes(b"WEIGHTS")
+
+
+def names(run: Path) -> list[str]:
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+def rule(steps: dict[str, int], good_step: int, k: int | None, m: int | None = None) -> list[str]:
+    return ckpt.expendable(steps, good_step, keep_last_k=k, keep_milestone_every=m)
+
+
+def test_the_rule_on_the_drawn_example() -> None:
+    steps = {f"checkpoint-{step}": step for step in range(100, 900, 100)}
+    assert rule(steps, 700, 2, 400) == [f"checkpoint-{step}" for step in (100, 200, 300, 500)]
+    assert rule(steps, 700, 2) == [f"checkpoint-{step}" for step in (100, 200, 300, 400, 500)]
+    assert rule(steps, 700, 7) == [] == rule(steps, 700, None, 400) == rule({}, 700, 1)
+    assert rule({**steps, "checkpoint-700-shutdown": 700}, 700, 1, 400) == [
+        f"checkpoint-{step}" for step in (100, 200, 300, 500, 600)], "of one step all stay"
+    assert rule(steps, 50, 1) == [], "all are newer than what is known to be good"
+
+
+@given(steps=st.sets(st.integers(0, 40)), good=st.integers(0, 40), k=st.none() | st.integers(1, 6),
+       m=st.none() | st.integers(1, 9))
+def test_the_rule_against_its_words(steps: set[int], good: int, k: int | None, m: int | None) -> None:
+    gone = [int(name[11:]) for name in rule({f"checkpoint-{step}": step for step in steps}, good, k, m)]
+    assert gone == sorted(gone)
+    for step in steps:
+        newer = sum(step < other <= good for other in steps)
+        stays = k is None or step >= good or newer < k or (m is not None and step % m == 0)
+        assert (step in gone) != stays
+
+
+def test_only_what_this_program_wrote_under_that_name_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(10, 60, 10):
+        small(tmp_path, step)
+    small(tmp_path, 5, "checkpoint-5-shutdown")
+    small(tmp_path, 7, "final")
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint-1").mkdir()  # of another program
+    (folder / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
+    (folder / "checkpoint-2").mkdir()  # no seal at all
+    (folder / "best").mkdir()
+    (folder / "checkpoint-10-shutdown").symlink_to(folder / "checkpoint-10")
+    (folder / "checkpoint-4").write_text("a file")
+    (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by hand
+    rot(small(tmp_path, 60))  # newer than the newest good one
+    foreign = ["best", *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")), "final"]
+    good = folder / "checkpoint-50"
+    for k, m, flag in ((0, None, "--keep-last-k"), (-1, None, "--keep-last-k"), (1, 0, "--keep-milestone-every")):
+        with pytest.raises(ValueError, match=f"{flag}: got .*expected at least 1"):
+            ckpt.prune(tmp_path, good=good, keep_last_k=k, keep_milestone_every=m)
+    for missing in ("checkpoint-9", "checkpoint-4"):
+        with pytest.raises(FileNotFoundError, match=r"trainer_state\.json: missing"):
+            ckpt.prune(tmp_path, good=folder / missing, keep_last_k=1)
+    assert ckpt.prune(tmp_path, good=good) == [] and len(names(tmp_path)) == 13
+    assert ckpt.prune(tmp_path, good=good, keep_last_k=2, keep_milestone_every=15) == [
+        "checkpoint-5-shutdown", "checkpoint-10"]
+    assert names(tmp_path) == sorted([*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))])
+    assert ckpt.prune(tmp_path, good=folder / "final", keep_last_k=1) == [], "all are newer than the final one"
+    assert ckpt.prune(tmp_path, good=good, keep_last_k=1) == ["checkpoint-30", "checkpoint-40"]
+    assert not caplog.records
+
+
+def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path: Path,
+                                                                       caplog: pytest.LogCaptureFixture) -> None:
+    def fill(run: Path) -> Path:
+        return [small(run, step) for step in (1, 2, 3, 4)][-1]
+
+    def prune(run: Path, good: Path) -> list[str]:
+        return ckpt.prune(run, good=good, keep_last_k=1)
+
+    good = fill(tmp_path / "count")
+    total = faults.count(lambda: prune(tmp_path / "count", good), below=tmp_path / "count")
+    assert total == 3 * 5  # rename, fsync, two files and the folder of each
+    for k in range(total):
+        run = tmp_path / str(k)
+        good = fill(run)
+        caplog.clear()
+        with faults.failing_at(k, errno.EACCES, below=run):
+            assert len(prune(run, good)) == 2
+        assert [r.levelno for r in caplog.records if "could not be deleted" in r.getMessage()] == [logging.WARNING]
+        rd.clean_stale(run)
+        assert set(names(run)) - {"checkpoint-4"} == ({f"checkpoint-{k // 5 + 1}"} if k % 5 == 0 else set())
+
+
+class History:
+    """A run as the trainer drives it, with what must hold after each of its acts."""
+
+    def __init__(self, run: Path) -> None:
+        (run / "checkpoints").mkdir(parents=True)
+        self.run, self.k, self.m, self.step = run, 1, None, 0
+        self.crashes = self.deletions = 0
+
+    def save(self, steps: int, suffix: str, crash: int | None) -> None:
+        """Go on for some steps, save, prune; perhaps die on the way and start again."""
+        before = good_steps(self.run)
+        self.step += steps
+        name = "final" if suffix == "final" else f"checkpoint-{self.step}{suffix}"
+        with faults.crashing_at(crash, below=self.run) as changes:
+            good = small(self.run, self.step, name, data=bytes(self.step % 7))
+            self.deletions += len(ckpt.prune(self.run, good=good, keep_last_k=self.k, keep_milestone_every=self.m))
+        for _ in range(2):
+            after = good_steps(self.run)
+            lost = before - after
+            assert not lost or (self.k and self.step in after and len([s for s in after if s > max(lost)]) >= self.k)
+            assert not any(self.m and step % self.m == 0 for step in lost)
+            if crash is None or len(changes.made) <= crash:
+                assert self.step in after
+                return
+            self.crashes += 1
+            self.start()
+
+    def start(self) -> None:
+        """Start the run again: tidy up, then load the newest good checkpoint."""
+        rd.clean_stale(self.run)
+        self.step = max(good_steps(self.run), default=0)
+        assert not hidden(self.run)
+
+
+def test_no_history_loses_the_newest_good_checkpoint_or_a_milestone(tmp_path: Path) -> None:
+    crashes = deletions = 0
+    for seed in range(40):  # the number names the history that fails
+        draw = random.Random(seed)
+        history = History(tmp_path / str(seed))
+        for _ in range(draw.randint(5, 14)):
+            act = draw.choice(["save"] * 5 + ["rot", "set"])
+            if act == "save":
+                suffix = draw.choice(["", "", "", "-shutdown", "final"])
+                history.save(draw.randint(1, 4), suffix, draw.choice([None, draw.randint(0, 40)]))
+            elif act == "set":
+                history.k, history.m = draw.choice([None, 1, 2, 3]), draw.choice([None, 1, 2, 5])
+            elif paths := ckpt.list_checkpoints(history.run):
+                rot(draw.choice(paths))  # a checkpoint goes bad behind our back
+                history.start()
+        crashes, deletions = crashes + history.crashes, deletions + history.deletions
+    assert crashes > 20 and deletions > 60

@@ -1,11 +1,20 @@
 """Generation with a cache gives what the full forward gives."""
 
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
-from nanochat.engine import Engine, KVCache, sample_next_token
+from nanochat import checkpoint as ckpt
+from nanochat import run_dir as rd
+from nanochat.engine import Engine, KVCache, load_model, sample_next_token
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import RustBPETokenizer
 from scripts import sample
+from tests.test_checkpoint import reseal, states
 
 CONFIG = GPTConfig(sequence_len=500, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
 BOS = 69
@@ -180,3 +189,56 @@ def test_sample_without_a_run_says_which_there_are(monkeypatch, tmp_path):
         (tmp_path / "runs" / tag / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"2 runs \(d4, d6\); name one"):
         sample.main([])
+
+
+# ---- a model from a checkpoint alone ----------------------------------------------------------------
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run "tiny" whose final checkpoint holds a real model, with its tokenizer beside it."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    run = rd.run_path("tiny")
+    rd.open_folders(run)
+    rd.write_config(run, {"depth": 1})
+    tokenizer = RustBPETokenizer.train_from_iterator(["to be or not to be, that is the question"] * 4, 280)
+    tokenizer.save(run / "tokenizer")
+    config = GPTConfig(sequence_len=16, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2,
+                       n_embd=16)
+    model = GPT(config)
+    model.init_weights(seed=3, compute_dtype=torch.float32)
+    torch.save(model(torch.arange(8)[None]).detach(), tmp_path / "expected.pt")
+    values = {**states(4), "model_state": ckpt.to_host(dict(model.state_dict())),
+              "model_config": dataclasses.asdict(config),
+              "trainer_state": {"tokenizer_fingerprint": tokenizer.fingerprint}}
+    ckpt.save_checkpoint(run, "final", step=4, **values)
+    return run
+
+
+def test_a_model_is_rebuilt_from_the_run_alone(trained: Path, tmp_path: Path) -> None:
+    expected = torch.load(tmp_path / "expected.pt")
+    for path in ("tiny", trained, trained / "checkpoints" / "final"):
+        model, tokenizer, meta = load_model(path, "cpu", compute_dtype=torch.float32)
+        assert torch.equal(model(torch.arange(8)[None]), expected) and not model.training
+        assert tokenizer.decode(tokenizer.encode("to be")) == "to be"
+        assert meta["step"] == 4 and meta["model_config"]["n_embd"] == 16
+
+
+def test_load_model_refuses_what_does_not_fit(trained: Path, tmp_path: Path) -> None:
+    final = trained / "checkpoints" / "final"
+    config = json.loads((final / ckpt.MODEL_CONFIG_NAME).read_text())
+    shutil.copytree(final, tmp_path / "final")
+    (final / ckpt.MODEL_CONFIG_NAME).write_text(json.dumps({**config, "n_embd": 32}))
+    reseal(final)
+    with pytest.raises(ValueError, match="another architecture"):
+        load_model(final, "cpu")
+    shutil.rmtree(final)
+    shutil.copytree(tmp_path / "final", final)
+    shutil.rmtree(trained / "tokenizer")
+    RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(trained / "tokenizer")
+    with pytest.raises(ValueError, match=r"tokenizer.*--model-tag"):
+        load_model(final, "cpu")
+    with pytest.raises(FileNotFoundError, match="runs there: tiny"):
+        load_model("huge", "cpu")
+    rd.delete_checkpoint(final)
+    with pytest.raises(FileNotFoundError, match="no good checkpoint"):
+        load_model("tiny", "cpu")

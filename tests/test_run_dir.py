@@ -1,0 +1,207 @@
+"""Run directories: found by tag and path; a log that outlives any crash; a wipe that removes what a run wrote, in an
+order that never leaves old weights under new settings."""
+
+import errno
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanochat import run_dir as rd
+from nanochat.lifecycle import acquire
+from tests import faults
+
+
+def test_runs_are_found_by_tag_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="runs there: none"):
+        rd.find_run("d4")
+    rd.write_config(rd.run_path("d4"), {"depth": 4})
+    rd.write_config(rd.run_path("d12"), {"depth": 12})
+    assert rd.find_run("d4") == rd.find_run(tmp_path / "runs" / "d4") == tmp_path / "runs" / "d4"
+    assert rd.read_config(rd.find_run("d12")) == {"depth": 12} and rd.list_runs() == ["d12", "d4"]
+    with pytest.raises(FileNotFoundError, match=r"'d5'.*runs there: d12, d4"):
+        rd.find_run("d5")
+    for tag in ("", ".hidden", "a/b", "..", "a\nb", "a\0b", "a*", "x" * 300):
+        with pytest.raises(ValueError, match=r"--model-tag: got .* such as d12") as caught:
+            rd.run_path(tag)
+        assert len(str(caught.value)) < 300
+
+
+def test_config_is_written_once_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        rd.read_config(tmp_path)
+    rd.write_config(tmp_path, {"seed": 1})
+    with pytest.raises(FileExistsError, match="--model-tag"):
+        rd.write_config(tmp_path, {"seed": 2})
+    assert rd.read_config(tmp_path) == {"seed": 1}
+    for text in ("{", "[]", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: .*put it back, or delete the run"):
+            rd.read_config(tmp_path)
+
+
+# ---- the log ----------------------------------------------------------------------------------------
+
+def digests(path: Path) -> dict[int, str]:
+    return {r["step"]: r["digest"] for r in rd.iter_log(path) if rd.is_step(r)}
+
+
+def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "train.jsonl"
+    with rd.TrainLog(path) as train_log:
+        for step in (1, 2, 3):
+            train_log.write(step=step, loss=float(step), digest=f"{step:016x}")
+        train_log.write(event="eval", step=2, bpb=float("nan"))
+    with rd.TrainLog(path, first_step=2) as train_log:
+        assert [train_log.digest_of(step) for step in (1, 3, 4)] == [None, f"{3:016x}", None]
+        train_log.write(event="resumed", step=2)
+        train_log.write(step=3, loss=-3.0, digest="f" * 16)
+        assert train_log.digest_of(3) == f"{3:016x}", "that of the run before: a repeated step is checked against it"
+    records = rd.read_log(path)
+    assert [(r.get("event"), r["step"], r.get("loss")) for r in records] == [
+        (None, 1, 1.0), (None, 2, 2.0), ("eval", 2, None), ("resumed", 2, None), (None, 3, -3.0)]
+    assert records[2]["bpb"] is None
+    assert digests(path) == {1: f"{1:016x}", 2: f"{2:016x}", 3: "f" * 16}
+    assert rd.read_log(tmp_path / "none") == []
+
+
+def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    lines = b"".join(json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n" for s in (1, 2, 3))
+    for size in range(len(lines) + 1):
+        path.write_bytes(lines[:size])
+        whole_lines = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
+        assert list(digests(path)) == [1, 2, 3][:whole_lines]
+        with rd.TrainLog(path) as train_log:
+            train_log.write(step=9, digest="x")
+        assert list(digests(path)) == [1, 2, 3][:whole_lines] + [9]
+    path.write_bytes(b'{"step": 1, "digest": "a"}\n\0\0\0\n[1]\n"text"\n' + b"[" * 100_000 + b"\n")
+    assert digests(path) == {1: "a"}
+
+
+def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    with faults.failing_at(4, errno.ENOSPC, below=path) as changes, rd.TrainLog(path) as train_log:
+        train_log.write(step=1, digest="a")
+        raw, whole = train_log._file, train_log._file.write
+        raw.write = lambda data: whole(data[:7])  # a nearly full disk takes a part
+        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*make room"):
+            train_log.write(step=2, digest="b")
+        del raw.write
+        train_log.write(step=3, digest="c")
+    assert len(changes.made) > 5 and digests(path) == {1: "a", 3: "c"}
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
+        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines to a file that has no name any more would be lost without a word."""
+    run = tmp_path / "run"
+    rd.open_folders(run)
+    with rd.TrainLog(run / "logs" / "train.jsonl") as train_log:
+        train_log.write(step=1)
+        shutil.rmtree(run / "logs")
+        train_log.write(step=2)
+        train_log.write(step=3)
+        assert [r["step"] for r in rd.iter_log(run / "logs" / "train.jsonl")] == [2, 3]
+        assert caplog.text.count("train.jsonl was removed while the run trains") == 1
+        shutil.rmtree(run)
+        with pytest.raises(OSError, match="the log cannot be written"):
+            train_log.write(step=4)
+    assert not run.exists()
+
+
+def test_broken_cursors_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "step-00000001.json.gz"
+    torn = rd.pack_cursors(1, [{}])[:-6]
+    for data in (b"", b"junk", torn, *(gzip.compress(text) for text in (
+            b"[]", b"{", b'{"step": 1}', b'{"step": 1, "cursors": [[]]}', b"[" * 100_000))):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=file.name):
+            rd.read_cursors(file)
+
+
+# ---- wiping -----------------------------------------------------------------------------------------
+
+def fill(run: Path) -> Path:
+    """A run directory with some of all that a run writes, and a person's notes."""
+    rd.open_folders(run)
+    acquire(run).release()
+    for name in ("config.json", "data_manifest.json", "plan.json", "report.md", "logs/train.jsonl",
+                 "logs/cursors/step-00000007.json.gz", "tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken",
+                 "checkpoints/checkpoint-7/a/b", "checkpoints/final/c", "checkpoints/.tmp-final-1/d", "notes.txt",
+                 "logs/notes.txt", "checkpoints/mine/e"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("{}")
+    return run
+
+
+def files_of(run: Path) -> set[str]:
+    return {str(p.relative_to(run)) for p in run.rglob("*") if not p.is_dir()}
+
+
+NOT_OURS = {".owner-000001.json", "notes.txt", "logs/notes.txt", "checkpoints/mine/e"}
+
+
+def test_a_wipe_takes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    run = fill(tmp_path)
+    rd.wipe(run)
+    assert files_of(run) == NOT_OURS and not (run / "tokenizer").exists() and not rd.is_run_dir(run)
+
+
+def test_a_wipe_that_is_cut_short_never_leaves_weights_without_their_settings(tmp_path: Path) -> None:
+    """At every change: as long as one checkpoint counts all else is there, config.json is the last to go, and a second
+    wipe ends what the first began."""
+    whole = files_of(fill(tmp_path / "whole"))
+    seen = set()
+    for at in range(100):
+        run = fill(tmp_path / str(at))
+        with faults.crashing_at(at, below=run) as changes:
+            rd.wipe(run)
+        kept = (run / "config.json").exists()
+        assert kept or (files_of(run) - NOT_OURS == set() and not rd.is_run_dir(run)) or not rd.checkpoint_folders(run)
+        if rd.checkpoint_folders(run):
+            gone = whole - files_of(run)
+            assert kept and all(name.startswith("checkpoints/") for name in gone)
+        seen.add((kept, len(rd.checkpoint_folders(run))))
+        rd.wipe(run)
+        assert files_of(run) == NOT_OURS
+        if len(changes.made) <= at:
+            break
+    assert 15 < at < 99 and seen == {(True, 2), (True, 1), (True, 0), (False, 0)}
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "tokenizer", "checkpoints/final", "logs/cursors"])
+def test_a_wipe_removes_links_and_follows_none(tmp_path: Path, name: str) -> None:
+    run, elsewhere = fill(tmp_path / "run"), tmp_path / "elsewhere"
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    before = files_of(elsewhere)
+    rd.wipe(run)
+    assert not (run / name).is_symlink() and not rd.is_run_dir(run)
+    assert files_of(elsewhere) == before and before
+
+
+def test_checkpoints_without_their_settings_are_no_run_to_go_on_with(tmp_path: Path) -> None:
+    run = fill(tmp_path)
+    (run / "config.json").unlink()
+    assert rd.is_run_dir(run)
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so nobody knows which settings checkpoint-7, "
+                                                r"final belong to; put it back.*--resume scratch --force.*--model-tag"):
+        rd.read_config(run)
+
+
+def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path: Path) -> None:
+    run = fill(tmp_path)
+    before = files_of(run)
+    left = [".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
+            "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"]
+    for name in left:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("half")
+    (run / ".mine.tmp").write_text("mine")
+    rd.open_folders(run)
+    assert files_of(run) == before - {"checkpoints/.tmp-final-1/d"} | {".mine.tmp"}

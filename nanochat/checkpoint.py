@@ -457,7 +457,7 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
                          f"checkpoint")
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
-        raise ValueError(f"{path / CURSORS_NAME}: of step {step}, but {STATE_NAME} of {seal['step']}")
+        raise ValueError(f"{path / CURSORS_NAME}: of step {step}, {STATE_NAME} is of step {seal['step']}")
     return Checkpoint(path=path, step=step, checksum=seal["checksum"], cursors=cursors,
                       trainer_state={k: v for k, v in seal.items() if k not in OURS},
                       model_config=read_json(path / MODEL_CONFIG_NAME, dict),

@@ -325,7 +325,7 @@ def _describe(run_dir: Path, record: dict[str, Any]) -> str:
 
 def _replace(path: Path, value: Any) -> None:
     """Rewrite a small JSON file by a rename, without forcing it to disk; None removes it at once."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         temporary.write_text(json.dumps(value) + "\n")
         os.replace(temporary, path)

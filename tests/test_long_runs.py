@@ -185,7 +185,7 @@ PLACES = {  # where a signal arrives, and the step after which the run stops at 
     "an evaluation": ("scripts.base_train.evaluate_buckets", 2, 6),
     "sampling": ("nanochat.engine.Engine.generate_batch", 1, 6),
     "the copy of a save": ("nanochat.trainer.to_host", 1, 5),
-    "the writing of a save": ("nanochat.checkpoint._Folder.put_state", 2, STEPS),  # in a thread, beside the steps
+    "the writing of a save": ("nanochat.checkpoint.save_plain", 2, STEPS),  # in a thread, beside the steps
 }
 
 

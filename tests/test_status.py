@@ -135,7 +135,7 @@ def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
     made_up(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
     made_up(base, "new", "starting")
     (made_up(base, "torn", "running") / ".run_state.json").write_text("{")
-    (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
+    (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     (run_dir(base, "no-run")).mkdir(parents=True)
     assert status.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -200,7 +200,7 @@ def test_what_is_not_there_or_broken_is_one_sentence(base):
         status.main(["d2"])
     with pytest.raises(ValueError, match="expected a run"):
         status.main(["--exit-code"])
-    (run_dir(base, "older") / "checkpoints").mkdir(parents=True)
+    (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="no launch told how the run stands"):
         status.main(["older"])
     (run_dir(base) / ".run_state.json").write_text("{")

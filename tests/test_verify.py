@@ -328,7 +328,7 @@ def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
         patch(folder / "final" / name, 3, b"\xff")
         patch(folder / "checkpoint-10" / name, 3, b"\xff")
         code, problems, _ = run(capsys, trained)
-        assert code == 1 and len(problems) == 2 * (1 if name == verify.STATE_NAME else names.index(name) + 1), problems
+        assert code == 1 and len(problems) == 2 * (1 if name == verify.SEAL_NAME else names.index(name) + 1), problems
         for of in ("checkpoint-10", "final"):
             assert sum(p.startswith(f"{folder / of / name}: ") and "rotten" in p for p in problems) == 1
     (folder / "checkpoint-20" / "optimizer.bin").unlink()
@@ -337,12 +337,12 @@ def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
     code, problems, out = run(capsys, folder / "checkpoint-20")
     assert code == 1 and len(problems) == 3 and out.count("  OK ") == 6
     assert f"{folder}/checkpoint-20/optimizer.bin: missing" in problems
-    assert f"{folder}/checkpoint-20/rng/rank_9.pkl: {verify.STATE_NAME} does not list it" in problems
-    (folder / "checkpoint-20" / verify.STATE_NAME).unlink()
+    assert f"{folder}/checkpoint-20/rng/rank_9.pkl: {verify.SEAL_NAME} does not list it" in problems
+    (folder / "checkpoint-20" / verify.SEAL_NAME).unlink()
     for path in (trained, folder, folder / "checkpoint-20"):
         code, problems, _ = run(capsys, path)
         assert code == 1 and sum("checkpoint-20" in p for p in problems) == 1
-        assert any(p.startswith(f"{folder}/checkpoint-20/{verify.STATE_NAME}: missing") for p in problems)
+        assert any(p.startswith(f"{folder}/checkpoint-20/{verify.SEAL_NAME}: missing") for p in problems)
 
 
 def test_parts_that_do_not_fit_each_other_and_damaged_kept_cursors_are_told(trained, capsys):

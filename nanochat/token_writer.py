@@ -96,8 +96,8 @@ class TokenWriter:
         raise NotImplementedError
 
     def finish(self, idx_path: Path | None = None) -> Written:
-        """Let the .bin appear; the .idx follows at the end of the block, or at `close`. Whatever is
-        to be on disk before the pair counts is written in between."""
+        """Let the .bin appear; the .idx follows at the end of the block, or at `commit`. Whatever
+        is to be on disk before the pair counts is written in between."""
         entries, parts = self.index()
         self.idx_path = idx_path or self.idx_path
         digest = blake2b(digest_size=16)
@@ -117,9 +117,15 @@ class TokenWriter:
         self._open_bin.close()
         return self.written
 
-    def close(self) -> None:
-        """Let the .idx appear."""
-        self._open_idx.close()
+    def commit(self, idx_path: Path | None = None) -> None:
+        """Let both files appear, or the .idx alone after `finish`."""
+        try:
+            if self.written is None:
+                self.finish(idx_path)
+            self._open_idx.close()
+        except BaseException as e:
+            self.abandon(e)
+            raise
 
     def abandon(self, error: BaseException) -> None:
         """Give the pair up because of `error`: nothing of it is left."""
@@ -134,15 +140,9 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            if error is None and self.written is None:
-                self.finish()
-            if error is None:
-                self.close()
-        except BaseException as e:
-            self.abandon(e)
-            raise
-        if error is not None:
+        if error is None:
+            self.commit()
+        else:
             self.abandon(error)
 
 
@@ -194,7 +194,7 @@ class MegatronWriter(TokenWriter):
         dtype = np.dtype(dtype or megatron_dtype(vocab_size)).newbyteorder("<")
         self._code = _code("megatron", dtype)
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
-        self._boundaries, self.modes = array("q", [0]), array("b")  # modes: of multimodal files
+        self._boundaries = array("q", [0])
 
     def append(self, ids: Any, lengths: Any) -> None:
         if np.max(lengths, initial=0) > MAX_SEQUENCE:
@@ -222,8 +222,7 @@ class MegatronWriter(TokenWriter):
         lengths = np.frombuffer(self.lengths, np.int64)
         pointers = running(lengths * self.dtype.itemsize)[:-1]
         header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self._code, n, documents + 1)
-        return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries,
-                           self.modes]
+        return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
 
 
 WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {

@@ -15,7 +15,6 @@ a pair has; `token_writer` writes them.
     web.idx     5 3 4 5         lengths     n int32            ids of each sequence
                 0 10 16 24      pointers    n int64            the byte of .bin where each begins
                 0 1 2 4         boundaries  (d + 1) int64      where documents start, in sequences
-                0 0 0 0         modes       n int8             in multimodal files only
 
 An entry of GPTS is a document, or one of the windows that a long document was cut into. A later
 window repeats some ids of the one before it. (Above, the third document is two windows, of which
@@ -192,8 +191,6 @@ def read_header(idx: Path) -> Header:
     else:
         num_entries = more[0] - 1
         columns = [("lengths", "<i4", n), ("pointers", "<i8", n), ("boundaries", "<i8", more[0])]
-        if num_bytes == HEADERS[kind].size + 13 * n + 8 * more[0]:
-            columns.append(("modes", "i1", n))
     tables, at = {}, HEADERS[kind].size
     for name, dtype, rows in columns:
         tables[name] = Table(np.dtype(dtype), at, rows)

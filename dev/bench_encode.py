@@ -24,9 +24,8 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import run_main
-from nanochat.encoders import Encoder, TiktokenEncoder
 from nanochat.sources import ParquetSource, scan
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Encoder, RustBPETokenizer, TiktokenEncoder
 
 VOCAB_SIZE = 32768
 MIN_SPEED, MIN_RATIO = 60.0, 4.0  # MB/s, and times bare tiktoken, wanted of the fast encoder on 2 threads

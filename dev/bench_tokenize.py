@@ -32,9 +32,8 @@ import pyarrow.parquet as pq
 
 from nanochat import pretokenize
 from nanochat.common import run_main
-from nanochat.encoders import TiktokenEncoder
 from nanochat.pretokenize import Input, Pretokenizer, Record, Windows, deal, describe_tokenizer, find_inputs
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import RustBPETokenizer, TiktokenEncoder
 from nanochat.tokens import read_manifest
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

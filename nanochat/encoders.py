@@ -1,5 +1,5 @@
 r"""
-Encoders: from texts to flat token ids, as fast as the machine allows and always exactly tiktoken's.
+Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly its ids.
 
     texts ["ab ab", "  \u180e", "\ud800"]
             |          |           |
@@ -8,41 +8,36 @@ Encoders: from texts to flat token ids, as fast as the machine allows and always
             v          v           v
     (ids [bos, ...  bos, ...  bos, ...], lengths [3, 4, 4])
 
-tiktoken is the definition and always there. fastokens (extra `fast`) gives the same ids several times as fast;
-where it is installed, knows the pattern and passes the check, `fastest_encoder` takes it, else tiktoken.
+tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed, knows the pattern
+and passes the check, `fastest_encoder` takes it, else tiktoken. On one core tiktoken encodes 4 million tokens a
+second and fastokens 13 million.
 
 Invariants
-- Every encoder gives tiktoken's ids for every text, so which one served is in no fingerprint and never changes a row.
-- Before it is used the fast encoder encodes a built-in hard sample; at the first difference it is refused, with a
-  warning that shows the difference. That finds a broken build; the classes below came from the full comparison.
-- Calls may come from many threads at once; encoding releases the GIL and starts no threads of its own (`_native`).
+- Every encoder gives tiktoken's ids for every text. So which one served is in no fingerprint and never changes a
+  row.
+- Before fastokens is used it encodes a built-in hard sample. At the first difference it is refused, with a warning
+  that shows the difference. This finds a broken build; what follows came from a full comparison.
+- Calls may come from many threads at once. Encoding releases the GIL and starts no threads of its own.
 
-Where fastokens 0.3.5 and tiktoken 0.14.0 differ. Compared: every character in 16 contexts with a vocabulary of all
-pairs of bytes (so that every edge between pieces shows), long runs, shared prefixes, vocabularies of few letters.
-- U+180E is white space for PCRE2, which cuts for fastokens, and not for tiktoken: texts with it go to tiktoken.
-- 65,536 or more spaces: tiktoken fails at a million and is then given the run in parts, which may make other tokens
-  than the whole run. Texts that may hold such a run go to tiktoken, so that there is one answer.
-- A few patterns (o200k_base is one) fastokens cuts by hand, without the contraction "'" and U+017F: patterns are
-  handed over as "(?:...)", in which it does not recognize them and uses PCRE2. Ours is an exception, see below.
-- Lone surrogates have no UTF-8: fastokens raises, tiktoken replaces them. A text that raises goes to tiktoken.
-- Other classes (`\w`, `\d`, `.`, `$`) may hold other characters for PCRE2: a pattern with a part that was not
-  compared is left to tiktoken. The patterns of this project, gpt2, cl100k_base and o200k_base were compared.
+Where fastokens 0.3.5 and tiktoken 0.14.0 differ. Compared were every character in 16 contexts with a vocabulary of
+all pairs of bytes (so that every edge between pieces shows), long runs, shared prefixes and vocabularies of few
+letters.
+- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does not. Texts that
+  hold it go to tiktoken.
+- tiktoken fails at about a million spaces in a row and is then given the run in parts, which may make other tokens
+  than the whole run. Texts that may hold 65,536 spaces or more go to tiktoken, so that there is one answer.
+- A few patterns fastokens recognizes and cuts by hand, and not quite as written. So a pattern is handed over as
+  "(?:...)", in which it recognizes none.
+- A lone surrogate has no UTF-8: fastokens raises, tiktoken replaces it. A text that raises goes to tiktoken.
+- Other classes of characters (`\w`, `\d`, `.`, `$`) may mean something else to PCRE2. A pattern with a part that
+  was not compared is left to tiktoken. Those of this project, gpt2, cl100k_base and o200k_base were compared.
 - A vocabulary in which a token is not made by merges of earlier ones cannot be loaded: tiktoken, with a warning.
 
-**Our own pattern** is that of cl100k_base but for numbers: at most two in a row are a piece, there three. fastokens
-cuts cl100k_base by hand, six times as fast as PCRE2 cuts anything. So it gets that pattern, and texts that are cut
-already behind every second of three or more numbers (`cut_numbers`), where our pattern cuts and none looks across:
-
-    "in 12345 7"  ->  "in 12" "34" "5 7"  ->  in| |12  34  5| |7
-
-Texts with U+017F go to tiktoken (fastokens knows no "'" and U+017F here), and so do those where a character that is
-newer than Python's tables might be such a number.
-
-Rejected: gigatoken, faster still, but its patterns are built in and ours is none of them; splintr, with no difference
-found, but slower, and it either holds the GIL or uses a pool whose size no caller decides.
+Rejected: cutting numbers ourselves, so that fastokens can cut our pattern by hand (32 million tokens a second, which
+nobody needs). gigatoken, faster still, whose patterns are built in, and ours is none of them. splintr, with no
+difference found, which is slower and either holds the GIL or uses a pool whose size no caller decides.
 """
 
-import base64
 import contextlib
 import functools
 import itertools
@@ -50,47 +45,26 @@ import logging
 import os
 import re
 import tempfile
-import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tiktoken
 
+from nanochat.tokenizer import LONG_RUN, Encoded, Encoder, TiktokenEncoder, format_ranks, with_first
+
 log = logging.getLogger(__name__)
 
-Encoded = tuple[np.ndarray, np.ndarray]
-
-# `\s+(?!\S)` backtracks; about a million spaces in a row exhaust the regex engine of tiktoken and of rustbpe.
-LONG_RUN = 65536
-_LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
 _STRIDE = 1024
 _SAMPLED_SPACE = re.compile(rf"\s{{{LONG_RUN // _STRIDE}}}")  # in every 1,024th character of a long run
-
-# GPT-4's pattern, but numbers are cut after 2 digits instead of 3: a small vocabulary has better uses for 1,000 ids.
-SPLIT_PATTERN = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
-)
-# The same with 3, in the words in which fastokens knows it; there U+017F, an "s" to (?i:...), makes no contraction.
-_BY_HAND = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-            r"\s*[\r\n]+|\s+(?!\S)|\s+")
-
-# What patterns may be made of: classes compared character by character, letters, and `\s++$` (nothing is left behind
-# it; other uses of `$` see a last "\n" differently). No other escape, no dot, no nested class, no range.
+# What patterns may be made of: classes compared character by character, letters, and `\s++$` (nothing is left
+# behind it; other uses of `$` see a last "\n" differently). No other escape, no dot, no nested class, no range.
 _CLASS = r"\\p\{(?:L[ultmo]?|M|N)\}|\\[sSrn]|[A-Za-z '/]"
-_COMPARED = re.compile(rf"(?:\\s\+\+\$|{_CLASS}|\[\^?(?:{_CLASS})+\]|\((?:\?(?:i?:|!))?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
+_COMPARED = re.compile(
+    rf"(?:\\s\+\+\$|{_CLASS}|\[\^?(?:{_CLASS})+\]|\((?:\?(?:i?:|!))?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
 
 
-class Encoder(Protocol):
-    """What serves a `RustBPETokenizer`; one object is called from many threads."""
-
-    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
-        """Encode every text as ordinary text, with id `first` (None: nothing) in front of each.
-
-        Returns (ids (sum of lengths,) uint32, lengths (len(texts),) int64); lengths count `first`.
-        """
-
-
+@functools.lru_cache(maxsize=1)  # to load and check a fast one takes 0.4 s
 def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
     """fastokens where it is installed and gives the ids of `encoding` on the hard sample, else tiktoken."""
     oracle = TiktokenEncoder(encoding)
@@ -102,51 +76,10 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
         log.info("encoding with tiktoken: the pattern %r has parts that were not compared", encoding._pat_str)
         return oracle
     try:
-        fast = FastokensEncoder(oracle)
+        return checked(FastokensEncoder(oracle), oracle)
     except Exception as e:
         log.warning("encoding with tiktoken, slower: fastokens cannot load this tokenizer: %s", e)
         return oracle
-    return checked(fast, oracle)
-
-
-# ---- tiktoken ------------------------------------------------------------------------------------------------------
-
-class TiktokenEncoder:
-    """The oracle. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases the GIL."""
-
-    def __init__(self, encoding: tiktoken.Encoding):
-        self.encoding = encoding
-
-    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
-        head = b"" if first is None else np.uint32(first).tobytes()
-        parts: list[Any] = []
-        num_bytes = np.empty(len(texts), np.int64)
-        for i, text in enumerate(texts):
-            ids = self._encode(text)
-            parts += (head, ids)
-            num_bytes[i] = len(head) + ids.nbytes
-        return np.frombuffer(b"".join(parts), np.uint32), num_bytes // 4
-
-    def _encode(self, text: str) -> memoryview:
-        try:
-            return memoryview(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, frozenset()))
-        except UnicodeEncodeError:
-            return self._encode(replace_surrogates(text))
-        except ValueError:  # a very long run of spaces
-            pieces = cut_long_spaces(text)
-            if len(pieces) < 2:
-                raise
-            return memoryview(b"".join(map(self._encode, pieces)))
-
-
-def replace_surrogates(text: str) -> str:
-    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken does."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def cut_long_spaces(text: str) -> list[str]:
-    """Cut a text inside runs of white space that no regex engine here survives; ["text"] where there are none."""
-    return [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
 # ---- fastokens -----------------------------------------------------------------------------------------------------
@@ -155,10 +88,8 @@ class FastokensEncoder:
     """fastokens, with tiktoken for the texts about which they would differ. Pickled as what it encodes."""
 
     def __init__(self, oracle: TiktokenEncoder):
-        pattern = oracle.encoding._pat_str
         self.oracle = oracle
-        self.cut = cut_numbers if pattern == SPLIT_PATTERN else None
-        self.batch = _native(oracle.encoding, _BY_HAND if self.cut else f"(?:{pattern})").encode_batch_flat
+        self.batch = _native(oracle.encoding).encode_batch_flat
 
     def __reduce__(self) -> tuple[Any, ...]:
         return fastest_encoder, (self.oracle.encoding,)
@@ -169,84 +100,24 @@ class FastokensEncoder:
 
     def _encode(self, texts: list[str], first: int | None) -> Encoded:
         try:
-            pieces, bounds = self.cut(texts) if self.cut else (texts, slice(None))
-            id_bytes, offset_bytes = self.batch(pieces)
+            id_bytes, offset_bytes = self.batch(texts)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:  # a panic in Rust is no Exception
-            return self.oracle(texts, first) if len(texts) == 1 else _join([self._encode([t], first) for t in texts])
-        ids, offsets = np.frombuffer(id_bytes, np.uint32), np.frombuffer(offset_bytes, np.int64)[bounds]
-        if first is None:
-            return ids, np.diff(offsets)
-        return np.insert(ids, offsets[:-1], first), np.diff(offsets) + 1
+            if len(texts) == 1:
+                return self.oracle(texts, first)
+            return _join([self._encode([text], first) for text in texts])
+        ids, offsets = np.frombuffer(id_bytes, np.uint32), np.frombuffer(offset_bytes, np.int64)
+        return with_first(ids, np.diff(offsets), first)
 
 
 def is_odd(text: str) -> bool:
-    """Whether fastokens may differ from tiktoken on a text: U+180E, U+017F, or perhaps a long run of white space.
+    """Whether fastokens may differ from tiktoken on a text: U+180E, or perhaps a long run of white space.
 
     Costs next to nothing: a run of 65,536 spaces covers 64 neighbours among every 1,024th character.
     """
-    return ("\u180e" in text or "\u017f" in text
-            or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None))
-
-
-def cut_numbers(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Cut texts behind every second of three or more numbers in a row.
-
-    Returns (pieces, bounds (len(texts) + 1,) int64): text i is pieces[bounds[i]:bounds[i + 1]]. ValueError for half a
-    surrogate pair, and for such a run with a character of which it is not known whether it is a number.
-    """
-    cuts: dict[int, list[int]] = {}
-    for kind in (True, False):  # text in ASCII, most of it, is looked through several times as fast
-        which = [i for i, text in enumerate(texts) if text.isascii() is kind]
-        begins = np.cumsum([0, *(len(texts[i]) + 1 for i in which)])
-        found = _number_cuts("\n".join([texts[i] for i in which]))
-        owners = np.searchsorted(begins, found, side="right") - 1
-        for owner, cut in zip(owners.tolist(), (found - begins[owners]).tolist()):
-            cuts.setdefault(which[owner], []).append(cut)
-    pieces: list[str] = []
-    bounds = [0]
-    for i, text in enumerate(texts):
-        edges = cuts.get(i)
-        pieces += [text[a:b] for a, b in itertools.pairwise((0, *edges, len(text)))] if edges else [text]
-        bounds.append(len(pieces))
-    return pieces, np.array(bounds)
-
-
-def _number_cuts(text: str) -> np.ndarray:
-    """Where in a text to cut: 2, 4, ... behind the start of each run of three or more numbers."""
-    unknown = np.empty(0, np.int64)
-    if text.isascii():
-        number = np.frombuffer(text.encode(), np.uint8) - ord("0") < 10  # unsigned: what is below "0" is above 10
-    else:
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        number = codes - ord("0") < 10
-        others = np.flatnonzero(codes >= 128)
-        kinds = _kinds()[codes[others]]
-        number[others] = kinds > 0
-        unknown = others[kinds == _UNKNOWN]
-    edges = np.flatnonzero(np.diff(number, prepend=False, append=False))
-    starts, ends = edges[::2], edges[1::2]
-    long = ends - starts > 2
-    starts, ends = starts[long], ends[long]
-    if (np.searchsorted(starts, unknown, side="right") > np.searchsorted(ends, unknown, side="right")).any():
-        raise ValueError("a character of which it is not known whether it is a number")
-    counts = (ends - starts - 1) // 2
-    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(starts, counts) + 2 * (nth + 1)
-
-
-_NUMBER, _UNKNOWN = 1, 2
-
-
-@functools.cache
-def _kinds() -> np.ndarray:
-    """(0x110000,) uint8: which characters are numbers (\\p{N}), and which Python's Unicode does not know. No planes but
-    the first two have numbers."""
-    kinds = np.zeros(0x110000, np.uint8)
-    categories = [unicodedata.category(chr(c)) for c in range(0x20000)]
-    kinds[:0x20000] = [_NUMBER if c[0] == "N" else _UNKNOWN if c == "Cn" else 0 for c in categories]
-    return kinds
+    return "\u180e" in text or (len(text) >= LONG_RUN
+                                and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
 
 
 def is_compared(pattern: str) -> bool:
@@ -257,12 +128,11 @@ def is_compared(pattern: str) -> bool:
 def _join(results: list[Encoded]) -> Encoded:
     if len(results) == 1:
         return results[0]
-    none = np.empty(0, np.uint32), np.empty(0, np.int64)
-    ids, lengths = zip(none, *results)
+    ids, lengths = zip((np.empty(0, np.uint32), np.empty(0, np.int64)), *results)
     return np.concatenate(ids), np.concatenate(lengths)
 
 
-def _native(encoding: tiktoken.Encoding, pattern: str) -> Any:
+def _native(encoding: tiktoken.Encoding) -> Any:
     """fastokens' own object for an encoding, without special tokens, so that their text is ordinary text.
 
     It has two pools. One, for batches, is sized by FASTOKENS_BPE_THREADS when first used: 1 means none. The other
@@ -275,7 +145,7 @@ def _native(encoding: tiktoken.Encoding, pattern: str) -> Any:
     with tempfile.NamedTemporaryFile(suffix=".tiktoken") as f, _one_cpu():
         f.write(format_ranks(encoding._mergeable_ranks))
         f.flush()
-        return Tokenizer.from_tiktoken(f.name, pattern=pattern, special_tokens={})
+        return Tokenizer.from_tiktoken(f.name, pattern=f"(?:{encoding._pat_str})", special_tokens={})
 
 
 @contextlib.contextmanager
@@ -292,12 +162,6 @@ def _one_cpu() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, before)
-
-
-def format_ranks(ranks: dict[bytes, int]) -> bytes:
-    """The content of a rank file: a line "base64 rank" for each token, in the order of the ranks."""
-    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
-                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 # ---- the check -----------------------------------------------------------------------------------------------------

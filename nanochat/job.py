@@ -33,7 +33,7 @@ def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> R
     if len(folder.parts) == 1:
         folder = data_folder(str(data_path).partition(",")[0])
     beside = folder / "tokenizer"
-    return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None))
+    return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
 
 
 def command_settings(flags: dict[str, Any], tokenizer: RustBPETokenizer, world_size: int, device_type: str

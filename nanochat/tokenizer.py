@@ -4,15 +4,16 @@ Text to token ids and back: byte-pair ranks trained with rustbpe, applied with t
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
 
-The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours whose join has the
-lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; then come the trained ranks, then
-the special tokens. Text never turns into a special token: "<|bos|>" in a document is seven ordinary characters.
+The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours whose join has
+the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; then come the trained
+ranks, then the special tokens. Text never turns into a special token: "<|bos|>" in a document is seven ordinary
+characters.
 
 Invariants
 - `decode(encode(text)) == text` for every text that UTF-8 can hold (a lone surrogate becomes U+FFFD).
 - `encode`, `encode_one` and `encode_flat` give the ids of tiktoken's `encode_ordinary`, for any number of threads.
-- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS) and of nothing else, so
-  equal fingerprints mean equal ids. A tokenizer on disk is checked against its fingerprint whenever it is loaded.
+- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS) and of nothing
+  else, so equal fingerprints mean equal ids. A tokenizer on disk is checked against its fingerprint when loaded.
 - The same texts in the same order train the same ranks, whatever the number of threads.
 
 On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`, written last. A
@@ -20,27 +21,19 @@ pickle of the tiktoken object would be one file less, but to load it is to run c
 """
 
 import base64
-import itertools
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import rustbpe
 import tiktoken
 
 from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
-from nanochat.encoders import (
-    SPLIT_PATTERN,
-    Encoder,
-    cut_long_spaces,
-    fastest_encoder,
-    format_ranks,
-    replace_surrogates,
-)
 from nanochat.places import local, place
 
 if TYPE_CHECKING:
@@ -57,18 +50,74 @@ SPECIAL_TOKENS = (
     "<|output_start|>", "<|output_end|>",
 )
 
+# GPT-4's pattern, but numbers are cut after 2 digits instead of 3: a small vocabulary has better uses for 1,000 ids.
+SPLIT_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"""
+    r"""\s+(?!\S)|\s+"""
+)
+
+# `\s+(?!\S)` backtracks; about a million spaces in a row exhaust the regex engine of tiktoken and of rustbpe.
+LONG_RUN = 65536
+_LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
+
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
-CHUNKS_PER_THREAD = 8  # more even out documents of unequal length, fewer cost less Python
+MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
+RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
+SHAPE = {"format": str, "version": int, "fingerprint": str, "bos_token": str, "special_tokens": dict,
+         "pattern": str, "rank_file_hash": str, "training": dict}  # of tokenizer.json
+
+Encoded = tuple[np.ndarray, np.ndarray]
 
 
-def _bounds(texts: Sequence[str], num_chunks: int) -> list[int]:
-    """Edges of at most `num_chunks` runs of consecutive texts with about equal numbers of characters."""
-    if num_chunks <= 1 or len(texts) <= 1:
-        return [0, len(texts)]
-    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)) + 1)
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks)
-    return np.unique(np.concatenate(([0], cuts, [len(texts)]))).tolist()
+class Encoder(Protocol):
+    """What serves a `RustBPETokenizer`; one object is called from many threads."""
+
+    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
+        """Encode every text as ordinary text, with id `first` (None: nothing) in front of each.
+
+        Returns (ids (sum of lengths,) uint32, lengths (len(texts),) int64); lengths count `first`.
+        """
+
+
+class TiktokenEncoder:
+    """The oracle. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases the GIL."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding = encoding
+
+    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
+        encoded = [np.frombuffer(self._encode(text), np.uint32) for text in texts]
+        lengths = np.array([len(ids) for ids in encoded], np.int64)
+        return with_first(np.concatenate([np.empty(0, np.uint32), *encoded]), lengths, first)
+
+    def _encode(self, text: str) -> bytes:
+        try:
+            return bytes(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, frozenset()))
+        except UnicodeEncodeError:
+            return self._encode(replace_surrogates(text))
+        except ValueError:  # a very long run of spaces
+            pieces = cut_long_spaces(text)
+            if len(pieces) < 2:
+                raise
+            return b"".join(map(self._encode, pieces))
+
+
+def with_first(ids: np.ndarray, lengths: np.ndarray, first: int | None) -> Encoded:
+    """Put an id in front of each text's."""
+    if first is None:
+        return ids, lengths
+    return np.insert(ids, np.cumsum(lengths) - lengths, first), lengths + 1
+
+
+def replace_surrogates(text: str) -> str:
+    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken does."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def cut_long_spaces(text: str) -> list[str]:
+    """Cut a text inside runs of white space that no regex engine here survives; [text] where there are none."""
+    return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
 # ---- the tokenizer --------------------------------------------------------------------------------------------------
@@ -85,16 +134,12 @@ class RustBPETokenizer:
         self.bos_token_id = self.encode_special(bos_token)
         self.training = dict(training or {})
 
-    _kept: ClassVar[tuple[str, Encoder] | None] = None  # the last encoder, with the fingerprint of its tokenizer
-
     @cached_property
     def encoder(self) -> Encoder:
-        """What serves this tokenizer, chosen when it is first needed: to load and check a fast one takes 0.4 s. That of
-        the last one is kept, for those that are opened again."""
-        kept = RustBPETokenizer._kept
-        if kept is None or kept[0] != self.fingerprint:
-            kept = RustBPETokenizer._kept = self.fingerprint, fastest_encoder(self.enc)
-        return kept[1]
+        """What serves this tokenizer, chosen when it is first needed."""
+        from nanochat.encoders import fastest_encoder
+
+        return fastest_encoder(self.enc)
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
@@ -104,11 +149,20 @@ class RustBPETokenizer:
         """
         num_ranks = vocab_size - len(SPECIAL_TOKENS)
         if num_ranks < 256:
-            raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least {256 + len(SPECIAL_TOKENS)} "
-                             f"(256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
+            raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least "
+                             f"{256 + len(SPECIAL_TOKENS)} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
         training = {"documents": 0, "characters": 0}
+
+        def trainable() -> Iterator[str]:
+            """The texts as rustbpe survives them, counted."""
+            for text in text_iterator:
+                training["documents"] += 1
+                training["characters"] += len(text)
+                yield from cut_long_spaces(replace_surrogates(text))
+            log.info("read %(documents)d documents with %(characters)d characters, now merging", training)
+
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(_trainable(text_iterator, training), num_ranks, pattern=SPLIT_PATTERN)
+        trainer.train_from_iterator(trainable(), num_ranks, pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
         if len(ranks) < num_ranks:
             raise ValueError(
@@ -116,43 +170,52 @@ class RustBPETokenizer:
                 f"{training['characters']:,} characters give {len(ranks) + len(SPECIAL_TOKENS):,} tokens; "
                 f"train on more text or ask for a smaller vocabulary (--vocab-size)")
         special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
-        return cls(_encoding(ranks, SPLIT_PATTERN, special_tokens), SPECIAL_TOKENS[0], training=training)
+        encoding = _make_encoding(ranks, SPLIT_PATTERN, special_tokens)
+        return cls(encoding, SPECIAL_TOKENS[0], training=training)
 
     @classmethod
-    def from_directory(cls, tokenizer_dir: Path | str) -> "RustBPETokenizer":
+    def from_directory(cls, tokenizer_dir: Path | str, *, data_path: Path | str | None = None
+                       ) -> "RustBPETokenizer":
         """Load what `save` wrote, checked against its fingerprint.
 
-        Raises FileNotFoundError where there is no tokenizer, ValueError (naming the file) where it has changed.
+        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on `data_path`, if
+        given), and ValueError (naming the file) where it has changed.
         """
         json_path, rank_path = place(tokenizer_dir) / JSON_FILE, place(tokenizer_dir) / RANK_FILE
         saved = read_description(tokenizer_dir)
         if saved is None:
+            data = f"--data-path {data_path} " if data_path else ""
             raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
-                                    f"--output-dir {tokenizer_dir}")
+                                    f"{data}--output-dir {tokenizer_dir}")
         if not rank_path.is_file():
-            raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {_RESTORE}")
+            raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {RESTORE}")
         rank_bytes = local(rank_path).read_bytes()
         if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
             raise ValueError(f"{rank_path}: changed since it was saved: hash {hash_bytes(rank_bytes)}, {JSON_FILE} "
-                             f"says {saved['rank_file_hash']}; {_RESTORE}")
-        encoding = _parsed(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
-        tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
+                             f"says {saved['rank_file_hash']}; {RESTORE}")
+        try:
+            encoding = _parse(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
+            tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{json_path}: no usable tokenizer ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
             raise ValueError(f"{json_path}: changed since it was saved: its contents have fingerprint "
-                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {_RESTORE}")
+                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS; tiktoken downloads its
-        ranks on first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS; tiktoken downloads
+        its ranks on first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
         if tiktoken_name not in tiktoken.list_encoding_names():
-            raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {', '.join(tiktoken.list_encoding_names())}")
+            known = ", ".join(tiktoken.list_encoding_names())
+            raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
         try:
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:
-            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR) and its download "
-                          f"failed with {type(e).__name__}; fetch it once on a machine with a network") from e
+            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR) and its "
+                          f"download failed with {type(e).__name__}; fetch it once on a machine with a network"
+                          ) from e
         return cls(encoding, "<|endoftext|>")
 
     # -- vocabulary
@@ -171,11 +234,10 @@ class RustBPETokenizer:
 
     def encode_special(self, text: str) -> int:
         """The id of a special token; ValueError for any other text."""
-        try:
-            return self.enc._special_tokens[text]
-        except KeyError:
+        if text not in self.enc._special_tokens:
             known = ", ".join(self.get_special_tokens())
-            raise ValueError(f"special token {text!r}: unknown; this tokenizer has {known}") from None
+            raise ValueError(f"special token {text!r}: unknown; this tokenizer has {known}")
+        return self.enc._special_tokens[text]
 
     def get_bos_token_id(self) -> int:
         """The id that stands in front of every document."""
@@ -189,21 +251,22 @@ class RustBPETokenizer:
     def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special tokens.
 
-        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each token's decoded text
-        would not be: a token that is part of a character decodes to U+FFFD, three bytes.
+        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each token's decoded
+        text would not be: a token that is part of a character decodes to U+FFFD, three bytes.
         """
         import torch
 
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
-        ranks = self.enc._mergeable_ranks
-        num_bytes[list(ranks.values())] = torch.tensor([len(token) for token in ranks], dtype=torch.int32)
+        for token, rank in self.enc._mergeable_ranks.items():
+            num_bytes[rank] = len(token)
         return num_bytes
 
     @cached_property
     def fingerprint(self) -> str:
         """128 bits, as hex, of everything that decides ids."""
-        return hash_json({"ranks": hash_bytes(format_ranks(self.enc._mergeable_ranks)), "pattern": self.enc._pat_str,
-                          "special_tokens": self.enc._special_tokens, "bos_token": self.bos_token})
+        ranks = hash_bytes(format_ranks(self.enc._mergeable_ranks))
+        return hash_json({"ranks": ranks, "pattern": self.enc._pat_str, "bos_token": self.bos_token,
+                          "special_tokens": self.enc._special_tokens})
 
     # -- text to ids and back
 
@@ -213,10 +276,10 @@ class RustBPETokenizer:
         or the texts of special tokens. For much text use `encode_flat`: a list costs 8 bytes a token or more."""
         first = self.encode_special(prepend) if isinstance(prepend, str) else prepend
         last = self.encode_special(append) if isinstance(append, str) else append
-        texts = [text] if isinstance(text, str) else text
-        ids, offsets = self._encode_flat(texts, first, num_threads)
-        tail = [] if last is None else [last]
-        rows = [ids[start:end].tolist() + tail for start, end in itertools.pairwise(offsets.tolist())]
+        ids, offsets = self._encode_flat([text] if isinstance(text, str) else text, first, num_threads)
+        rows = [row.tolist() for row in np.split(ids, offsets[1:-1])] if len(offsets) > 1 else []
+        if last is not None:
+            rows = [[*row, last] for row in rows]
         return rows[0] if isinstance(text, str) else rows
 
     __call__ = encode
@@ -225,31 +288,31 @@ class RustBPETokenizer:
         """Encode documents, BOS in front of each, back to back.
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
-        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker threads themselves.
+        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker threads.
         """
         return self._encode_flat(texts, self.bos_token_id, num_threads)
 
     def encode_one(self, text: str) -> np.ndarray:
         """One document: (num_tokens,) `token_dtype`, BOS first."""
-        return self.encoder([text], self.bos_token_id)[0].astype(self.token_dtype)
+        return self._encode_flat([text], self.bos_token_id, 1)[0]
 
-    def _encode_flat(self, texts: Sequence[str], first: int | None, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_flat(self, texts: Sequence[str], first: int | None, num_threads: int
+                     ) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(texts, str):
             raise TypeError("texts: got one str, expected a list of them")
 
-        def encode_run(run: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-            ids, lengths = self.encoder(texts[run[0]:run[1]], first)
+        def encode_run(run: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+            ids, lengths = self.encoder(run, first)
             return ids.astype(self.token_dtype), lengths
 
-        runs = list(itertools.pairwise(_bounds(texts, num_threads * CHUNKS_PER_THREAD if num_threads > 1 else 1)))
-        if len(runs) == 1:
-            results = [encode_run(runs[0])]
+        if num_threads == 1 or len(texts) <= 1:
+            ids, lengths = encode_run(texts)
         else:
+            size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
+            runs = [texts[i:i + size] for i in range(0, len(texts), size)]
             with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
-                results = list(pool.map(encode_run, runs))
-        offsets = np.zeros(len(texts) + 1, np.int64)
-        np.cumsum(np.concatenate([lengths for _, lengths in results]), out=offsets[1:])
-        return np.concatenate([ids for ids, _ in results]) if len(results) > 1 else results[0][0], offsets
+                ids, lengths = map(np.concatenate, zip(*pool.map(encode_run, runs)))
+        return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def decode(self, ids: Any) -> str:
         """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become U+FFFD."""
@@ -265,8 +328,9 @@ class RustBPETokenizer:
         json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
         rank_bytes = format_ranks(self.enc._mergeable_ranks)
         description = {
-            "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint, "vocab_size": self.get_vocab_size(),
-            "bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
+            "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
+            "vocab_size": self.get_vocab_size(), "bos_token": self.bos_token,
+            "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
             "rank_file": RANK_FILE, "rank_file_hash": hash_bytes(rank_bytes), "training": self.training,
         }
         if not force:
@@ -282,29 +346,32 @@ class RustBPETokenizer:
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
 
-_RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
+def format_ranks(ranks: dict[bytes, int]) -> bytes:
+    """The content of a rank file: a line "base64 rank" for each token, in the order of the ranks."""
+    return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
+                    for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
-def _encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+def _make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
+    """tiktoken's object, after a look at what it does not survive; ValueError where it would not."""
+    ids = [*ranks.values(), *special_tokens.values()]
+    if not all(type(i) is int and 0 <= i < MAX_IDS for i in ids) or len(set(ids)) < len(ids):
+        raise ValueError(f"its {len(ids):,} ids are not different whole numbers below {MAX_IDS:,}")
+    if not all(bytes([b]) in ranks for b in range(256)):
+        raise ValueError("not every byte has a token")
+    try:
+        return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # a panic in Rust is no Exception
+        raise ValueError(f"tiktoken cannot load it: {str(e)[:200]}") from None
 
 
 @lru_cache(maxsize=1)
-def _parsed(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
+def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
     """The encoding of a rank file; the last one is kept, as its encoder is."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, rank_bytes.splitlines())}
-    return _encoding(ranks, pattern, dict(special_tokens))
-
-
-def _trainable(texts: Iterable[str], counts: dict[str, int]) -> Iterator[str]:
-    """Texts as rustbpe survives them, counted into `counts`."""
-    for text in texts:
-        counts["documents"] += 1
-        counts["characters"] += len(text)
-        if not text.isascii():
-            text = replace_surrogates(text)
-        yield from cut_long_spaces(text) if len(text) > 65536 else (text,)
-    log.info("read %d documents with %d characters, now merging", counts["documents"], counts["characters"])
+    return _make_encoding(ranks, pattern, dict(special_tokens))
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
@@ -312,42 +379,40 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     path = place(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
-    saved = read_json(local(path))
-    keys = {"format", "version", "fingerprint", "bos_token", "special_tokens", "pattern", "rank_file_hash", "training"}
-    missing = keys - set(saved if isinstance(saved, dict) else ())
-    if missing or (saved["format"], saved["version"]) != (FORMAT, VERSION):
-        problem = f"missing {', '.join(sorted(missing))}" if missing else f"got {saved['format']} {saved['version']}"
-        raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, {problem}; {_RESTORE}")
+    saved = read_json(local(path), SHAPE, way_out=RESTORE)
+    if (saved["format"], saved["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
+                         f"{saved['version']}; {RESTORE}")
     return saved
 
 
-def runs_with_tokenizer(fingerprint: str) -> list[Path]:
-    """The run directories in get_base_dir()/"runs" whose tokenizer has this fingerprint."""
+def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
+    """Raise ValueError, naming the runs in get_base_dir()/"runs", if a folder holds a tokenizer other than
+    `new_fingerprint` that runs use."""
+    old = (read_description(tokenizer_dir) or {}).get("fingerprint")
+    if old in (None, new_fingerprint):
+        return
     runs = []
     for path in sorted(get_base_dir().glob(f"runs/*/tokenizer/{JSON_FILE}")):
         try:
-            if (read_description(path.parent) or {}).get("fingerprint") == fingerprint:
-                runs.append(path.parent.parent)
+            if (read_description(path.parent) or {}).get("fingerprint") == old:
+                runs.append(str(path.parent.parent))
         except ValueError as e:
             log.warning("passed over while looking for runs: %s", e)
-    return runs
-
-
-def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
-    """Raise ValueError, naming the runs, if a folder holds a tokenizer other than `new_fingerprint` that runs use."""
-    old = (read_description(tokenizer_dir) or {}).get("fingerprint")
-    runs = runs_with_tokenizer(old) if old and old != new_fingerprint else []
     if runs:
         raise ValueError(f"{tokenizer_dir}: holds the tokenizer ({old}) with which these runs were trained: "
-                         f"{', '.join(map(str, runs))}; write the new one to another folder (--output-dir), or "
-                         f"overwrite it with --force")
+                         f"{', '.join(runs)}; write the new one to another folder (--output-dir), or overwrite it "
+                         f"with --force")
 
 
-def get_tokenizer(tokenizer_dir: Path | str | None = None) -> RustBPETokenizer:
-    """The tokenizer in a directory; by default the one that scripts.tok_train writes, get_base_dir()/"tokenizer"."""
-    return RustBPETokenizer.from_directory(get_base_dir() / "tokenizer" if tokenizer_dir is None else tokenizer_dir)
+def get_tokenizer(tokenizer_dir: Path | str | None = None, *, data_path: Path | str | None = None
+                  ) -> RustBPETokenizer:
+    """The tokenizer in a directory; by default the one that scripts.tok_train writes, get_base_dir()/"tokenizer".
+    `data_path`: the user's data, for the advice where there is none."""
+    return RustBPETokenizer.from_directory(tokenizer_dir or get_base_dir() / "tokenizer", data_path=data_path)
 
 
-def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: RustBPETokenizer | None = None) -> "torch.Tensor":
+def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: RustBPETokenizer | None = None
+                    ) -> "torch.Tensor":
     """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,) int32."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

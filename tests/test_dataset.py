@@ -119,7 +119,7 @@ def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_
 def test_a_document_of_parquet_larger_than_any_is_told(tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
     monkeypatch.setattr(dataset, "MAX_DOCUMENT_BYTES", 1000)
-    with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,000 bytes"):
+    with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,001 bytes"):
         list(read_batches(file, 0, tmp_path / "big.parquet"))
 
 

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import threading
-import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,19 +22,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat import encoders
-from nanochat.encoders import (
-    LONG_RUN,
-    FastokensEncoder,
-    TiktokenEncoder,
-    checked,
-    cut_long_spaces,
-    cut_numbers,
-    fastest_encoder,
-    hard_sample,
-    is_compared,
-    is_odd,
-)
-from nanochat.tokenizer import SPLIT_PATTERN, RustBPETokenizer
+from nanochat.encoders import FastokensEncoder, checked, fastest_encoder, hard_sample, is_compared, is_odd
+from nanochat.tokenizer import LONG_RUN, SPLIT_PATTERN, RustBPETokenizer, TiktokenEncoder, cut_long_spaces
 from tests.toy import examples
 
 needs_fastokens = pytest.mark.skipif(importlib.util.find_spec("fastokens") is None,
@@ -145,58 +133,14 @@ def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens(monkeypatch):
     contexts = ("  {0}", "..{0}", "12{0}34 '{0}x", "\n{0}the {0}\n\n")
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not 0xE200 <= c < 0xF800
                   and (c < 0x20000 or c % 16 == 0)]  # of the planes of ideographs and private use, some
-    given_away = [c for c in characters if is_odd(c) or (c < "\U00020000" and unicodedata.category(c) == "Cn")]
-    assert len(given_away) < 50_000
-    for some in (given_away[::16], sorted(set(characters) - set(given_away))):
+    given_away = [c for c in characters if is_odd(c)]
+    for some in (given_away, sorted(set(characters) - set(given_away))):
         texts = ["".join(context.format(c) for c in some[i:i + 64] for context in contexts)
                  for i in range(0, len(some), 64)]
         oracle, by_tiktoken = counting(encoding)
         monkeypatch.setattr(fast, "oracle", oracle)
         assert_same((fast, TiktokenEncoder(encoding)), texts)
         assert (not by_tiktoken) == (some[0] != given_away[0])
-
-
-@needs_fastokens
-def test_ids_of_numbers_of_all_scripts_in_a_row_are_tiktokens(monkeypatch):
-    encoding, fast = all_pairs(SPLIT_PATTERN), fast_pairs(SPLIT_PATTERN)
-    numbers = [chr(c) for c in range(0x20000) if unicodedata.category(chr(c))[0] == "N"]
-    assert len(numbers) > 1700
-    rng = random.Random(4)
-    texts = ["".join(rng.choice(["", "", "", " ", "  ", "a", ".", "\n"]) + rng.choice([n, n, "7"]) for n in some)
-             for some in (rng.sample(numbers, len(numbers)) for _ in range(20))]
-    oracle, by_tiktoken = counting(encoding)
-    monkeypatch.setattr(fast, "oracle", oracle)
-    texts += ["1", "12", "123", "1234", "12345", " 123456 ", "\u0663\xb21"]
-    assert_same((fast, TiktokenEncoder(encoding)), texts)
-    assert not by_tiktoken
-
-
-@FAST
-@given(st.lists(st.text(st.sampled_from("0179a \n.\xb2\u0663\u2167\u4e2d\U0001d7d8"), max_size=12), max_size=6))
-@example(["", "123", "", "\u0663\u0663\u0663", "12"])
-@example([])
-def test_numbers_are_cut_behind_every_second_of_three_or_more_in_a_row(texts):
-    pieces, bounds = cut_numbers(texts)
-    assert bounds[0] == 0 and bounds[-1] == len(pieces) and len(bounds) == len(texts) + 1
-    for i, text in enumerate(texts):
-        expected, run = [""], 0
-        for c in text:
-            number = unicodedata.category(c)[0] == "N"
-            if number and run and run % 2 == 0:
-                expected.append("")
-            run = run + 1 if number else 0
-            expected[-1] += c
-        assert pieces[bounds[i]:bounds[i + 1]] == expected
-
-
-@needs_fastokens
-def test_what_python_does_not_know_goes_to_tiktoken_where_it_could_be_a_number(trained):
-    unknown = "\U0001fffd"
-    assert unicodedata.category(unknown) == "Cn"
-    fast, oracle = fastest_encoder(trained), TiktokenEncoder(trained)
-    fast.oracle, by_tiktoken = counting(trained)
-    assert_same((fast, oracle), ["one", f"a{unknown}1", f"12{unknown}", "123", unknown * 3])
-    assert by_tiktoken == [f"12{unknown}", unknown * 3]
 
 
 @needs_fastokens
@@ -312,12 +256,11 @@ def test_no_long_run_of_spaces_is_missed_and_ordinary_text_is_not_odd(before, ru
 
 
 @needs_fastokens
-@pytest.mark.parametrize("name, text", [("cl100k_base", "  \u180e"), ("ours", "\n'\u017fx")])
-def test_two_characters_are_why_there_are_odd_texts(name, text):
-    encoding, fast = all_pairs(PATTERNS[name]), fast_pairs(PATTERNS[name])
+def test_a_character_is_why_there_are_odd_texts():
+    encoding, fast, text = all_pairs(PATTERNS["cl100k_base"]), fast_pairs(PATTERNS["cl100k_base"]), "  \u180e"
     raw = np.frombuffer(fast.batch([text])[0], np.uint32).tolist()
     assert raw != encoding.encode_ordinary(text) == fast([text], None)[0].tolist()
-    assert is_odd(text) and not is_odd("x\u180f\u017e")
+    assert is_odd(text) and not is_odd("x\u180f")
 
 
 class Panic(BaseException):
@@ -386,7 +329,7 @@ def test_a_broken_fastokens_is_refused_when_the_tokenizer_is_made(trained, caplo
             return ids[::-1], lengths
 
     monkeypatch.setattr(encoders, "FastokensEncoder", Broken)
-    monkeypatch.setattr(RustBPETokenizer, "_kept", None)
+    fastest_encoder.cache_clear()
     tokenizer = RustBPETokenizer(trained, "<|bos|>")
     assert type(tokenizer.encoder) is TiktokenEncoder and "Broken gives other ids" in caplog.text
     assert tokenizer.encode("a b") == trained.encode_ordinary("a b")
@@ -394,6 +337,7 @@ def test_a_broken_fastokens_is_refused_when_the_tokenizer_is_made(trained, caplo
 
 def test_without_fastokens_it_is_tiktoken_in_silence(trained, caplog, monkeypatch):
     real = builtins.__import__
+    fastest_encoder.cache_clear()
 
     def no_fastokens(name, *args, **kwargs):
         if name == "fastokens":

@@ -1,5 +1,6 @@
 """Laws of the tokenizer over all of Unicode, a brute-force oracle for its ids, and what saving and training promise."""
 
+import base64
 import itertools
 import json
 import os
@@ -7,7 +8,6 @@ import pickle
 import pydoc_data.topics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +22,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import tokenizer as tokenizer_module
+from nanochat.common import hash_bytes
 from nanochat.tokenizer import (
     SPECIAL_TOKENS,
     SPLIT_PATTERN,
     RustBPETokenizer,
     get_token_bytes,
     get_tokenizer,
-    runs_with_tokenizer,
 )
 from scripts import tok_eval, tok_train
-from tests.toy import examples
+from tests.toy import examples, write_jsonl
 
 VOCAB_SIZE = 1024
 CORPUS = [*pydoc_data.topics.topics.values(),
@@ -102,22 +102,6 @@ def test_encode_flat_is_bos_and_ordinary_ids_for_any_number_of_threads(tok, text
     assert len(offsets) == len(texts) + 1 and offsets[0] == 0 and offsets[-1] == len(ids)
     for text, start, end in zip(texts, offsets, offsets[1:], strict=False):
         assert ids[start:end].tolist() == [tok.get_bos_token_id(), *tok.enc.encode_ordinary(text)]
-
-
-def test_encode_flat_over_threads_uses_them_and_one_thread_uses_none(tok, monkeypatch):
-    pools = []
-
-    class Counting(ThreadPoolExecutor):
-        def __init__(self, *args, **kwargs):
-            pools.append(args)
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr(tokenizer_module, "ThreadPoolExecutor", Counting)
-    one, one_offsets = tok.encode_flat(CORPUS, num_threads=1)
-    assert not pools
-    four, four_offsets = tok.encode_flat(CORPUS, num_threads=4)
-    assert pools == [(4,)]
-    assert np.array_equal(one, four) and np.array_equal(one_offsets, four_offsets)
 
 
 @FAST
@@ -282,6 +266,60 @@ def test_a_changed_rank_file_is_refused_by_name(tok, tmp_path, damage):
         RustBPETokenizer.from_directory(tmp_path)
 
 
+def forge(folder, tok, *, ranks=None, **edit):
+    """Save a tokenizer with other contents and hashes that fit them."""
+    tok.save(folder)
+    saved = json.loads((folder / "tokenizer.json").read_text()) | edit
+    if ranks is not None:
+        (folder / "ranks.tiktoken").write_bytes(ranks)
+        saved["rank_file_hash"] = hash_bytes(ranks)
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
+LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
+
+
+@pytest.mark.parametrize("edit, why", [
+    ({"ranks": b"".join([*LINES, b"YWI= 255\n"])}, "different whole numbers"),
+    ({"ranks": b"".join([*LINES, b"YWI= -1\n"])}, "different whole numbers"),
+    ({"ranks": b"".join(LINES[1:])}, "not every byte has a token"),
+    ({"ranks": b"".join([*LINES, b"no rank\n"])}, "no usable tokenizer"),
+    ({"ranks": b"".join([*LINES, b"YWI= 256 7\n"])}, "no usable tokenizer"),
+    ({"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
+    ({"special_tokens": {"<|bos|>": "5"}}, "different whole numbers"),
+    ({"special_tokens": {"<|bos|>": [5]}}, "no usable tokenizer"),
+    ({"special_tokens": {"<|bos|>": 7}}, "different whole numbers"),
+    ({"special_tokens": {}}, "unknown; this tokenizer has"),
+    ({"pattern": "("}, "tiktoken cannot load it"),
+    ({"special_tokens": []}, "special_tokens"),
+    ({"training": None}, "training"),
+])
+def test_a_forged_tokenizer_is_one_sentence_that_names_the_file(tok, tmp_path, edit, why):
+    forge(tmp_path, tok, **edit)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{why}.*tok_train"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+def test_json_that_is_nested_without_end_is_one_sentence(tok, tmp_path):
+    tok.save(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .*nested.*tok_train"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
+def test_what_tiktoken_panics_about_is_one_sentence(tok, tmp_path, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panic(*args, **kwargs):
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    forge(tmp_path, tok, ranks=b"".join(LINES))
+    monkeypatch.setattr(tiktoken, "Encoding", panic)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: .*tiktoken cannot load it.*unwrap"):
+        RustBPETokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize("edit", [{"pattern": "x"}, {"bos_token": "<|user_end|>"}, {"version": 2},
                                   {"special_tokens": None}])
 def test_a_changed_tokenizer_json_is_refused_by_name(tok, tmp_path, edit):
@@ -298,7 +336,6 @@ def test_a_different_tokenizer_is_not_written_over_one_that_a_run_points_to(tok,
     other.save(shared)
     tok.save(shared)  # no run points to either
     tok.save(run / "tokenizer")
-    assert runs_with_tokenizer(tok.fingerprint) == [run] and not runs_with_tokenizer(other.fingerprint)
     for directory in (shared, run / "tokenizer"):
         with pytest.raises(ValueError, match=r"runs/d12.*--output-dir.*--force"):
             other.save(directory)
@@ -323,8 +360,10 @@ def test_a_crash_between_the_two_files_leaves_no_tokenizer_rather_than_a_mixture
 
 
 def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_explained(tok, base_dir):
-    with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train"):
+    with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train --output-dir"):
         get_tokenizer()
+    with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train --data-path my/texts --output-dir"):
+        get_tokenizer(data_path="my/texts")
     tok.save(base_dir / "tokenizer")
     assert get_tokenizer().fingerprint == tok.fingerprint
     assert torch.equal(get_token_bytes(), tok.token_bytes())
@@ -432,6 +471,33 @@ def test_tok_train_names_what_is_wrong_with_its_input(data_dir, tmp_path):
     with pytest.raises(ValueError, match=r"one data file only \(shard_0\.parquet\)"):
         run_train(data_dir)
     assert not (tmp_path / "base" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz"])
+def test_tokenizer_commands_take_every_kind_of_text_a_single_file_and_a_val_path(tmp_path, tok, name, capsys,
+                                                                                 monkeypatch):
+    def get_encoding(name):
+        raise requests.ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    for folder, texts in (("train", CORPUS[::2]), ("val", CORPUS[1::2])):
+        (tmp_path / folder).mkdir()
+        if name.endswith(".parquet"):
+            pq.write_table(pa.table({"text": texts}), tmp_path / folder / name)
+        else:
+            write_jsonl(tmp_path / folder / name, texts)
+    found = {}
+    for train, val in ((tmp_path, None), (tmp_path / "train" / name, tmp_path / "val" / name)):
+        flags = ["--data-path", str(train), *(["--val-path", str(val)] if val else [])]
+        assert tok_train.main([*flags, "--vocab-size", "600", "--force"]) == 0
+        found[val] = get_tokenizer().fingerprint
+        assert get_tokenizer().training["documents"] == len(CORPUS[::2])
+        capsys.readouterr()
+        assert tok_eval.main(flags) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        sizes = {row[0]: row[1] for row in rows if row[0] in ("train", "val")}
+        assert sizes["val"] == f"{sum(len(text.encode()) for text in CORPUS[1::2]):,}"
+    assert len(set(found.values())) == 1
 
 
 def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, monkeypatch):

@@ -77,8 +77,6 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
     """Make the pair `target` (its .bin) of `source`. ValueError for what the format cannot hold."""
     pair, manifest = open_tokens(source), read_manifest(source.parent)
-    if "modes" in pair.header.tables and pair.table("modes").any():
-        raise ValueError(f"{pair.idx_path}: its sequences have modes (multimodal), which GPTS cannot hold")
     wide, vocab_size = pair.dtype.itemsize > 2, None
     if pair.record is not None and manifest is not None:
         eod, vocab_size = manifest["tokenizer"]["eod"], manifest["tokenizer"]["vocab_size"]

@@ -37,14 +37,13 @@ def write_pair(prefix: Path, entries: list[list[int]], prefixes: list[int] | Non
         writer.add(ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries)))
 
 
-def write_megatron(prefix: Path, documents: list[list[list[int]]], dtype: str, modes: list[int] = ()) -> None:
+def write_megatron(prefix: Path, documents: list[list[list[int]]], dtype: str) -> None:
     """Documents of some sequences each."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with MegatronWriter(prefix, dtype=dtype) as writer:
         for document in documents:
             writer.append(np.array([i for s in document for i in s], np.int64), [len(s) for s in document])
             writer.end_documents([len(document)])
-        writer.modes.extend(modes)
 
 
 def entries_of(path: Path) -> list[list[int]]:
@@ -166,8 +165,10 @@ def test_what_cannot_be_converted_says_why_and_leaves_nothing(tmp_path):
     refused("large", "megatron", r"a\.bin: got uint32 ids 2147483648")
     write_megatron(tmp_path / "negative" / "a", [[[-1]]], "<i4")
     refused("negative", "gpts", r"a\.bin: got int32 ids -1")
-    write_megatron(tmp_path / "modes" / "a", [[[1]]], "<i4", modes=[3])
-    refused("modes", "gpts", r"a\.idx: its sequences have modes")
+    write_megatron(tmp_path / "modes" / "a", [[[1]]], "<i4")
+    idx = tmp_path / "modes" / "a.idx"
+    idx.write_bytes(idx.read_bytes() + b"\3")  # the mode of its sequence
+    refused("modes", "gpts", r"a\.idx: 63 bytes, expected 62 for 1 entries")
     refused("none", "gpts", "no such data folder")
     for out in (tmp_path / "large", tmp_path / "large" / "x", tmp_path):
         with pytest.raises(ValueError, match="it is IN, or one lies in the other"):

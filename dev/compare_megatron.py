@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.blend import BlendedMegatronDatasetBuilder, blend_sources
+from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import run_main
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, MockGPTDataset, Split, normalize
+from nanochat.sample_index import blend_sources
 
 SAMPLES = 24  # of each data set, compared tensor by tensor
 INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")

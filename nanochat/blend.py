@@ -1,60 +1,52 @@
 """
-Blends: several data sets mixed by weights in megatron-core's order, and a run that trains on their samples.
-
-Before each sample every source has a deficit: its weight times i, minus the samples that it gave. The source with the
-greatest deficit gives sample i (the first of equals, in float64; i = 0 counts as 1):
-
-    i                   0     1     2     3     4     5        weights 0.5, 0.3, 0.2
-    deficits          .5    -.5     0    .5     0    .5
-                      .3     .3   -.4   -.1    .2   -.5
-                      .2     .2    .4   -.4   -.2     0
-    dataset_index       0     1     2     0     1     0        which source gives sample i
-    dataset_sample_index 0    0     0     1     1     2        and which of its samples that is
-
-Without weights the lengths are the weights, and a source that has given all is out.
+Blends of Megatron's data sets, and a run that trains on their samples.
 
 **A run in Megatron's order.** Row i of the run is sample i of the blend, for ever:
 
     --data-path=web,code  --split=969,30,1  --blend-weights=70,30
 
-    web    | s s s s s s s s s s s s s s s s s | v v | t      sequences: the first 96.9 % are for training, the next
-    code   | s s s s s s s s s | v | t                        3 % validate, the rest is for nobody
-                  |                |
-        samples, mixed           documents, read through validation's own lanes, so that bits per byte are those of
-                                 the same rows for every number of processes
+    web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % are for
+    code   | s s s s s s s s s | v | t                       training, the next 3 % validate, the
+                  |                |                         rest is for nobody
+        samples, mixed           documents, through validation's own lanes, so that bits per byte
+                                 are of the same rows for every number of processes
 
-    step s: R rows = samples sR .. sR + R - 1;    lane l of V gives n = R / V of them, those from sR + ln on
+    step s: R rows = samples sR .. sR + R - 1; lane l of V gives n = R / V of them, from sR + ln on
 
-So the rows are the same for every number of processes, lanes and micro-batch. Lanes are the atom of who computes what,
-as everywhere. They have no share of the data and no buffer; what they have in common is one number, how many samples
-the run has had. A cursor holds that, and how many rows of each bucket its lane gave.
+So the rows are the same for every number of processes, lanes and micro-batch. Lanes are the atom of
+who computes what, as everywhere. They have no share of the data and no buffer; what they have in
+common is one number, how many samples the run has had. A cursor holds that, and how many rows of
+each bucket its lane gave.
 
-What decides the samples is a `SampleConfig`, above all their number: the steps that the run asks for when it starts
-times the rows of a step. Epochs follow from it, and shuffles are over all epochs: another number is another order.
+What decides the samples is a `SampleConfig`, above all their number: the steps that the run asks
+for when it starts times the rows of a step. Epochs follow from it, and shuffles are over all
+epochs: another number is another order.
 
-**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are its own, `read`; the
-last one is the first of sample k + 1 as well and counts as `repeated`. Nothing is inserted, cropped, padded or pending.
-`epoch` counts whole passes' worth of samples: epochs are shuffled together, so none has an end.
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are
+its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`. Nothing
+is inserted, cropped, padded or pending. `epoch` counts whole passes' worth of samples: epochs are
+shuffled together, so none has an end.
 
-Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples
-asked for, and a document's first tokens would be predicted from another document.
+Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the
+number of samples asked for, and a document's first tokens would be predicted from another document.
 """
 
 import math
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from nanochat.common import hash_json
 from nanochat.dataset import data_folder, find_files, split_train_val
-from nanochat.megatron import WORTH_STORING, GPTDataset, GPTDatasetConfig, Split, cached, normalize, split_matrix
+from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.places import place
 from nanochat.sample_data import has_own_val
+from nanochat.sample_index import blend_sources, cached
 from nanochat.shard_source import ShardSource
 from nanochat.sources import Manifest, Tokenizer, check_format, scan
 from nanochat.stream import FORMAT, Cursor, check_cursors
@@ -66,237 +58,207 @@ if TYPE_CHECKING:
 MAX_SOURCES = 32766  # dataset_index is int16
 
 
-# ---- blends ---------------------------------------------------------------------------------------------------------
-
-def blend_sources(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own samples that is,
-    dataset_sample_index (size,) int64.
-
-    `weights` (k,) add up to 1. `limits` (k,): samples after which a source is out; None: no end. The recurrence takes
-    about 1.5 microseconds a sample, whatever k is.
-    """
-    shares, counts, deficits = np.array(weights, np.float64), np.zeros(len(weights)), np.empty(len(weights))
-    chosen = array("h")
-    for i in range(size):
-        np.multiply(shares, i or 1, out=deficits)
-        deficits -= counts
-        source = int(deficits.argmax())
-        counts[source] += 1
-        chosen.append(source)
-        if limits is not None and counts[source] == limits[source]:
-            shares[source] = -np.inf
-    sources, samples = np.frombuffer(chosen, np.int16), np.empty(size, np.int64)
-    for source in range(len(weights)):
-        own = np.flatnonzero(sources == source)
-        samples[own] = np.arange(len(own))
-    return {"dataset_index": sources, "dataset_sample_index": samples}
-
+# ---- blends -------------------------------------------------------------------------------------
 
 class BlendedDataset:
-    """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights` being how many each
-    gives. `dataset[i]` is a dict of tensors and `dataset_id`; `row(i)` is for training. ValueError for weights that are
-    not positive, and for a data set that would have to give more samples than it has."""
+    """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights`
+    being how many each gives. `dataset[i]` is a dict of tensors and `dataset_id`; `row(i)` is for
+    training. ValueError for weights that are not positive, and for a data set that would have to
+    give more samples than it has."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
-        if not datasets or len(datasets) != len(weights) or not all(0 < w < math.inf for w in weights):
-            raise ValueError(f"blend: got {len(datasets)} data sets and weights {list(weights)}, expected a weight "
-                             f"of more than 0 for each")
-        if len(datasets) > MAX_SOURCES:
-            raise ValueError(f"blend: got {len(datasets):,} sources, expected at most {MAX_SOURCES:,}")
-        if size is None and [int(w) for w in weights] != list(weights):
-            raise ValueError(f"blend: got weights {list(weights)} and no size, expected numbers of samples")
+        if not 0 < len(datasets) <= MAX_SOURCES:
+            raise ValueError(f"blend: got {len(datasets):,} sources, expected at least 1 and at "
+                             f"most {MAX_SOURCES:,}")
+        limits = [int(weight) for weight in weights] if size is None else None
+        if (len(weights) != len(datasets) or not all(0 < weight < math.inf for weight in weights)
+                or limits not in (None, list(weights))):
+            raise ValueError(f"blend: got {len(datasets)} data sets, weights {list(weights)} and "
+                             f"size {size}, expected a weight of more than 0 for each; without "
+                             f"size it is a number of samples")
         self.datasets, self.config, self.size = list(datasets), config, size
         self.split = datasets[0].index_split
         self.weights: list[float] = list(weights) if size is None else normalize(weights)
-        self._size = int(sum(weights)) if size is None else size
-        tables = self._blend()
-        self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set that gives sample i
-        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its samples that is
-        for dataset, count in zip(self.datasets, self.counts(self._size)):
+        total = sum(limits) if limits else size or 0
+        shares = [n / total for n in limits] if limits else self.weights
+        name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
+        tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits),
+                        names=("dataset_index", "dataset_sample_index"), entries=total)
+        self.dataset_index = tables["dataset_index"]  # (samples,) int16: which gives sample i
+        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its
+        for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
                                  f"{dataset.dataset_path}, which has {len(dataset):,}; raise "
-                                 f"mid_level_dataset_surplus (now {config.mid_level_dataset_surplus})")
-
-    def _blend(self) -> dict[str, np.ndarray]:
-        """The two indices, computed or mapped from the index cache."""
-        limits = None if self.size is not None else [int(w) for w in self.weights]
-        shares = self.weights if limits is None else [n / self._size for n in limits]
-        folder = self.config.path_to_cache
-        if folder is None or self._size < WORTH_STORING:
-            return blend_sources(shares, self._size, limits)
-        key = hash_json([shares, self._size, limits])
-        return cached(Path(folder), f"{key}-{type(self).__name__}-{self.split.name}",
-                      lambda: blend_sources(shares, self._size, limits),
-                      names=("dataset_index", "dataset_sample_index"))
-
-    def counts(self, stop: int) -> list[int]:
-        """How many of samples 0 .. stop - 1 each data set gives."""
-        return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
+                                 f"mid_level_dataset_surplus (now "
+                                 f"{config.mid_level_dataset_surplus})")
 
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""
-        return {"weights": self.weights, "size": self.size, "datasets": [d.identity() for d in self.datasets]}
+        return {"weights": self.weights, "size": self.size,
+                "datasets": [dataset.identity() for dataset in self.datasets]}
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.dataset_index)
+
+    def counts(self, stop: int) -> list[int]:
+        """How many of samples 0 .. stop - 1 each of `datasets` gives."""
+        return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """(which data set gives sample i, which of its samples that is)."""
+        """(which of `datasets` gives sample i, which of its samples that is)."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}, there are {len(self):,}")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
-
-    def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
-        source, sample = self.locate(int(idx) + len(self) * (int(idx) < 0))
-        return {"dataset_id": np.int16(source), **self.datasets[source][sample]}
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
         """As `GPTDataset.row`."""
         source, sample = self.locate(i)
         return self.datasets[source].row(sample)
 
+    def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
+        source, sample = self.locate(int(idx) + len(self) * (int(idx) < 0))
+        return {"dataset_id": np.int16(source), **self.datasets[source][sample]}
+
 
 class BlendedMegatronDatasetBuilder:
-    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data sets of train, valid
-    and test. `sizes`: samples of each, None for all there are. Nothing is collective and nobody waits: ranks may build
-    in any order, at any time, or not at all. ValueError or FileNotFoundError for what cannot be built."""
+    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data
+    sets of train, valid and test. `sizes`: samples of each, None for all there are. Nothing is
+    collective and nobody waits: ranks may build in any order, at any time, or not at all.
+    ValueError or FileNotFoundError for what cannot be built."""
 
-    def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None], is_built_on_rank: Callable[[], bool],
-                 config: GPTDatasetConfig):
+    def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
+                 is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
         if len(sizes) != len(Split) or any(size is not None and size < 0 for size in sizes):
-            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of "
-                             f"{', '.join(s.name for s in Split)}")
-        self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
-        self._opened: dict[str, Any] = {}
+            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for "
+                             f"each of {', '.join(split.name for split in Split)}")
+        self.cls, self.sizes, self.config = cls, list(sizes), config
+        self.is_built_on_rank = is_built_on_rank
+        self._opened: dict[str, Any] = {}  # by prefix
 
     def build(self) -> list[Any]:
-        """A data set for each split; None for a split that has no part of the data, and on ranks without data. With
-        `multiple_validation_sets` that of valid is a list."""
+        """A data set for each split; None for a split that has no part of the data, and on ranks
+        without data. With `multiple_validation_sets` that of valid is a list."""
         return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
 
     def build_split(self, split: Split) -> Any:
         """The data set of one split."""
-        config, part, size = self.config, self.config.split_matrix[split.value], self.sizes[split.value]
+        config, size = self.config, self.sizes[split.value]
+        part = config.split_matrix[split.value]
         if part is None:
             return None
         if config.mock:
             return self._of_prefix("made-up data", part, size, split)
-        blend = config.blend if config.blend_per_split is None else config.blend_per_split[split.value]
+        own = config.blend_per_split
+        blend = config.blend if own is None else own[split.value]
         assert blend is not None
         prefixes, weights = blend
-        if len(prefixes) == 1 and (weights is None or config.blend is None):  # one prefix is no blend
+        if len(prefixes) == 1 and (weights is None or own):  # one prefix is no blend
             return self._of_prefix(prefixes[0], part, size, split)
-        if config.blend is None and config.multiple_validation_sets and split is Split.valid:
+        if own and config.multiple_validation_sets and split is Split.valid:
             return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
         if weights is not None:
             if size is None:
-                raise ValueError(f"blend: got weights and no number of samples for split {split.name}, expected both "
-                                 f"or neither")
+                raise ValueError(f"blend: got weights and no number of samples for split "
+                                 f"{split.name}, expected both or neither")
             shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
             taken = [math.ceil(size * share) for share in shares]
             datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
                         for prefix, n in zip(prefixes, taken)]
             return BlendedDataset(datasets, shares, sum(taken), config)
         datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
-        for dataset in datasets:
-            if not len(dataset):
-                raise ValueError(f"blend: {dataset.dataset_path} has no sample of {config.sequence_length} tokens in "
-                                 f"split {split.name}; leave it out, or give weights")
         lengths = [len(dataset) for dataset in datasets]
-        return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), config)
+        if 0 in lengths:
+            raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of "
+                             f"{config.sequence_length} tokens in split {split.name}; leave it "
+                             f"out, or give weights")
+        return BlendedDataset(
+            datasets, lengths, None if size is None else min(size, sum(lengths)), config)
 
-    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
+    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split
+                   ) -> GPTDataset:
         """A split of one pair of files. Its edges are rounded to whole sequences."""
         if prefix not in self._opened:
             self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
         opened = self._opened[prefix]
         n = float(self.cls.numel_low_level_dataset(opened))
-        return self.cls(opened, prefix, range(round(part[0] * n), round(part[1] * n)), size, split, self.config)
+        indices = range(round(part[0] * n), round(part[1] * n))
+        return self.cls(opened, prefix, indices, size, split, self.config)
 
 
-# ---- a run's data ---------------------------------------------------------------------------------------------------
+# ---- a run's data -------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Everything but data and tokenizer that decides what is in a sample, and V. ValueError on what cannot work."""
+    """Everything but data and tokenizer that decides what is in a sample, and V."""
 
     T: int  # tokens a row trains on; a sample holds T + 1
     V: int = 64  # lanes: they give the rows of a step, and have no share of the data
     seed: int = 0
     num_samples: int = 1  # of the whole run
     split: str = "1,0,0"  # shares of training, validation, test
-    weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each, of one as many as it takes
+    weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each of several
     eod_mask_loss: bool = False  # no loss where the input is the end of a document
     index_cache: str | None = None  # a folder; decides nothing
 
     curriculum: ClassVar[None] = None
     framed: ClassVar[bool] = True  # for what reads documents as well
 
-    def __post_init__(self) -> None:
-        for name in ("T", "V", "num_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed: got {self.seed}, expected 0 to 2**32 - 1 with --order megatron")
-        if _parts(self.split)[0] is None:
-            raise ValueError(f"--split: got {self.split!r}, which leaves nothing for training; its first share must "
-                             f"be more than 0")
-
     def identity(self) -> dict[str, Any]:
         """All of it as JSON values: equal identities, equal samples of the same data."""
-        found = {**asdict(self), "order": "megatron", "weights": None if self.weights is None else [*self.weights]}
+        weights = None if self.weights is None else [*self.weights]
+        found = {**asdict(self), "order": "megatron", "weights": weights}
         del found["index_cache"]
         return found
 
 
-def _parts(split: str) -> list[Any]:
-    """`split_matrix` of the flag."""
-    try:
-        return split_matrix(split)
-    except ValueError as e:
-        raise ValueError(f"--{e}") from None
-
-
-def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
-    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and of it "documents" says from which
-    to which they belong to that part. ValueError or FileNotFoundError naming what is bad or not there."""
-    parts, root = _parts(split), place(data_path)
+def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
+                  ) -> dict[str, dict[str, Manifest]]:
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of
+    a manifest says from which to which of them belong to that part. ValueError or FileNotFoundError
+    naming what is bad or not there."""
+    parts, root = split_matrix(split), place(data_path)
+    if parts[0] is None:
+        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first "
+                         f"share must be more than 0")
     folder = root / "train" if (root / "train").is_dir() else root
-    pairs: dict[str, Manifest] = {}
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
+    pairs: dict[str, Manifest] = {}
     for file in files:
         name = file.relative_to(data_folder(folder)).as_posix().removesuffix(".bin")
         if name in pairs:
-            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
+            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of "
+                             f"its --blend-weights")
         pairs[name] = scan(root, [file])
-    found = {"train": {name: _documents(pair, parts[0]) for name, pair in pairs.items()}}
+    train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
     if has_own_val(data_path, val_path):
-        val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
+        own = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
         where = root if val_path is None else place(val_path)
-        check_format(where, [file for some in val_files.values() for file in some], "megatron")
-        return {**found, "val": {bucket: scan(where, some) for bucket, some in val_files.items()}}
+        check_format(where, [file for some in own.values() for file in some], "megatron")
+        return {"train": train, "val": {name: scan(where, some) for name, some in own.items()}}
     val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
-    found["val"] = {name: manifest for name, manifest in val.items() if np.diff(manifest["documents"])[0] > 0}
-    if not found["val"]:
-        raise ValueError(f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; give its "
-                         f"second share more, or name validation data with --val-path")
-    return found
+    val = {name: pair for name, pair in val.items() if pair["documents"][0] < pair["documents"][1]}
+    if not val:
+        raise ValueError(f"--split: {split} leaves no whole document for validation in "
+                         f"{', '.join(pairs)}; give its second share more, or name validation data "
+                         f"with --val-path")
+    return {"train": train, "val": val}
 
 
-def _documents(manifest: Manifest, part: tuple[float, float] | None) -> Manifest:
+def _documents(manifest: Manifest, part: Part) -> Manifest:
     """A pair's manifest with the documents that lie whole in a part of its sequences."""
     pair = TokenFile(_prefix(manifest) + ".bin")
     n = float(len(pair.table("lengths")))
-    first, last = (0, 0) if part is None else (round(edge * n) for edge in part)
+    first, last = (round(edge * n) for edge in part or (0.0, 0.0))
     begin, end = np.searchsorted(pair.table("boundaries"), [first, last + 1]).tolist()
     return {**manifest, "documents": [begin, max(begin, end - 1)]}
 
 
 def _prefix(manifest: Manifest) -> str:
-    return str(place(manifest["root"]) / manifest["files"][0]["name"]).removesuffix(".bin")
+    file = place(manifest["root"]) / manifest["files"][0]["name"]
+    return str(file).removesuffix(".bin")
 
 
 class DocumentRange(ShardSource):
@@ -307,42 +269,39 @@ class DocumentRange(ShardSource):
         first, end = manifest["documents"]
         edges = [*range(first, end, GROUP_ENTRIES), end]
         self.groups = np.array([b - a for a, b in pairwise(edges)], np.int64)
-        self._first_group, self._first_entry = [0, len(self.groups)], np.array(edges[:-1], np.int64)
+        self._first_group = [0, len(self.groups)]
+        self._first_entry = np.array(edges[:-1], np.int64)
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """What GPTDataset asks of a tokenizer."""
-
-    eod: int
-
-
 def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset | BlendedDataset:
-    """The data set whose sample i is row i of a run. `sources`: a source of one pair for each bucket. Looks at lengths;
-    reads no token and shuffles nothing yet. ValueError where it cannot be made, or has fewer samples than the run
-    takes."""
-    prefixes = [_prefix(source.manifest) for source in sources.values()]
+    """The data set whose sample i is row i of a run. `sources`: one of a single pair for each
+    bucket. Looks at lengths; reads no token and shuffles nothing yet. ValueError where it cannot be
+    made, or has fewer samples than the run takes."""
+    pairs = list(sources.values())
+    prefixes = [_prefix(source.manifest) for source in pairs]
     if config.weights is not None and len(config.weights) != len(prefixes):
         raise ValueError(f"--blend-weights: got {len(config.weights)} for {len(prefixes)} prefixes "
                          f"({', '.join(sources)}), expected one for each")
-    pairs = list(sources.values())
     try:
         wanted = GPTDatasetConfig(
-            random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights), split=config.split,
-            tokenizer=_Ends(pairs[0].eod), path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
+            random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights),
+            split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].eod),
+            path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
             mmap_bin_files=all(source.mapped for source in pairs))
-        samples = BlendedMegatronDatasetBuilder(
-            GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted).build_split(Split.train)
+        builder = BlendedMegatronDatasetBuilder(
+            GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
+        samples = builder.build_split(Split.train)
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
-        raise ValueError(f"--blend-weights: without them each prefix is gone over once, which makes {len(samples):,} "
-                         f"samples, and the run takes {config.num_samples:,}; give weights, or shorten the run")
+        raise ValueError(f"--blend-weights: without them each prefix is gone over once, which "
+                         f"makes {len(samples):,} samples, and the run takes "
+                         f"{config.num_samples:,}; give weights, or shorten the run")
     return samples
 
 
-# ---- a run's stream -------------------------------------------------------------------------------------------------
+# ---- a run's stream -----------------------------------------------------------------------------
 
 @dataclass(slots=True)
 class SampleRow:
@@ -371,38 +330,41 @@ class SampleRow:
 
 
 class SampleStream:
-    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. `sources`: a source of
-    one pair for each bucket. Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of
-    another stream, and for data that have too few samples."""
+    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`.
+    Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of another
+    stream, and for data that have too few samples."""
 
     mixer = None
 
-    def __init__(self, config: SampleConfig, sources: Mapping[str, Any], lanes: Sequence[int], *, tokenizer: str,
-                 cursors: Sequence[Cursor] | None = None):
+    def __init__(self, config: SampleConfig, sources: Mapping[str, Any], lanes: Sequence[int], *,
+                 tokenizer: str, cursors: Sequence[Cursor] | None = None):
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
-        self.parts = self.samples.datasets
         self.mapped = all(source.mapped for source in sources.values())
         self.bound = min(source.bound for source in sources.values())  # of ids
-        self.identity = {**config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
-                         "samples": hash_json(self.samples.identity()),
-                         **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.identity = {
+            **config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
+            "samples": hash_json(self.samples.identity()),
+            **{f"data {name}": source.fingerprint for name, source in sources.items()}}
         self.taken = self.row = 0  # samples that all lanes have given; rows of each lane
-        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane from each bucket
+        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             found = {(cursor["samples"], cursor["row"]) for cursor in cursors}
             if len(found) > 1:
-                raise ValueError(f"cursors of different steps, after {sorted(n for n, _ in found)} samples; give "
-                                 f"those of one checkpoint")
+                raise ValueError(f"cursors of different steps, after "
+                                 f"{sorted(n for n, _ in found)} samples; give those of one "
+                                 f"checkpoint")
             self.taken, self.row = found.pop()
             mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
-            self.counts[...] = [[mine[lane][bucket]["row"] for bucket in self.buckets] for lane in self.lanes]
-        for part in self.parts:
-            part.shuffle_index  # noqa: B018  before the first step, where nobody waits for it with a time-out
+            for lane, counts in zip(self.lanes, self.counts):
+                counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
+        for part in self.samples.datasets:
+            _ = part.shuffle_index  # before the first step, where nobody waits with a time-out
 
     def next_rows(self, num_rows: int) -> list[SampleRow]:
-        """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are used up."""
+        """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are
+        used up."""
         if self.taken + num_rows * self.config.V > self.config.num_samples:
             return []
         rows = []
@@ -410,10 +372,11 @@ class SampleStream:
             for j in range(num_rows):
                 sample = self.taken + lane * num_rows + j
                 number, _ = self.samples.locate(sample)
-                self.counts[at, number] += 1
                 ids, live = self.samples.row(sample)
-                rows.append(SampleRow(lane, self.row + j, self.buckets[number], ids, live, sample))
-                self._check_ids(rows[-1])
+                row = SampleRow(lane, self.row + j, self.buckets[number], ids, live, sample)
+                self._check_ids(row)
+                rows.append(row)
+                self.counts[at, number] += 1
         self.taken += num_rows * self.config.V
         self.row += num_rows
         return rows
@@ -429,53 +392,60 @@ class SampleStream:
         if ids.view(f"u{ids.itemsize}").max() < self.bound:  # what is negative is outside too
             return
         at = int(np.flatnonzero((ids < 0) | (ids >= self.bound))[0])
-        place = next(p for p in reversed(self.describe(row)) if p["at"] <= at)
-        raise ValueError(f"{place['file']}: document {place['document']:,} holds the id {ids[at]:,}, outside the "
-                         f"vocabulary of {self.bound:,}; python -m scripts.verify tells which there are; make the pair "
-                         f"again, or name its tokenizer with --tokenizer-dir")
+        place = next(place for place in reversed(self.describe(row)) if place["at"] <= at)
+        raise ValueError(f"{place['file']}: document {place['document']:,} holds the id "
+                         f"{ids[at]:,}, outside the vocabulary of {self.bound:,}; python -m "
+                         f"scripts.verify tells which there are; make the pair again, or name its "
+                         f"tokenizer with --tokenizer-dir")
 
     def dry_bucket(self, lane: int) -> None:
         """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
+
+    def close(self) -> None:
+        """Nothing runs that would have to be stopped."""
 
     # ---- state
 
     def snapshot(self) -> list[tuple[Any, ...]]:
         """The state of all lanes, for `cursors`; cheap enough for every step."""
         counts = self.counts.tolist()
-        return [(lane, self.row, frozenset(), (self.taken, counts[i])) for i, lane in enumerate(self.lanes)]
+        return [(lane, self.row, frozenset(), (self.taken, counts[i]))
+                for i, lane in enumerate(self.lanes)]
 
     def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
         """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
         state, T = self.snapshot() if snapshot is None else snapshot, self.config.T
-        taken = state[0][3][0]
-        epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(self.samples.counts(taken), self.parts)]
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": [], "samples": taken,
-                 "buckets": {bucket: account(n, epoch, T) for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
-                for lane, row, _, (_, counts) in state]
-
-    def close(self) -> None:
-        """Nothing runs that would have to be stopped."""
+        taken = self.samples.counts(state[0][3][0])
+        epochs = [n * T // part.num_tokens_per_epoch
+                  for n, part in zip(taken, self.samples.datasets)]
+        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity,
+                 "dropped": [], "samples": samples,
+                 "buckets": {bucket: account(n, epoch, T)
+                             for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
+                for lane, row, _, (samples, counts) in state]
 
     # ---- for people
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1
-        `of` so many. Ids as they are stored, an EOD at the end."""
+        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids
+        start .. stop - 1 `of` so many. Ids as they are stored, an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
-        part, at, found = self.parts[number], 0, []
+        part, at, found = self.samples.datasets[number], 0, []
         edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
             first, end = edges[document:document + 2].tolist()
             start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
-            found.append({"at": at, "tokens": length, "file": self.sources[row.bucket].manifest["files"][0]["name"],
-                          "document": document, "start": start, "stop": start + length,
-                          "of": int(lengths[first:end].sum(dtype=np.int64))})
+            found.append({
+                "at": at, "tokens": length,
+                "file": self.sources[row.bucket].manifest["files"][0]["name"],
+                "document": document, "start": start, "stop": start + length,
+                "of": int(lengths[first:end].sum(dtype=np.int64))})
             at += length
         return found
 
 
 def account(rows: int, epoch: int, T: int) -> dict[str, int]:
     """A bucket's part of a cursor, by the names that `stream.ledger` adds up."""
-    return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, "inserted": 0, "cropped": 0, "padded": 0,
-            "pending": 0, "documents": 0}
+    return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows,
+            **dict.fromkeys(("inserted", "cropped", "padded", "pending", "documents"), 0)}

@@ -1,26 +1,29 @@
 """
-Megatron's samples: which tokens are in sample i of a data set, by the rules of megatron-core 0.16.1.
+Megatron's samples: which tokens are in sample i of a data set, by megatron-core 0.16.1's rules.
 
-    sequences        0: a a a a   1: b b   2: c c c c c          those of a split of one pair of files
-    document_index   2 0 1 1 2 0                                 all epochs' sequences, shuffled together
-    their tokens     c c c c c a a a a b b b b c c c c c a ...   end to end: the stream
-    samples          |---|---|---|---|---|---|---                T = 4: sample k is tokens kT .. kT + T, so its last
-                                                                 token is the first one of sample k + 1
-    sample_index     (0, 0) (0, 4) (1, 3) ...                    where samples begin: (place in document_index, offset)
-    shuffle_index    3 0 2 1 ...                                 sample i of the data set is sample shuffle_index[i]
+    sequences        0: a a a a   1: b b   2: c c c c c         those of a split of a pair of files
+    document_index   2 0 1 1 2 0                                all epochs' sequences, shuffled
+    their tokens     c c c c c a a a a b b b b c c c c c a ...  end to end: the stream
+    samples          |---|---|---|---|---|---|---               T = 4: sample k is tokens kT to
+                                                                kT + T: neighbours share a token
+    sample_index     (0, 0) (0, 4) (1, 3) ...                   where samples begin: (place in
+                                                                document_index, offset)
+    shuffle_index    3 0 2 1 ...                                sample i of the data set is sample
+                                                                shuffle_index[i] of the stream
 
-`GPTDataset` has these three indices under megatron-core's names. They equal its own, element by element and in type,
-and so does every tensor of a sample. They are computed when a sample is first asked for, and kept in `path_to_cache`
-where they are large enough to be worth a file.
+`GPTDataset` has these three indices under megatron-core's names. They equal its own, element by
+element and in type, and so does every tensor of a sample. They are computed when a sample is first
+asked for, and kept in `path_to_cache` where they are large enough to be worth a file.
 
-We differ from megatron-core where it fails. A mask that was made for a padded sample is not given to all samples. A
-split without tokens is an error and no endless loop. What another run left in the cache is used only if it was made of
-the same numbers. And `attention_mask`, T * T bytes a sample, is only there when asked for.
+We differ from megatron-core where it fails. A mask that was made for a padded sample is not given
+to all samples. A split without tokens is an error and no endless loop. What another run left in the
+cache is used only if it was made of the same numbers. And `attention_mask`, T * T bytes a sample,
+is only there when asked for.
 """
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
@@ -30,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.common import atomic_open, hash_bytes, hash_json, read_json, write_json
+from nanochat.common import hash_json
+from nanochat.sample_index import Arrays, cached, find_samples, hash_array, plan_order
 from nanochat.token_writer import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
 
@@ -40,9 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_PAD = -1  # stands for padding where the tokenizer has no id for it; no token is -1
-APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
-STRETCH = 1 << 16  # documents whose lengths are added up at once
-WORTH_STORING = 1 << 19  # entries of an index; fewer are computed as fast as files are opened
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
 Part = tuple[float, float] | None  # from where to where of 0 .. 1; None: nothing
@@ -56,34 +57,36 @@ class Split(Enum):
     test = 2
 
 
-# ---- configuration --------------------------------------------------------------------------------------------------
+# ---- configuration ------------------------------------------------------------------------------
 
-# megatron-core's fields that say how data are loaded there, and change no sample.
+# Fields of megatron-core's that say how its data are loaded. They change no sample.
 WITHOUT_EFFECT = (
     "full_validation", "num_dataset_builder_threads", "fast_cache_load", "defer_npy_index_mmap",
-    "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel", "context_parallel_size",
-    "sequences_per_dataset")
+    "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
+    "sequences_per_dataset", "context_parallel_size")
 
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """What decides which tokens are in which sample, beside data and sizes. ValueError for what cannot be.
+    """What decides which tokens are in which sample, beside data and sizes. ValueError for what
+    cannot be.
 
-    Either `blend` with `split`, or `blend_per_split`, or neither: then data are made up (`MockGPTDataset`).
+    Either `blend` with `split`, or `blend_per_split`, or neither: then data are made up
+    (`MockGPTDataset`).
     """
 
     random_seed: int
     sequence_length: int
     blend: Blend | None = None
     blend_per_split: Sequence[Blend | None] | None = None
-    multiple_validation_sets: bool | None = None  # with blend_per_split: a list of data sets instead of their blend
+    multiple_validation_sets: bool | None = None  # with blend_per_split: a list instead of a blend
     full_validation: bool | None = None
     split: str | None = None  # shares of train, valid, test: "98,1,1"
     num_dataset_builder_threads: int = 1
     path_to_cache: str | None = None  # a folder for indices; None: they stay in memory
     mmap_bin_files: bool = True
-    tokenizer: Any = None  # has .eod; .pad, .eos, .special_tokens_dict are looked at; .vocab_size for made-up data
-    mid_level_dataset_surplus: float = 0.005  # share of samples that each source of a blend has to spare
+    tokenizer: Any = None  # its eod, pad, eos and special_tokens_dict; vocab_size for made-up data
+    mid_level_dataset_surplus: float = 0.005  # share of samples that sources of a blend can spare
     allow_ambiguous_pad_tokens: bool = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
@@ -93,7 +96,7 @@ class GPTDatasetConfig:
     create_attention_mask: bool = False
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None  # a folder for copies of the .idx files of data in a store
+    object_storage_cache_path: str | None = None  # a folder for copies of .idx files in a store
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     hybrid_context_parallel: bool = False
@@ -101,32 +104,34 @@ class GPTDatasetConfig:
     context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
+        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length: got {self.sequence_length}, expected at least 1")
         if not 0 <= self.random_seed < 2**32:
-            raise ValueError(f"random_seed: got {self.random_seed}, expected 0 to 2**32 - 1")
-        if not 0 <= self.mid_level_dataset_surplus < math.inf:
-            raise ValueError(
-                f"mid_level_dataset_surplus: got {self.mid_level_dataset_surplus}, expected 0 or more")
-        if (self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss) and self.eod is None:
-            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, reset_attention_mask "
-                             "and eod_mask_loss need")
-        if self.blend_per_split is not None:
-            if self.blend is not None or self.split is not None:
-                raise ValueError("blend_per_split: got it with blend or split, expected it alone")
-            if len(self.blend_per_split) != len(Split):
-                raise ValueError(f"blend_per_split: got {len(self.blend_per_split)} blends, expected {len(Split)} "
-                                 f"(None for a split without data)")
-        if self.blend is not None and self.split is None:
-            raise ValueError('split: got none, expected shares of train, valid, test, as "98,1,1"')
-        for prefixes, weights in filter(None, (self.blend, *(self.blend_per_split or ()))):
+            raise ValueError(f"--seed (random_seed): got {self.random_seed}, expected 0 to "
+                             f"2**32 - 1")
+        if not 0 <= surplus < math.inf:
+            raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
+        resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        if resets and self.eod is None:
+            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, "
+                             "reset_attention_mask and eod_mask_loss need")
+        if per_split is not None and (self.blend is not None or self.split is not None):
+            raise ValueError("blend_per_split: got it with blend or split, expected it alone")
+        if per_split is not None and len(per_split) != len(Split):
+            raise ValueError(f"blend_per_split: got {len(per_split)} blends, expected {len(Split)} "
+                             f"(None for a split without data)")
+        for prefixes, weights in filter(None, (self.blend, *(per_split or ()))):
             if not prefixes:
                 raise ValueError("blend: got no prefix, expected at least one")
-            if weights is not None and (len(weights) != len(prefixes) or not all(0 < w < math.inf for w in weights)):
-                raise ValueError(f"blend: got weights {list(weights)} for {len(prefixes)} prefixes, expected a number "
-                                 f"above 0 for each, or no weights; leave out a source that should give nothing")
+            if weights is not None and (len(weights) != len(prefixes)
+                                        or not all(0 < w < math.inf for w in weights)):
+                raise ValueError(f"blend: got weights {list(weights)} for {len(prefixes)} "
+                                 f"prefixes, expected a number above 0 for each, or no weights; "
+                                 f"leave out a source that should give nothing")
         _ = self.split_matrix  # a bad split is an error here, not at its first use
-        given = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
+        given = [f.name for f in fields(self)
+                 if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
         if given:
             log.info("%s: accepted; it changes nothing here", ", ".join(given))
 
@@ -151,15 +156,16 @@ class GPTDatasetConfig:
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
-    """The blend that a list on a command line means: prefixes alone, or a weight before each of them, as
-    ["30", "web", "70", "code"]. ValueError where only some have a weight."""
+    """The blend that a list on a command line means: prefixes alone, or a weight before each of
+    them, as ["30", "web", "70", "code"]. ValueError where only some have a weight."""
     if blend is None:
         return None
     weights = [_as_number(text) for text in blend[::2]]
     if len(blend) % 2 or not any(weights):
         return list(blend), None
     if not all(weights):
-        raise ValueError(f"blend: got {' '.join(blend)}, expected a weight before each prefix, or before none")
+        raise ValueError(f"blend: got {' '.join(blend)}, expected a weight before each prefix, or "
+                         f"before none")
     return list(blend[1::2]), [weight for weight in weights if weight]
 
 
@@ -171,13 +177,15 @@ def _as_number(text: str) -> float | None:
 
 
 def split_matrix(split: str | None) -> list[Part]:
-    """Shares as "98,1,1" (fewer than three: the rest is 0) as parts of 0 .. 1. ValueError for others."""
+    """Shares as "98,1,1" (fewer than three: the rest is 0) as parts of 0 .. 1. ValueError for
+    others."""
     shares = [_as_number(text) for text in (split or "").split(",")]
-    known = [share for share in shares if share is not None and 0 <= share < math.inf]
-    if len(known) < len(shares) or len(known) > len(Split) or not sum(known):
-        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as "98,1,1"')
+    good = [share for share in shares if share is not None and 0 <= share < math.inf]
+    if len(good) < len(shares) or len(good) > len(Split) or not sum(good):
+        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as '
+                         f'"98,1,1"')
     edges = [0.0]
-    for share in normalize(known + [0.0] * (len(Split) - len(known))):
+    for share in normalize(good + [0.0] * (len(Split) - len(good))):
         edges.append(edges[-1] + share)
     return [(a, b) if b > a else None for a, b in pairwise(edges)]
 
@@ -188,22 +196,23 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files --------------------------------------------------------------------------------------
 
 class IndexedDataset:
-    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list of them, read-only
-    arrays of `dtype`. ValueError or FileNotFoundError naming the file if the pair is not whole, or holds modes beside
-    its ids."""
+    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list
+    of them, read-only arrays of `dtype`. ValueError or FileNotFoundError naming the file if the
+    pair is not whole, or of another format. Multimodal files are read without their modes."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True):
         self.path_prefix = str(path_prefix)
         self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
         if self.file.format != "megatron" or multimodal:
-            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's of ids alone (multimodal=False)")
+            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, and "
+                             f"multimodal=False")
         self.dtype = self.file.dtype
         self.sequence_lengths = self.file.table("lengths")  # (n,) int32
-        self.sequence_pointers = self.file.table("pointers")  # (n,) int64: the byte of .bin where each begins
-        self.document_indices = self.file.table("boundaries")  # (documents + 1,) int64, in sequences
+        self.sequence_pointers = self.file.table("pointers")  # (n,) int64: bytes of the .bin
+        self.document_indices = self.file.table("boundaries")  # (documents + 1,) int64: sequences
 
     @staticmethod
     def exists(path_prefix: Path | str) -> bool:
@@ -219,29 +228,29 @@ class IndexedDataset:
         return self.get(which)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids (default: all) of sequence `idx` from its id `offset` on. IndexError for a number outside the
-        data set, ValueError for ids outside the sequence."""
+        """`length` ids (default: all) of sequence `idx` from its id `offset` on. IndexError for a
+        number outside the data set, ValueError for ids outside the sequence."""
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
-        one = slice(number, number + 1)
-        sizes = self.sequence_lengths[one].astype(np.int64)
-        (begin,) = self.file.places(np.array([number]), self.sequence_pointers[one], sizes).tolist()
-        size = int(sizes[0])
+        sizes = self.sequence_lengths[number:number + 1].astype(np.int64)
+        begins = self.file.places(
+            np.array([number]), self.sequence_pointers[number:number + 1], sizes)
+        begin, size = int(begins[0]), int(sizes[0])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
-                             f"{size:,}")
+            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence "
+                             f"{number:,}, which has {size:,}")
         return self.file.reader.read(begin + offset, begin + stop)
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. Nothing is there before `finalize`. ValueError for ids that the type cannot
-    hold: they are never wrapped around."""
+    """Writes a pair, sequence by sequence. Nothing is there before `finalize`. ValueError for ids
+    that the type cannot hold: they are never wrapped around."""
 
     def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
         if multimodal:
-            raise ValueError(f"{bin_path}: expected ids alone (multimodal=False)")
+            raise ValueError(f"{bin_path}: modes are not written, expected multimodal=False")
         self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
         self._open = 0  # sequences of the document that is open
 
@@ -250,7 +259,8 @@ class IndexedDatasetBuilder:
         self._writer.append(tensor, [len(tensor)])
         self._open += 1
 
-    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
+    def add_document(self, tensor: Any, lengths: Sequence[int],
+                     modes: Sequence[int] | None = None) -> None:
         """Append a document: its ids, and how many each of its sequences has."""
         self._writer.append(tensor, lengths)
         self._open += len(lengths)
@@ -263,156 +273,53 @@ class IndexedDatasetBuilder:
 
     def add_index(self, path_prefix: Path | str) -> None:
         """Append the documents of another pair."""
-        other = IndexedDataset(path_prefix)
-        if other.dtype != self._writer.dtype:
-            raise ValueError(f"{path_prefix}: its ids are {other.dtype.name}, those of {self._writer.bin_path} "
-                             f"{self._writer.dtype.name}; make them of one type")
+        other, mine = IndexedDataset(path_prefix), self._writer
+        if other.dtype != mine.dtype:
+            raise ValueError(f"{path_prefix}: its ids are {other.dtype.name}, those of "
+                             f"{mine.bin_path} {mine.dtype.name}; make them of one type")
         for first, end in pairwise(other.document_indices.tolist()):
             for ids in other[first:end]:
                 self.add_item(ids)
             self.end_document()
 
     def finalize(self, idx_path: Path | str) -> None:
-        """Write the index; both files appear. ValueError if the last sequences are in no document."""
-        self._writer.commit(Path(idx_path))
+        """Write the index; both files appear. ValueError if the last sequences are in no
+        document."""
+        with self._writer as writer:
+            writer.finish(Path(idx_path))
 
 
-# ---- the three indices ----------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Order:
-    """All that the two shuffles of a data set depend on."""
-
-    seed: int
-    first: int  # sequences first .. last - 1
-    last: int
-    num_epochs: int
-    apart: bool  # whether the last epoch is shuffled apart
-    samples_before: int  # samples that end before the last epoch; then they are shuffled apart as well
-    num_samples: int
-
-    def shuffled(self) -> tuple[np.ndarray, np.ndarray]:
-        """(document_index (epochs * sequences,) int32, shuffle_index (samples,) uint32)."""
-        documents = np.tile(np.arange(self.first, self.last, dtype=np.int32), self.num_epochs)
-        samples = np.arange(self.num_samples, dtype=np.uint32 if self.num_samples < 2**32 - 2 else np.int64)
-        state = np.random.RandomState(self.seed)
-        for array, edge in ((documents, len(documents) - (self.last - self.first)), (samples, self.samples_before)):
-            for part in (array[:edge], array[edge:]) if self.apart else (array,):
-                state.shuffle(part)  # in place: a part is a view
-        return documents, samples
-
-
-def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int, extra: bool,
-               drop_last: bool) -> Order:
-    """How many epochs of `tokens` tokens it takes for `num_samples` samples (None: one epoch), and whether the last
-    one is shuffled apart. ValueError if there are no tokens to take samples from."""
-    wanted, epochs = num_samples or 0, 1
-    if wanted:
-        if not tokens:
-            raise ValueError(f"{wanted:,} samples of {len(documents):,} sequences without a token; give this split "
-                             f"more of the data, or ask for no samples")
-        epochs = -(-(wanted * T + extra) // tokens)
-    before = max(0, (epochs - 1) * tokens - extra) // T
-    apart = epochs > 1 and wanted - before < int(APART * ((tokens - extra) // T))
-    targets = epochs * tokens - extra
-    total = max(0, targets // T)
-    if not drop_last:  # megatron-core counts a last partial sample with float32
-        total = max(0, int(np.ceil(np.float32(targets) / np.float32(T))))
-    return Order(seed, documents.start, documents.stop, epochs, apart, before, total)
-
-
-def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int, tokens: int, T: int, extra: bool
-                 ) -> np.ndarray:
-    """sample_index, (samples + 1, 2): where each sample of the stream begins, (place in `documents`, offset).
-
-    `lengths` are those of all sequences, `tokens` is how many there are in the stream. Sample k begins at token kT.
-    Without the extra token it begins behind token kT - 1, which may be the end of a document. What would begin behind
-    the last token, as after a partial sample, begins there.
-    """
-    wide = len(documents) > np.iinfo(np.int32).max
-    found = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
-    begun, before = 1, 0  # samples whose beginning is known: 0 begins at (0, 0), whatever document 0 is; tokens passed
-    for at in range(0, len(documents), STRETCH):
-        sizes = lengths[documents[at:at + STRETCH]].astype(np.int64)
-        ends = before + np.cumsum(sizes)
-        before = int(ends[-1])
-        last = num_samples if before == tokens else min(num_samples, (before - extra) // T)
-        begins = np.minimum(np.arange(begun, last + 1) * T, tokens - extra)
-        places = np.searchsorted(ends, begins, "right" if extra else "left")
-        found[begun:last + 1, 0] = at + places
-        found[begun:last + 1, 1] = begins - (ends - sizes)[places]
-        begun = max(begun, last + 1)
-    if not extra and len(documents):
-        found[1 + tokens // T:] = len(documents) - 1, lengths[documents[-1]]
-    return found
-
-
-def cached(folder: Path, name: str, build: Callable[[], dict[str, np.ndarray]], *, names: Sequence[str]
-           ) -> dict[str, np.ndarray]:
-    """The arrays `names` that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made and written there.
-
-    `name` holds a hash of everything that the arrays are computed from, so whoever writes a file writes the same bytes.
-    That makes many processes on many nodes safe without a lock: each looks, makes what is absent, and renames its own
-    copy into place. <name>.json is written last and has the checksums; they are compared at every opening, and what
-    differs from them is told and made again. Rejected: rank 0 builds and the others wait at a barrier, as megatron-core
-    does. That ends in a time-out where rank 0 takes long, or where the file system is slow to show the file.
-    """
-    seal = folder / f"{name}.json"
-    paths = {which: folder / f"{name}-{which}.npy" for which in names}
-
-    def load() -> dict[str, np.ndarray]:
-        found = {which: np.load(path, mmap_mode="r", allow_pickle=False) for which, path in paths.items()}
-        if read_json(seal) != {which: _checksum(array) for which, array in found.items()}:
-            raise ValueError("an array is not what its checksum says")
-        return found
-
-    if seal.exists():
-        try:
-            return load()
-        except (OSError, ValueError, EOFError) as e:
-            log.warning("%s: cannot be used (%s); it is made again", seal, e)
-    arrays = build()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for which, path in paths.items():
-            with atomic_open(path) as f:
-                np.save(f, arrays[which], allow_pickle=False)
-        write_json(seal, {which: _checksum(array) for which, array in arrays.items()})
-        return load()
-    except OSError as e:
-        log.warning("%s: not stored (%s); it will be made again next time", seal, e)
-        return arrays
-
-
-def _checksum(array: np.ndarray) -> list[Any]:
-    return [array.dtype.str, list(array.shape), hash_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)]
-
-
-# ---- samples --------------------------------------------------------------------------------------------------------
+# ---- samples ------------------------------------------------------------------------------------
 
 class GPTDataset:
-    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors, `row(i)` the
-    same for training.
+    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of
+    tensors, `row(i)` the same for training.
 
-    `num_samples`: there are at least so many, over as many epochs as it takes; None: one epoch. ValueError for data
-    that cannot give them. Looks at lengths; reads no token and computes no index yet.
+    `num_samples`: there are at least so many, over as many epochs as it takes; None: one epoch.
+    ValueError for data that cannot give them. Looks at lengths; reads no token and computes no
+    index yet. It is also a blend of one data set, itself (`datasets`, `counts`, `locate`).
     """
 
-    def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range, num_samples: int | None,
-                 index_split: Split, config: GPTDatasetConfig):
-        self.dataset, self.dataset_path, self.indices = indexed_dataset, dataset_path, indexed_indices
-        self.num_samples, self.index_split, self.config = num_samples, index_split, config
+    def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
+                 num_samples: int | None, index_split: Split, config: GPTDatasetConfig):
+        self.dataset, self.dataset_path = indexed_dataset, dataset_path
+        self.indices, self.index_split = indexed_indices, index_split
+        self.num_samples, self.config = num_samples, config
         self._T, self._extra = config.sequence_length, config.add_extra_token_to_sequence
         self._pad = pad_id(config)
-        lengths = self._lengths()
-        if len(lengths) and lengths.min() < 0:
-            raise ValueError(f"{dataset_path}.idx: sequence {indexed_indices.start + int(lengths.argmin()):,} has "
-                             f"{lengths.min():,} tokens; make the pair again")
-        self.num_tokens_per_epoch = int(lengths.sum(dtype=np.int64))
-        drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
+        first = indexed_indices.start
+        self._lengths = indexed_dataset.sequence_lengths[first:indexed_indices.stop]
+        if self._lengths.min(initial=0) < 0:
+            bad = int(self._lengths.argmin())
+            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has "
+                             f"{self._lengths[bad]:,} tokens; make the pair again")
+        self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
+        drop_last = (index_split is not Split.valid
+                     or config.drop_last_partial_validation_sequence)
         try:
-            self.order = plan_order(config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch, T=self._T,
-                                    num_samples=num_samples, extra=self._extra, drop_last=drop_last)
+            self.order = plan_order(
+                config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
+                num_samples=num_samples, T=self._T, extra=self._extra, drop_last=drop_last)
         except ValueError as e:
             raise ValueError(f"{dataset_path}, split {index_split.name}: {e}") from None
 
@@ -426,15 +333,6 @@ class GPTDataset:
         """The files of a prefix."""
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The type of ids on disk."""
-        return self.dataset.dtype
-
-    def _lengths(self) -> np.ndarray:
-        """Of this data set's own sequences."""
-        return self.dataset.sequence_lengths[self.indices.start:self.indices.stop]
-
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""
         return {**vars(self.order), "sequence_length": self._T, "extra_token": self._extra,
@@ -443,11 +341,9 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.order.num_samples
 
-    # ---- as a blend of one
-
     @property
     def datasets(self) -> "list[GPTDataset]":
-        """Those that samples come from: itself."""
+        """Those that samples come from."""
         return [self]
 
     def counts(self, stop: int) -> list[int]:
@@ -463,21 +359,22 @@ class GPTDataset:
     # ---- indices
 
     @cached_property
-    def _tables(self) -> dict[str, np.ndarray]:
+    def _tables(self) -> Arrays:
         """The three indices, computed or mapped."""
-        order = self.order
+        num_epochs = self.order.num_epochs
 
-        def build() -> dict[str, np.ndarray]:
-            documents, samples = order.shuffled()
-            begins = find_samples(self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
-                                  tokens=order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
+        def build() -> Arrays:
+            documents, samples = self.order.shuffled()
+            begins = find_samples(
+                self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
+                tokens=num_epochs * self.num_tokens_per_epoch, extra=self._extra)
             return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
 
-        if self.config.path_to_cache is None or order.num_epochs * len(self.indices) + len(self) < WORTH_STORING:
-            return build()
-        key = hash_json([self.identity(), hash_bytes(np.ascontiguousarray(self._lengths()).data)])
-        return cached(Path(self.config.path_to_cache), f"{key}-{type(self).__name__}-{self.index_split.name}", build,
-                      names=("document_index", "sample_index", "shuffle_index"))
+        key = hash_json([self.identity(), hash_array(self._lengths)])
+        return cached(
+            self.config.path_to_cache, f"{key}-{type(self).__name__}-{self.index_split.name}",
+            build, names=("document_index", "sample_index", "shuffle_index"),
+            entries=num_epochs * len(self.indices) + len(self))
 
     @property
     def document_index(self) -> np.ndarray:
@@ -486,7 +383,7 @@ class GPTDataset:
 
     @property
     def sample_index(self) -> np.ndarray:
-        """(samples + 1, 2): where each sample of the stream begins, (place in document_index, offset)."""
+        """(samples + 1, 2): where each sample of the stream begins."""
         return self._tables["sample_index"]
 
     @property
@@ -504,7 +401,9 @@ class GPTDataset:
         for place in range(first, last + 1):
             sequence = int(self.document_index[place])
             begin = skip if place == first else 0
-            end = until + self._extra if place == last else int(self.dataset.sequence_lengths[sequence])
+            end = int(self.dataset.sequence_lengths[sequence])
+            if place == last:
+                end = until + self._extra
             found.append((sequence, begin, end - begin))
         return found
 
@@ -513,13 +412,15 @@ class GPTDataset:
         return np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Sample i for training: (ids (T + 1,) of the type on disk, live (T + 1,) uint8 or None). Inputs are ids[:-1]
-        and targets ids[1:]; live is 0 where a target does not count, None where all do. Where there is no token, the
-        id is 0."""
+        """Sample i for training: (ids (T + 1,) of the type on disk, live (T + 1,) uint8 or None).
+
+        Inputs are ids[:-1] and targets ids[1:]. `live` is 0 where a target does not count; None
+        says that all do. Where there is no token, the id is 0.
+        """
         found = self._ids(i)
         if len(found) == self._T + 1 and not self.config.eod_mask_loss and self._pad == NO_PAD:
             return found, None
-        ids = np.zeros(self._T + 1, self.dtype)
+        ids = np.zeros(self._T + 1, found.dtype)
         ids[:len(found)] = found
         padding = (np.arange(len(ids)) >= len(found)) | (ids == self._pad)
         live = (~padding).astype(np.uint8)
@@ -529,13 +430,12 @@ class GPTDataset:
         return ids, live
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
-        """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and attention_mask
-        (1, T, T) bool, True where attention is barred, if the configuration asks for it. None: a sample that fills a
-        batch, without loss."""
+        """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32,
+        and attention_mask (1, T, T) bool, True where attention is barred, if the configuration asks
+        for it. None: a sample that fills a batch, without loss."""
         import torch
 
-        at = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
-        found = self._ids(at)
+        found = self._ids(0 if idx is None else int(idx) + len(self) * (int(idx) < 0))
         text = np.full(self._T + 1, self._pad, np.int64)
         text[:len(found)] = found
         tokens, labels = text[:-1].copy(), text[1:].copy()
@@ -547,8 +447,8 @@ class GPTDataset:
             ids[ids == self._pad] = 0
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
-    def _masks(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """loss_mask, position_ids and attention_mask of tokens (T,), by where documents end in them."""
+    def _masks(self, tokens: np.ndarray) -> Arrays:
+        """loss_mask, position_ids and attention_mask of tokens (T,), by where documents end."""
         config, places = self.config, np.arange(self._T)
         ends = np.zeros(self._T, bool) if config.eod is None else tokens == config.eod
         document = np.cumsum(ends) - ends  # 0 up to the first end, that one included
@@ -564,9 +464,9 @@ class GPTDataset:
 
 
 def pad_id(config: GPTDatasetConfig) -> int:
-    """The id that stands for no token: the tokenizer's `pad`, unless it is another special token's as well (then
-    NO_PAD, with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
-    tokenizer = config.tokenizer
+    """The id that stands for no token: the tokenizer's `pad`, unless it is another special token's
+    as well (then NO_PAD, with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
+    tokenizer, keep = config.tokenizer, config.allow_ambiguous_pad_tokens
     pad = getattr(tokenizer, "pad", None)
     if pad is None:
         return NO_PAD
@@ -575,22 +475,22 @@ def pad_id(config: GPTDatasetConfig) -> int:
     if pad not in (others or [getattr(tokenizer, "eos", None), getattr(tokenizer, "eod", None)]):
         return int(pad)
     log.warning("the tokenizer's padding token, %s, is another special token as well; %s", pad,
-                "its tokens get no loss" if config.allow_ambiguous_pad_tokens else "it is not taken for padding")
-    return int(pad) if config.allow_ambiguous_pad_tokens else NO_PAD
+                "its tokens get no loss" if keep else "it is not taken for padding")
+    return int(pad) if keep else NO_PAD
 
 
-# ---- data that are made up ------------------------------------------------------------------------------------------
+# ---- data that are made up ----------------------------------------------------------------------
 
 class MockGPTLowLevelDataset:
-    """100,000 sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD. megatron-core's."""
-
-    dtype = np.dtype(np.int64)
+    """100,000 sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD.
+    megatron-core's."""
 
     def __init__(self, tokenizer: Any):
         if getattr(tokenizer, "eod", None) is None or not getattr(tokenizer, "vocab_size", None):
             raise ValueError("tokenizer: made-up data need one with an `eod` and a `vocab_size`")
         self.vocab_size, self.eod = int(tokenizer.vocab_size), int(tokenizer.eod)
-        self.sequence_lengths = np.random.default_rng(0).integers(1, 4096, 100_000, dtype=np.int32)
+        rng = np.random.default_rng(0)
+        self.sequence_lengths = rng.integers(1, 4096, 100_000, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

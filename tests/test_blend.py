@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import blend
-from nanochat.blend import BlendedDataset, BlendedMegatronDatasetBuilder, blend_sources
+from nanochat import sample_index
+from nanochat.blend import BlendedDataset, BlendedMegatronDatasetBuilder
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
+from nanochat.sample_index import blend_sources
 from tests.toy import examples
 
 
@@ -128,7 +129,7 @@ def test_equal_data_sets_have_equal_identities(prefixes: list[str]) -> None:
 def test_large_indices_are_kept_in_the_cache(prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                              ) -> None:
     plain = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])[0]
-    monkeypatch.setattr(blend, "WORTH_STORING", 400)
+    monkeypatch.setattr(sample_index, "WORTH_STORING", 400)
     for _ in range(2):
         kept = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4], path_to_cache=str(tmp_path))[0]
         assert isinstance(kept.dataset_index, np.memmap) and (kept.dataset_index == plain.dataset_index).all()

@@ -201,7 +201,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 class IndexedDataset:
     """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list
     of them, read-only arrays of `dtype`. ValueError or FileNotFoundError naming the file if the
-    pair is not whole, or of another format. Multimodal files are read without their modes."""
+    pair is not whole, or of another format, as multimodal ones are."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True):
         self.path_prefix = str(path_prefix)
@@ -285,8 +285,7 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: Path | str) -> None:
         """Write the index; both files appear. ValueError if the last sequences are in no
         document."""
-        with self._writer as writer:
-            writer.finish(Path(idx_path))
+        self._writer.commit(Path(idx_path))
 
 
 # ---- samples ------------------------------------------------------------------------------------

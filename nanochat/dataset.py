@@ -30,6 +30,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -96,8 +97,15 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 
 def is_prefixes(path: Path | str) -> bool:
-    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them."""
-    return not place(path).exists() and ("," in str(path) or any(file.is_file() for file in _pair(path)))
+    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them.
+    ValueError, which says what to write, for Megatron's own list with a weight before each of them."""
+    if place(path).exists():
+        return False
+    parts = str(path).split(",")
+    if len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2]):
+        raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write --data-path="
+                         f"{','.join(parts[1::2])} --order=megatron --blend-weights={','.join(parts[::2])}")
+    return len(parts) > 1 or any(file.is_file() for file in _pair(path))
 
 
 def _pair(prefix: Path | str) -> tuple[Path, Path]:

@@ -1,18 +1,37 @@
-"""Blends: every index is that of a plain loop; the builder makes what megatron-core's makes; bad blends are named."""
+"""Blends, and Megatron's order as a stream: every index is that of a plain loop; rows of a run are Megatron's samples,
+and all that lanes promise holds for them too."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import sample_index
-from nanochat.blend import BlendedDataset, BlendedMegatronDatasetBuilder
+from nanochat import readers, sample_index
+from nanochat.blend import (
+    BlendedDataset,
+    BlendedMegatronDatasetBuilder,
+    DocumentRange,
+    SampleConfig,
+    SampleStream,
+    find_prefixes,
+    open_samples,
+)
+from nanochat.dataloader import DataLoader, Dry
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
+from nanochat.rows import copy_rows
+from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.sample_index import blend_sources
-from tests.toy import examples
+from nanochat.stream import ledger
+from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps
+
+T, V, R = 12, 4, 8
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
+Sources = dict[str, DocumentRange]
 
 
 def plain_blend(weights: list[float], n: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
@@ -161,3 +180,310 @@ def test_bad_blends_are_one_sentence(prefixes: list[str]) -> None:
     assert len(BlendedDataset(sources, [1, 1, 1], 60, config)) == 60
     with pytest.raises(ValueError, match="at most 32,766"):
         BlendedDataset(sources[:1] * 40_000, [1.0] * 40_000, 1, config)
+
+
+# ---- a run's stream -------------------------------------------------------------------------------------------------
+
+class Tokenizer(ByteTokenizer):
+    """A byte tokenizer that knows its size; its EOD is `BOS`."""
+
+    def get_vocab_size(self) -> int:
+        return BOS + 1
+
+
+def write_pair(prefix: Path, lengths: list[int], *, seed: int = 0, dtype: Any = np.uint16, cut: bool = False) -> Path:
+    """A pair whose documents have so many ids, an EOD at the end of each; with `cut` every third is two sequences."""
+    rng, builder = np.random.default_rng(seed), IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for i, n in enumerate(lengths):
+        ids = np.append(rng.integers(0, BOS, n - 1), BOS).astype(dtype) if n else np.zeros(0, dtype)
+        builder.add_document(ids, [n // 2, n - n // 2] if cut and i % 3 == 0 else [n])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def some_lengths(n: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 31, n).tolist()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """--data-path of three pairs."""
+    root = tmp_path_factory.mktemp("pairs")
+    return ",".join(str(write_pair(root / name, some_lengths(n, seed), seed=seed, cut=name == "b"))
+                    for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()))
+
+
+def sources_of(data_path: str, split: str = DEFAULT_SPLIT, part: str = "train") -> Sources:
+    manifests = find_prefixes(data_path, None, split)[part]
+    return {bucket: DocumentRange(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
+
+
+def config_of(**changed: Any) -> SampleConfig:
+    return SampleConfig(**{"T": T, "V": V, "seed": 5, "num_samples": 10 * R, "weights": (3.0, 2.0, 1.0),
+                           "split": DEFAULT_SPLIT, **changed})
+
+
+def stream_of(config: SampleConfig, sources: Sources, **more: Any) -> SampleStream:
+    return SampleStream(config, sources, range(config.V), tokenizer="bytes", **more)
+
+
+def rows_of(stream: SampleStream, num: int) -> list[tuple[list[int], list[int]]]:
+    """[(tokens, live targets)] of the next rows."""
+    found = []
+    for row in stream.next_rows(num):
+        tokens, live = np.zeros(T + 1, np.int32), np.ones(T + 1, np.uint8)
+        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], live[None])
+        found.append((tokens.tolist(), live[1:].tolist()))
+    return found
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason=f"{GOLDEN}: megatron-core's own samples are not here")
+@pytest.mark.parametrize("case, names, weights", [("single", "a", None), ("blend", "ab", (0.7, 0.3))])
+def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
+    golden = json.loads((GOLDEN / "golden.json").read_text())
+    expected = golden["results"][case]["splits"]["train"]
+    tokenizer = Tokenizer()
+    tokenizer.get_bos_token_id = lambda: golden["config"]["eod"]  # type: ignore[method-assign]
+    tokenizer.get_vocab_size = lambda: 32768  # type: ignore[method-assign]
+    manifests = find_prefixes(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
+    sources = {name: DocumentRange(manifest, tokenizer) for name, manifest in manifests.items()}
+    asked = expected.get("num_samples_asked") or expected["size"]
+    config = SampleConfig(T=128, V=4, seed=1234, num_samples=asked, split="98,1,1", weights=weights)
+    with DataLoader(config, sources, tokenizer=tokenizer, rows_per_step=16, device_batch_size=16) as loader:
+        for step in range(4):
+            batch = next(loader)
+            rows = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+            assert rows.tolist() == expected["first64"][16 * step:16 * step + 16]
+            if len(names) > 1:
+                assert batch.buckets.tolist() == expected["dataset_index"][16 * step:16 * step + 16]
+
+
+@pytest.mark.parametrize("changed", [{}, {"eod_mask_loss": True}, {"weights": None, "num_samples": 24}])
+def test_row_i_of_the_run_is_sample_i(pairs, changed):
+    config, sources = config_of(**changed), sources_of(pairs)
+    samples, stream = open_samples(config, sources), stream_of(config, sources)
+    found = [row for _ in range(config.num_samples // R) for row in rows_of(stream, R // V)]
+    assert len(found) == config.num_samples and stream.next_rows(R // V) == [], "and then there are no more"
+    for i, (tokens, live) in enumerate(found):
+        sample = samples[i]
+        assert tokens == [*sample["tokens"].tolist(), sample["labels"][-1].item()]
+        assert live == sample["loss_mask"].int().tolist()
+    off = sum(live.count(0) for _, live in found)
+    assert off == (sum(tokens[:-1].count(BOS) for tokens, _ in found) if config.eod_mask_loss else 0)
+    assert any(BOS in tokens[:-1] for tokens, _ in found), "the case: documents end in rows"
+
+
+def test_documents_of_a_row_end_with_their_eod(pairs):
+    config, sources = config_of(), sources_of(pairs)
+    with DataLoader(config, sources, tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,
+                    with_doc_ids=True) as loader:
+        batch = next(loader)
+    assert batch.doc_ids is not None and batch.doc_ids.max() > 1, "the case: three documents in a row"
+    for inputs, doc_ids in zip(batch.inputs.tolist(), batch.doc_ids.tolist()):
+        document, expected = 0, []
+        for token in inputs:
+            expected.append(document)
+            document += token == BOS
+        assert doc_ids == expected
+
+
+# ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
+
+def digests_of(config: SampleConfig, sources: Sources, first: int, rows: int) -> list[int]:
+    """The digests of steps of so many rows from a sample on, by DESIGN's words."""
+    samples, found = open_samples(config, sources), []
+    for at in range(first, config.num_samples - rows + 1, rows):
+        total = 0
+        for i in range(rows):
+            ids, live = samples.row(at + i)
+            total += digest_of_row(i, ids.tolist(), [1] * T if live is None else live[1:].tolist())
+        found.append(total % 2**64)
+    return found
+
+
+@pytest.mark.parametrize("W, B", [(1, 8), (2, 3), (3, 1), (4, 2)])
+def test_digests_are_those_of_the_samples_for_every_number_of_processes_and_micro_batch(pairs, W, B):
+    config, sources = config_of(eod_mask_loss=True), sources_of(pairs)
+    found = [digest for digest, _ in load_steps(config, sources, R=R, W=W, B=B, steps=10)]
+    assert found == digests_of(config, sources, 0, R) and len(set(found)) == 10
+
+
+def test_restored_at_any_step_on_any_number_of_processes_with_any_batch_size_the_next_sample_goes_on(pairs):
+    config, sources = config_of(eod_mask_loss=True), sources_of(pairs)
+    whole = list(load_steps(config, sources, R=R, W=2, B=3, steps=9))
+    for step, (_, cursors) in enumerate(whole, 1):
+        W, rows = 1 + step % 4, V * (1 + step % 3)
+        expected = digests_of(config, sources, step * R, rows)
+        found = list(load_steps(config, sources, R=rows, W=W, B=2, steps=min(3, len(expected)), start_step=step,
+                                cursors=json_copy(cursors)))
+        assert [digest for digest, _ in found] == expected[:3]
+        assert [cursor["samples"] for cursor in found[0][1]] == [step * R + rows] * V
+        assert [cursor["lane"] for cursor in found[0][1]] == list(range(V))
+    with pytest.raises(Dry, match="step 10"):
+        list(load_steps(config, sources, R=R, W=1, B=8, steps=2, start_step=9, cursors=whole[-1][1]))
+
+
+@pytest.mark.parametrize("changed, told", [
+    ({"num_samples": 81}, "num_samples: 80 there, 81 here"), ({"seed": 6}, "seed: 5 there, 6 here"),
+    ({"split": "98,1,1"}, "split: 969,30,1 there, 98,1,1 here"), ({"V": 2}, "V: 4 there, 2 here"),
+    ({"weights": (3.0, 2.0, 2.0)}, r"weights: \[3.0, 2.0, 1.0\] there"), ({"eod_mask_loss": True}, "eod_mask_loss: F"),
+    ({"T": 13}, "T: 12 there")])
+def test_cursors_of_other_samples_are_refused_with_what_differs(pairs, changed, told):
+    sources = sources_of(pairs)
+    cursors = stream_of(config_of(), sources).cursors()
+    with pytest.raises(ValueError, match=f"is of another stream .*{told}"):
+        stream_of(config_of(**changed), sources, cursors=cursors)
+
+
+def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanochat.sample_index.WORTH_STORING", 0)
+    sources = sources_of(pairs)
+    cursors = stream_of(config_of(), sources).cursors()
+    kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
+    assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 9
+    assert len(list(tmp_path.glob("*-BlendedDataset-train-*_index.npy"))) == 2
+    assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
+
+
+def test_files_that_are_read_and_not_mapped_give_the_same_rows(pairs, monkeypatch):
+    expected = rows_of(stream_of(config_of(), sources_of(pairs)), 20)
+    monkeypatch.setenv(readers.ENVIRONMENT, "pread")
+    monkeypatch.setattr("nanochat.tokens.MappedReader", None)
+    assert rows_of(stream_of(config_of(), sources_of(pairs)), 20) == expected
+
+
+def test_cursors_of_other_data_or_of_two_checkpoints_are_refused(pairs, tmp_path):
+    stream = stream_of(config_of(), sources_of(pairs))
+    before = stream.cursors()
+    stream.next_rows(2)
+    mixed = [*before[:2], *stream.cursors()[2:]]
+    with pytest.raises(ValueError, match=r"of different steps, after \[0, 8\] samples"):
+        stream_of(config_of(), sources_of(pairs), cursors=mixed)
+    with pytest.raises(ValueError, match=r"no cursor of lanes \[3\]"):
+        stream_of(config_of(), sources_of(pairs), cursors=before[:3])
+    a, b, c = pairs.split(",")
+    with pytest.raises(ValueError, match=r"prefixes: \['a', 'b', 'c'\] there, \['b', 'a', 'c'\] here"):
+        stream_of(config_of(), sources_of(f"{b},{a},{c}"), cursors=before)
+
+
+# ---- accounts -------------------------------------------------------------------------------------------------------
+
+def test_accounts_are_those_of_a_count_token_by_token(pairs):
+    config, sources = config_of(num_samples=400), sources_of(pairs)
+    samples = open_samples(config, sources)
+    owned: dict[str, set[tuple[int, int]]] = {name: set() for name in sources}  # tokens by their place in the stream
+    again = dict.fromkeys(sources, 0)
+    for step, (_, cursors) in enumerate(load_steps(config, sources, R=R, W=2, B=4, steps=50)):
+        for i in range(step * R, step * R + R):
+            name = list(sources)[int(samples.dataset_index[i])]
+            part = samples.datasets[int(samples.dataset_index[i])]
+            k = int(part.shuffle_index[int(samples.dataset_sample_index[i])])
+            assert owned[name].isdisjoint(range(k * T, k * T + T)), "the case: no token is read twice"
+            owned[name].update(range(k * T, k * T + T))
+            again[name] += 1
+        accounts = ledger(cursors, T)
+        for name, found in accounts.items():
+            assert (found["read"], found["repeated"]) == (len(owned[name]), again[name])
+            assert found["emitted"] == found["rows"] * (T + 1) == found["read"] + found["repeated"]
+            assert found["bos"] == found["cropped"] == found["pending"] == found["padded"] == 0
+    assert [found["rows"] for found in accounts.values()] == samples.counts(400)
+    tokens = [part.num_tokens_per_epoch for part in samples.datasets]
+    assert [found["epochs"] for found in accounts.values()] == [len(o) // n for o, n in zip(owned.values(), tokens)]
+    assert max(found["epochs"] for found in accounts.values()) > 1, "the case: epochs wrap around"
+
+
+# ---- who is who -----------------------------------------------------------------------------------------------------
+
+def test_a_row_says_of_which_documents_it_is(pairs):
+    config, sources = config_of(), sources_of(pairs)
+    stream, checked = stream_of(config, sources), 0
+    documents = {name: [np.concatenate(part.dataset[first:end] or [np.zeros(0, np.uint16)]).tolist() for first, end in
+                        zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
+                 for name, part in zip(sources, stream.samples.datasets)}
+    for row in stream.next_rows(20):
+        tokens = np.zeros(T + 1, np.int32)
+        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], np.ones((1, T + 1), np.uint8))
+        for place in stream.describe(row):
+            assert place["file"] == f"{row.bucket}.bin"
+            document = documents[row.bucket][place["document"]]
+            assert tokens[place["at"]:place["at"] + place["tokens"]].tolist() == document[place["start"]:place["stop"]]
+            assert place["of"] == len(document)
+            checked += place["tokens"]
+    assert checked == 80 * (T + 1)
+
+
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_document(tmp_path):
+    for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: document 2 holds the id 300, outside"),
+                                      ("b", np.int32, -3, r"b\.bin: document 2 holds the id -3, outside"),
+                                      ("c", np.int64, 1 << 40, r"c\.bin: document 2 holds the id 1,099,.*, outside")):
+        builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=dtype)
+        for i in range(9):
+            builder.add_document([1] * 11 + [bad if i == 2 else 2, BOS], [13])
+        builder.finalize(tmp_path / f"{name}.idx")
+        config = config_of(weights=None, num_samples=R, split="8,1")
+        with (DataLoader(config, sources_of(str(tmp_path / name), "8,1"), tokenizer=Tokenizer(), rows_per_step=R,
+                         device_batch_size=R) as loader, pytest.raises(ValueError, match=message)):
+            next(loader)
+
+
+# ---- which part of which files --------------------------------------------------------------------------------------
+
+def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
+    split = "70,20,10"
+    train, val = sources_of(pairs, split), sources_of(pairs, split, "val")
+    samples = open_samples(config_of(split=split), train)
+    for name, part in zip(train, samples.datasets):
+        edges, n = part.dataset.document_indices, len(part.dataset)
+        begins, ends = round(0.7 * n), round(0.9 * n)
+        assert part.indices == range(0, begins)
+        expected = [d for d in range(len(edges) - 1) if edges[d] >= begins and edges[d + 1] <= ends]
+        stored = [np.append(BOS, np.concatenate(part.dataset[edges[d]:edges[d + 1]])[:-1]).tolist()
+                  if edges[d + 1] > edges[d] and sum(part.dataset.sequence_lengths[edges[d]:edges[d + 1]]) else [BOS]
+                  for d in expected]
+        found = [d.tolist() for g in range(len(val[name].groups)) for d in val[name].fetch(g, 0, 1024)]
+        assert found == stored and len(found) > 1
+        cut = [d for d in range(len(edges) - 1) if edges[d] < begins < edges[d + 1]]
+        assert int(train[name].groups.sum()) + len(cut) == expected[0]
+    assert any(samples.datasets[1].dataset.document_indices[:-1] != np.arange(60)), "the case: several sequences"
+
+
+def test_validation_may_have_files_of_its_own(pairs, tmp_path):
+    own = write_pair(tmp_path / "own", [5, 6])
+    found = find_prefixes(pairs, own, WHOLE)
+    assert list(found["val"]) == ["own"] and "documents" not in found["val"]["own"]
+    assert [m["documents"] for m in found["train"].values()] == [[0, 90], [0, 60], [0, 20]]
+    for name in ("train/x/b", "train/a", "val/x/v"):
+        (tmp_path / "dir" / name).parent.mkdir(parents=True, exist_ok=True)
+        write_pair(tmp_path / "dir" / name, [9, 9])
+    found = find_prefixes(tmp_path / "dir", None, WHOLE)
+    assert {k: [m["files"][0]["name"] for m in v.values()] for k, v in found.items()} == {
+        "train": ["train/a.bin", "train/x/b.bin"], "val": ["val/x/v.bin"]}
+    assert list(found["train"]) == ["a", "x/b"]
+    for data, val, split in ((tmp_path / "dir", None, WHOLE), (pairs, own, WHOLE), (pairs, None, DEFAULT_SPLIT)):
+        settings = {"order": "megatron", "split": None, "data_path": str(data), "val_path": val}
+        assert settle_split(settings) == split and settle_split({**settings, "split": "1,1"}) == "1,1"
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"split": "many"}, "--split: got 'many', expected shares"),
+    ({"seed": -1}, r"--seed \(random_seed\): got -1"),
+    ({"weights": (1.0,)}, r"--blend-weights: got 1 for 3 prefixes \(a, b, c\), expected one for each"),
+    ({"weights": None, "num_samples": 4000}, r"gone over once, which makes 204 samples, and the run takes 4,000")])
+def test_what_cannot_be_is_an_error_of_one_sentence(pairs, change, message):
+    with pytest.raises(ValueError, match=message):
+        open_samples(config_of(**change), sources_of(pairs))
+
+
+def test_bad_weights_prefixes_and_splits_are_errors_too(pairs):
+    for text, told in (("30,x", "expected a number for each"), ("", "expected a number"), ("1,0", "above 0"),
+                       ("1,-2", "above 0"), ("1,inf", "above 0"), ("nan,1", "above 0")):
+        with pytest.raises(ValueError, match=f"--blend-weights: got .*{told}"):
+            parse_weights(text)
+    assert parse_weights("30,70") == [30.0, 70.0] and parse_weights(None) is None
+    a = pairs.split(",")[0]
+    with pytest.raises(ValueError, match="--data-path: it names a twice"):
+        find_prefixes(f"{a},{a}", None, DEFAULT_SPLIT)
+    with pytest.raises(ValueError, match="--split: 1,0,0 leaves no whole document for validation in a, b, c"):
+        find_prefixes(pairs, None, WHOLE)

@@ -4,14 +4,12 @@ Write the report of a run as markdown: what ran, on what, how long, what came of
     python -m scripts.report --run d12                      # writes RUN/report.md
     python -m scripts.report --run d12 --stages FILE        # with the times of speedrun.sh's stages
 
-    RUN/config.json, data_manifest.json, logs/, eval.json; stages.tsv  --read_facts-->  Facts  --make_report-->  text
-
 It reads the run directory and changes nothing else, so it may be written at any time and as often as you like. Every
 part of the report is a function from Facts to lines. A part whose file is missing says so in one line: a report of an
 unfinished run is a report, too.
 
-stages.tsv is what speedrun.sh keeps: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that
-ended. Where a stage ran several times (a killed training, a repeated command), its times are added up.
+FILE is what speedrun.sh keeps: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that ended.
+Where a stage ran several times (a killed training, a repeated command), its times are added up.
 """
 
 import argparse
@@ -35,7 +33,7 @@ from nanochat.run_dir import cursor_files, find_run, read_config, read_cursors, 
 from nanochat.stream import ledger
 
 CURVE_ROWS = 16  # lines of the loss curve, about
-LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending")
+LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending", "epochs")
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
@@ -49,11 +47,10 @@ class Facts:
     config: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)  # of the log, ascending
     events: list[dict[str, Any]] = field(default_factory=list)
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, Any] = field(default_factory=dict)
     cursors: tuple[int, list[dict[str, Any]]] | None = None  # of the newest save: (step, cursors)
-    evaluation: dict[str, Any] | None = None
-    stages: list[tuple[str, float, int, int, str]] = field(default_factory=list)  # see `read_stages`
-    machine: dict[str, str] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    stages: list[list[Any]] = field(default_factory=list)  # [name, seconds, runs, failed runs, last command]
 
     def named(self, event: str) -> list[dict[str, Any]]:
         """The events of one name, in order."""
@@ -72,57 +69,28 @@ class Facts:
         return f"{how}, saved at step {saved[-1]['step']:,}"
 
 
-def read_stages(path: Path) -> list[tuple[str, float, int, int, str]]:
-    """(name, seconds, runs, how many of them failed, last command) of the stages in the order in which they first ran;
-    torn lines are passed over."""
-    stages: dict[str, tuple[str, float, int, int, str]] = {}
+def read_stages(path: Path) -> list[list[Any]]:
+    """The stages of a file in the order in which they first ran; torn lines are passed over."""
+    stages: dict[str, list[Any]] = {}
     for line in path.read_text().splitlines():
-        try:
-            name, seconds, code, command = line.split("\t")
-            _, before, runs, failed, _ = stages.get(name, (name, 0.0, 0, 0, ""))
-            stages[name] = name, before + float(seconds), runs + 1, failed + (int(code) != 0), command
-        except ValueError:
-            continue
+        fields = line.split("\t")
+        if len(fields) == 4 and fields[2].isdecimal() and fields[1].replace(".", "", 1).isdecimal():
+            name, seconds, code, command = fields
+            stage = stages.setdefault(name, [name, 0.0, 0, 0, ""])
+            stage[1:] = stage[1] + float(seconds), stage[2] + 1, stage[3] + (code != "0"), command
     return list(stages.values())
 
 
-def describe_machine() -> dict[str, str]:
-    """This machine and the code on it, as words."""
-    def git(*arguments: str) -> str:
-        try:
-            return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
-                                  check=True, timeout=20).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return ""
-
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    commit = git("rev-parse", "HEAD")
-    return {"system": platform.platform(),
-            "processor": f"{[*named, platform.machine()][0]}, {cores} cores, {memory:.0f} GiB of memory",
-            "GPUs": ", ".join(f"{g.name} ({g.total_memory / 2**30:.0f} GiB)" for g in gpus) or "none",
-            "Python": sys.version.split()[0], "PyTorch": torch.__version__,
-            "commit": commit + (", with changes" if commit and git("status", "--porcelain") else "") or "not known"}
-
-
-def read_facts(run_dir: Path, *, stages: Path | None = None, machine: dict[str, str] | None = None) -> Facts:
+def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     """Everything about a run that lies on disk. FileNotFoundError if it never started, ValueError for a broken file."""
     records = read_log(run_dir / "logs" / "train.jsonl")
     kept = cursor_files(run_dir)
-    found = {}
-    for name in (MANIFEST_NAME, "eval.json"):
-        found[name] = read_json(run_dir / name) if (run_dir / name).is_file() else None
-        if not isinstance(found[name], dict | None):
-            raise ValueError(f"{run_dir / name}: expected a JSON object, got {type(found[name]).__name__}")
-    return Facts(run_dir=run_dir, config=read_config(run_dir),
-                 steps=[r for r in records if "event" not in r], events=[r for r in records if "event" in r],
-                 manifest=found[MANIFEST_NAME], evaluation=found["eval.json"],
-                 cursors=read_cursors(kept[max(kept)]) if kept else None,
-                 stages=read_stages(stages) if stages is not None and stages.is_file() else [], machine=machine or {})
+    manifest, evaluation = (read_json(path, dict) if path.is_file() else {}
+                            for path in (run_dir / MANIFEST_NAME, run_dir / "eval.json"))
+    return Facts(run_dir, read_config(run_dir), [r for r in records if "event" not in r],
+                 [r for r in records if "event" in r], manifest,
+                 read_cursors(kept[max(kept)]) if kept else None, evaluation,
+                 read_stages(stages) if stages is not None and stages.is_file() else [])
 
 
 # ---- markdown -------------------------------------------------------------------------------------------------------
@@ -145,8 +113,8 @@ def quoted(text: str) -> list[str]:
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 def result_part(facts: Facts) -> list[str]:
-    """The figures to look at first."""
-    val, evaluation = facts.named("val"), facts.evaluation or {}
+    """The figures to look at first. Two runs with equal digests saw equal data."""
+    val, evaluation = facts.named("val"), facts.evaluation
     before = val[0]["bpb"] if len(val) > 1 and val[0]["step"] == 0 else None
     rows: list[tuple[str, Any]] = [
         ("validation bits per byte, before training", before),
@@ -154,13 +122,13 @@ def result_part(facts: Facts) -> list[str]:
         ("a unigram model's on the same tokens", evaluation.get("unigram_bpb"))]
     rows += [(f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()]
     if facts.steps:
-        rows += [("steps", facts.steps[-1]["step"] + 1), ("tokens trained on", facts.steps[-1]["tokens"]),
+        first, last = facts.steps[0], facts.steps[-1]
+        rows += [("steps", last["step"] + 1), ("tokens trained on", last["tokens"]),
                  ("time in steps", duration(sum(s["step_s"] for s in facts.steps))),
                  ("tokens/s, median step", statistics.median(s["tokens_per_s"] for s in facts.steps)),
-                 *((f"digest of the batch of step {s['step']:,}", f"`{s['digest']}`")
-                   for s in (facts.steps[0], facts.steps[-1]))]
+                 *((f"digest of the batch of step {s['step']:,}", f"`{s['digest']}`") for s in (first, last))]
     lines = markdown(("figure", "result"), rows)
-    if facts.evaluation is None:
+    if not evaluation:
         lines += ["", "No eval.json: `python -m scripts.base_eval` has not run, so there is no unigram model to "
                       "compare with and there are no samples."]
     elif facts.steps and evaluation["step"] != facts.steps[-1]["step"] + 1:
@@ -170,17 +138,30 @@ def result_part(facts: Facts) -> list[str]:
 
 def settings_part(facts: Facts) -> list[str]:
     """What ran: commands, resolved settings, and what follows from them."""
-    lines = []
-    if facts.stages:
-        lines += ["Commands:", "", *quoted("\n".join(command for *_, command in facts.stages)), ""]
+    lines = ["Commands:", "", *quoted("\n".join(stage[-1] for stage in facts.stages)), ""] if facts.stages else []
     settings = ", ".join(f"{k} {v}" for k, v in facts.config.items() if k != "derived")
     lines += ["Settings (`config.json`):", "", *quoted(textwrap.fill(settings, 110, break_on_hyphens=False)), ""]
     return lines + markdown(("derived", "value"), list(facts.config.get("derived", {}).items()))
 
 
 def machine_part(facts: Facts) -> list[str]:
-    """On what: this machine, and what training said of its own."""
-    rows = list(facts.machine.items())
+    """On what: this machine and the code on it, and what training said of its own."""
+    def git(*arguments: str) -> str:
+        try:
+            return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
+                                  timeout=20).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    changed = ", with changes" if git("status", "--porcelain") else ""
+    processor = f"{[*named, platform.machine()][0]}, {os.cpu_count()} cores"
+    rows = [("system", platform.platform()), ("processor", processor),
+            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0]), ("PyTorch", torch.__version__),
+            ("commit", git("rev-parse", "HEAD") + changed or "not known")]
     told = ""
     for start in facts.named("started"):
         words = f"{start['world_size']} process(es) on {start['device']}, PyTorch {start['torch']}"
@@ -192,10 +173,8 @@ def machine_part(facts: Facts) -> list[str]:
 
 def time_part(facts: Facts) -> list[str]:
     """How long: stages, and what the steps spent their time on."""
-    lines = []
-    if facts.stages:
-        rows = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in facts.stages]
-        lines += [*markdown(("stage", "time", "runs", "of them failed or stopped"), rows), ""]
+    rows = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in facts.stages]
+    lines = [*markdown(("stage", "time", "runs", "of them failed or stopped"), rows), ""] if rows else []
     if not facts.steps:
         return [*lines, "No step was logged."]
     step_s, wait_s = (sum(s[k] for s in facts.steps) for k in ("step_s", "wait_s"))
@@ -206,7 +185,7 @@ def time_part(facts: Facts) -> list[str]:
 
 
 def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
-    """Whether read + bos + repeated = emitted + cropped + pending in every bucket, in words."""
+    """Whether the accounts of every bucket balance, in words."""
     off = {bucket: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
            for bucket, a in accounts.items()}
     wrong = ", ".join(f"{bucket} by {tokens:,}" for bucket, tokens in off.items() if tokens)
@@ -216,20 +195,18 @@ def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
 
 def data_part(facts: Facts) -> list[str]:
     """What was read, and the accounts of every token of it."""
-    lines = []
-    if facts.manifest is not None:
-        rows = [(split if len(buckets) == 1 else f"{split}, {bucket}", m["root"], len(m["files"]),
-                 sum(f["size"] for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
-                for split, buckets in facts.manifest.items() for bucket, m in buckets.items()]
-        lines += [*markdown(("files", "where", "number", "bytes", "documents"), rows), ""]
+    files = [(f"{split}, {bucket}", m["root"], len(m["files"]), sum(f["size"] for f in m["files"]),
+              sum(sum(f["groups"]) for f in m["files"]))
+             for split, buckets in facts.manifest.items() for bucket, m in buckets.items()]
+    lines = [*markdown(("files", "where", "number", "bytes", "documents"), files), ""] if files else []
     if facts.cursors is None:
         return [*lines, "No checkpoint yet, so no accounts."]
     step, cursors = facts.cursors
     accounts = ledger(cursors, facts.config["max_seq_len"])
-    rows_ = [(bucket, *(a[k] for k in LEDGER_COLUMNS), f"{100 * a['cropped'] / max(1, a['read']):.2f} %", a["epochs"])
-             for bucket, a in accounts.items()]
+    rows = [(bucket, *(a[k] for k in LEDGER_COLUMNS), f"{100 * a['cropped'] / max(1, a['read']):.2f} %")
+            for bucket, a in accounts.items()]
     return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has finished. "
-            f"{balance(accounts)}", "", *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read", "epochs"), rows_)]
+            f"{balance(accounts)}", "", *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read"), rows)]
 
 
 def curve_part(facts: Facts) -> list[str]:
@@ -242,19 +219,18 @@ def curve_part(facts: Facts) -> list[str]:
     spread = {round(i * last / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)} & by_step.keys()
     evaluated = list(val)[::-1][::max(1, -(-len(val) // CURVE_ROWS))]
     rows = [(step, *(by_step.get(step, {}).get(k) for k in ("loss", "smooth_loss", "lr", "grad_norm")), val.get(step))
-            for step in sorted({*spread, *evaluated, last, *(step for step in val if step > last)})]
+            for step in sorted({*spread, *evaluated, last})]
     header = ("step", "loss", "smooth", "lr", "gradient norm", "validation bits per byte (before the step)")
     return markdown(header, rows)
 
 
 def samples_part(facts: Facts) -> list[str]:
     """What the model writes."""
-    samples = (facts.evaluation or {}).get("samples", {})
     lines = []
     for kind, words in (("prompted", "Beginnings of documents, continued with the likeliest tokens:"),
                         ("unprompted", "From nothing, at temperature 1:")):
-        if samples.get(kind):
-            lines += [words, ""] + [line for text in samples[kind] for line in (*quoted(text), "")]
+        texts = facts.evaluation.get("samples", {}).get(kind, [])
+        lines += [words, "", *(line for text in texts for line in (*quoted(text), ""))] if texts else []
     return lines or ["None."]
 
 
@@ -267,16 +243,15 @@ def places_part(facts: Facts) -> list[str]:
     return [f"`{run}`:", "", *(f"- `{path.relative_to(run)}`" for path in there + saved)]
 
 
-PARTS = (("Result", result_part), ("What ran", settings_part), ("On what", machine_part), ("How long", time_part),
-         ("Data", data_part), ("Loss curve", curve_part), ("Samples", samples_part),
-         ("Where everything lies", places_part))
+PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part, "How long": time_part,
+         "Data": data_part, "Loss curve": curve_part, "Samples": samples_part, "Where everything lies": places_part}
 
 
 def make_report(facts: Facts) -> str:
     """The whole report."""
     lines = [f"# Run `{facts.config.get('model_tag', facts.run_dir.name)}`: {facts.status}", "",
              f"Written {time.strftime('%Y-%m-%d %H:%M %Z')}.", ""]
-    for title, part in PARTS:
+    for title, part in PARTS.items():
         lines += [f"## {title}", "", *part(facts), ""]
     return "\n".join(lines)
 
@@ -293,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read, write, say where. Raises FileNotFoundError where there is no run, ValueError for a broken file in it."""
     args = parse_args(argv)
     run_dir = find_run(args.run).absolute()
-    facts = read_facts(run_dir, stages=args.stages, machine=describe_machine())
+    facts = read_facts(run_dir, args.stages)
     output = args.output or run_dir / "report.md"
     write_bytes(output, make_report(facts).encode())
     print(f"{run_dir.name}: {facts.status}", *result_part(facts), f"report: {output}", sep="\n")

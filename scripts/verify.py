@@ -4,15 +4,13 @@ Verify what lies on disk, to the last byte:
     python -m scripts.verify PATH...     a run (its tag will do), folders with everything below them, one pair, one
                                          checkpoint; pairs may lie in object storage (s3://bucket/prefix)
 
-Each thing is opened by the room that owns it (nanochat/tokens.py, nanochat/checkpoint.py, nanochat/run_dir.py), read
-whole, and what that room refuses is a problem. Beyond that:
+Each thing is opened by the room that owns it, read whole, and what that room refuses is a problem. Beyond that:
 
-    pairs         .bin and .idx, GPTS or Megatron's: no empty entry, prefixes shorter than their entries, windows no
-                  longer than said, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
-                  else; counts and checksums of manifest.json; pairs that it lists and are gone, or does not list. Then
-                  a table: how long entries are, and how many tokens lie beyond a row of T + 1
-    checkpoints   a line for each file, its size and checksum as trainer_state.json has them; files that it does not
-                  list; cursors of another step. Nothing is unpickled
+    pairs         .bin and .idx: no empty entry, prefixes and windows as long as they may be, ids inside the vocabulary,
+                  end-of-document ids at the ends of documents and nowhere else, and what manifest.json says. Then a
+                  table: how long entries are, and how many tokens lie beyond a row of T + 1
+    checkpoints   a line for each file, its size and checksum; files that the checkpoint does not list. Nothing is
+                  unpickled
     cursors       those that a run keeps in logs/
 
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs are read in blocks,
@@ -23,7 +21,7 @@ need not have any: only --tokenizer tells).
 
 import argparse
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from tqdm import tqdm
 from nanochat.common import Parser, hash_file, run_main, setup_logging, table
 from nanochat.places import begin, local, place
 from nanochat.remote import is_remote
-from nanochat.run_dir import checkpoint_folders, cursor_files, find_run, read_cursors
+from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
@@ -51,27 +49,26 @@ class Counts:
     """What the pairs of a folder hold."""
 
     def __init__(self) -> None:
-        self.shards = self.documents = self.entries = self.tokens = self.beyond = 0
+        self.shards = self.documents = self.beyond = 0
         self.of_length = np.zeros((2, 64), np.int64)  # [:, k]: entries of 2**k ids and up to twice as many; their ids
 
     def add(self, lengths: np.ndarray, T: int) -> None:
         """Count entries by their lengths (n,)."""
         power = np.frexp(np.maximum(lengths, 1))[1] - 1
-        self.entries += len(lengths)
-        self.tokens += int(lengths.sum())
         self.beyond += int(np.maximum(lengths - (T + 1), 0).sum())
         self.of_length[0] += np.bincount(power, minlength=64)
         self.of_length[1] += np.bincount(power, lengths, minlength=64).astype(np.int64)
 
     def lines(self, folder: Path, T: int) -> list[str]:
         """The table for people."""
-        lines = [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {self.entries:,} entries, "
-                 f"{self.tokens:,} tokens"]
-        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / self.entries:.2%}", f"{ids / self.tokens:.2%}")
-                for k, (n, ids) in enumerate(self.of_length.T.tolist()) if n]
-        if self.tokens:
+        entries, tokens = self.of_length.sum(axis=1).tolist()
+        lines = [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {entries:,} entries, {tokens:,} "
+                 f"tokens"]
+        if tokens:
+            rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / entries:.2%}", f"{ids / tokens:.2%}")
+                    for k, (n, ids) in enumerate(self.of_length.T.tolist()) if n]
             lines += [f"  {line}" for line in table(("ids", "entries", "of entries", "of tokens"), rows)]
-            lines.append(f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / self.tokens:.2%}")
+            lines.append(f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / tokens:.2%}")
         return lines
 
 
@@ -232,33 +229,6 @@ def check_cursors(folder: Path, bar: tqdm) -> Report:
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-def find_checkpoints(path: Path) -> set[Path]:
-    """Checkpoints at or below a folder, good or not: all that have the name of one in a folder `checkpoints`, and
-    whatever else has a trainer_state.json of this program (others use the name too)."""
-    named = {p / folder.name for p in (path, *path.rglob("checkpoints")) if p.absolute().name == "checkpoints"
-             for folder in checkpoint_folders(p.absolute().parent).values() if folder.is_dir()}
-    if path.absolute() in checkpoint_folders(path.absolute().parent.parent).values():
-        named.add(path)
-    sealed = {p.parent for p in path.rglob(SEAL_NAME) if b'"format_version"' in p.read_bytes()}
-    return named | {p for p in sealed if not is_hidden(p.relative_to(path))}
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def has_manifest(folder: Path) -> bool:
-    """Whether a folder's manifest.json is of token files: other programs use the name too."""
-    try:
-        return read_manifest(folder) is not None
-    except ValueError:
-        return False
-
-
-def size_of(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
 def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callable[[tqdm], Report]]]:
     """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.
     FileNotFoundError or ValueError where that is nothing."""
@@ -268,25 +238,41 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
         path = find_run(path)
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
-        return [(size_of([pair]), partial(check_pairs, pair.parent, [pair], args, whole=False))]
-    checkpoints = set() if is_remote(path) else find_checkpoints(path)
-    theirs = checkpoints | {p.parent for p in path.rglob(SEAL_NAME)}  # .bin files in there are no pairs
+        return [(pair.stat().st_size, partial(check_pairs, pair.parent, [pair], args, whole=False))]
     pairs: dict[Path, set[Path]] = {}
-    for p in path.rglob("*"):
-        if theirs.isdisjoint(p.parents) and not is_hidden(p.relative_to(path)):
-            if p.suffix in (".bin", ".idx"):
-                pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
-            elif p.name == MANIFEST_NAME and has_manifest(p.parent):
-                pairs.setdefault(p.parent, set())
-    cursors = [p for p in {path, *path.rglob("cursors")} if p.absolute().parts[-2:] == ("logs", "cursors")]
-    found = [(size_of(pairs[p]), partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
-    found += [(size_of(p.rglob("*")), partial(check_checkpoint, p)) for p in sorted(checkpoints)]
-    found += [(size_of(p.iterdir()), partial(check_cursors, p)) for p in sorted(cursors)
-              if cursor_files(p.absolute().parents[1])]
+    folders: list[tuple[Path, Callable[[tqdm], Report]]] = []
+    closed: set[Path] = set()  # folders of checkpoints: the .bin files in there are no pairs
+    for p in [path, *sorted(path.rglob("*"))]:
+        if any(part.startswith(".") for part in p.relative_to(path).parts) or not closed.isdisjoint(p.parents):
+            continue
+        if p.suffix in (".bin", ".idx"):
+            pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
+        elif p.name == MANIFEST_NAME and has_manifest(p.parent):
+            pairs.setdefault(p.parent, set())
+        elif p.is_dir() and not is_remote(p):
+            whole, seal = p.absolute(), p / SEAL_NAME
+            named = whole.parent.name == "checkpoints" and CHECKPOINT_NAME.fullmatch(whole.name)
+            if named or seal.is_file():
+                closed.add(p)
+                if named or b'"format_version"' in seal.read_bytes():  # other programs use the name too
+                    folders.append((p, partial(check_checkpoint, p)))
+            elif whole.parts[-2:] == ("logs", "cursors"):
+                folders.append((p, partial(check_cursors, p)))
+    found = [(sum(file.stat().st_size for file in pairs[p] if file.exists()),
+              partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
+    found += [(sum(file.stat().st_size for file in p.rglob("*") if file.is_file()), check) for p, check in folders]
     if not found:
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
                          f"below it; name another path")
     return found
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder's manifest.json is of token files: other programs use the name too."""
+    try:
+        return read_manifest(folder) is not None
+    except ValueError:
+        return False
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,29 +9,17 @@ import pytest
 from nanochat.common import duration, show, write_json
 from nanochat.run_dir import keep_cursors, pack_cursors
 from scripts import report
-from scripts.report import (
-    Facts,
-    balance,
-    curve_part,
-    describe_machine,
-    make_report,
-    markdown,
-    quoted,
-    read_facts,
-)
+from scripts.report import Facts, balance, curve_part, make_report, markdown, quoted, read_facts
 from tests import training
 
 T, STEPS = 15, 40
 
 
-def feed(**changes: Any) -> dict[str, Any]:
-    """One lane's accounts: 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
-    return {"epoch": 1, "unit": 0, "documents": 4, "read": 96, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
-            "padded": 0, "pending": 7, "waiting": [], **changes}
-
-
-def cursors(**changes: Any) -> list[dict[str, Any]]:
-    return [{"format": 1, "lane": i, "row": 5, "stream": {}, "buckets": {"data": feed(**changes)}} for i in range(2)]
+def cursors(read: int = 96) -> list[dict[str, Any]]:
+    """Two lanes; of each 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
+    feed = {"epoch": 1, "documents": 4, "read": read, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
+            "padded": 0, "pending": 7}
+    return [{"lane": i, "row": 5, "buckets": {"data": feed}} for i in range(2)]
 
 
 def log_lines() -> list[dict[str, Any]]:
@@ -79,7 +67,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def test_every_figure_is_the_one_on_disk(run: Path) -> None:
-    text = make_report(read_facts(run, stages=run.parent.parent / "stages.tsv", machine={"processor": "abacus"}))
+    text = make_report(read_facts(run, run.parent.parent / "stages.tsv"))
     found = rows(text)
     assert "# Run `tiny`: completed" in text
     assert found["validation bits per byte, before training"] == ["4.25"]
@@ -88,12 +76,13 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["training bits per byte, `data`"] == ["1.938"]
     assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
     assert found["time in steps"] == ["20.0 s"] and found["tokens/s, median step"] == ["339.5"]
-    assert found["processor"] == ["abacus"] and found["params"] == ["12,345"]
+    assert found["Python"][0].startswith("3.") and "cores" in found["processor"][0] and found["commit"]
+    assert found["params"] == ["12,345"]
     assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0"]
     assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0"]
     assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
-    assert found["train"] == ["/data", "4", "4,000", "52"]
-    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "13.54 %", "1"]
+    assert found["train, data"] == ["/data", "4", "4,000", "52"]
+    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.54 %"]
     assert "It balances" in text and "step 40, in tokens" in text and "10.00 % of it waiting for data" in text
     assert "depth 2, max_seq_len 15" in text and "train --fast" in text
     curve = rows(text.partition("## Loss curve")[2].partition("## Samples")[0])
@@ -118,6 +107,8 @@ def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
         x for x in full.splitlines() if x.startswith("## ")]
     assert ("base_eval` has not run" in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
+    write_json(run / "eval.json", {**EVALUATION, "step": 20})
+    assert ("eval.json is of step 20" in make_report(read_facts(run))) == ("logs/train.jsonl" not in gone)
 
 
 def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
@@ -132,12 +123,6 @@ def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
         started = max(i for i, line in enumerate(lines) if '"started"' in line)
         log.write_text("\n".join(lines[:started + 1]) + "\n")
         assert read_facts(training.run_dir()).status == "unfinished, saved at step 2"
-
-
-def test_an_evaluation_of_an_older_step_is_said_to_be_that(run: Path) -> None:
-    assert "has gone on" not in make_report(read_facts(run))
-    write_json(run / "eval.json", {**EVALUATION, "step": 20})
-    assert "eval.json is of step 20" in make_report(read_facts(run))
 
 
 def test_accounts_that_do_not_balance_are_said_not_to() -> None:
@@ -165,11 +150,6 @@ def test_values_and_durations_read_well() -> None:
     assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200, -70)] == [
         "-", "0.0 s", "59.0 s", "1 min 00 s", "12 min 05 s", "1 h 00 min", "3 h 07 min", "2 d 04 h", "-1 min 10 s"]
     assert quoted("a\n````") == ["`````text", "a", "````", "`````"]
-
-
-def test_the_machine_is_described() -> None:
-    machine = describe_machine()
-    assert machine["Python"].startswith("3.") and "cores" in machine["processor"] and machine["commit"]
 
 
 def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

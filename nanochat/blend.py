@@ -32,9 +32,8 @@ number of samples asked for, and a document's first tokens would be predicted fr
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,10 +46,9 @@ from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normali
 from nanochat.places import place
 from nanochat.sample_data import has_own_val
 from nanochat.sample_index import blend_sources, cached
-from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, Tokenizer, check_format, scan
-from nanochat.stream import FORMAT, Cursor, check_cursors
-from nanochat.tokens import GROUP_ENTRIES, TokenFile
+from nanochat.sources import Manifest, check_format, scan
+from nanochat.stream import FORMAT, Cursor, Row, check_cursors
+from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
     import torch
@@ -261,17 +259,6 @@ def _prefix(manifest: Manifest) -> str:
     return str(file).removesuffix(".bin")
 
 
-class DocumentRange(ShardSource):
-    """The documents of one pair that a manifest's "documents" names, [first, end)."""
-
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
-        super().__init__(manifest, tokenizer)
-        first, end = manifest["documents"]
-        edges = [*range(first, end, GROUP_ENTRIES), end]
-        self.groups = np.array([b - a for a, b in pairwise(edges)], np.int64)
-        self._first_group = [0, len(self.groups)]
-        self._first_entry = np.array(edges[:-1], np.int64)
-        self.fingerprint = hash_json([self.fingerprint, first, end])
 
 
 def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset | BlendedDataset:
@@ -286,9 +273,9 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset
     try:
         wanted = GPTDatasetConfig(
             random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights),
-            split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].eod),
+            split=config.split, tokenizer=SimpleNamespace(eod=next(iter(sources.values())).bos),
             path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
-            mmap_bin_files=all(source.mapped for source in pairs))
+            mmap_bin_files=True)
         builder = BlendedMegatronDatasetBuilder(
             GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
         samples = builder.build_split(Split.train)
@@ -304,29 +291,16 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset
 # ---- a run's stream -----------------------------------------------------------------------------
 
 @dataclass(slots=True)
-class SampleRow:
+class SampleRow(Row):
     """A row: one sample."""
 
-    lane: int
-    index: int  # of this lane's rows
-    bucket: str
-    tokens: np.ndarray  # (T + 1,)
-    live: np.ndarray | None  # (T + 1,) uint8; None: every target counts
-    sample: int  # which row of the run it is
+    sample: int = -1  # which row of the run it is
+    eod: int = -1
 
-    @staticmethod
-    def copy(rows: "Sequence[SampleRow]", bos: np.ndarray, tokens: np.ndarray, live: np.ndarray,
-             doc_ids: np.ndarray | None) -> bool:
-        """`nanochat.rows.copy_rows` of this kind. `bos` is the EOD as well."""
-        masked = False
-        for i, row in enumerate(rows):
-            tokens[i] = row.tokens
-            if row.live is not None:
-                live[i], masked = row.live, True
-        if doc_ids is not None:
-            ends = tokens == bos[0]
-            doc_ids[...] = np.cumsum(ends, axis=1) - ends
-        return masked
+    def doc_ids(self) -> np.ndarray:
+        """As of `Row`; a document ends with its EOD."""
+        ends = self.tokens == self.eod
+        return (np.cumsum(ends) - ends).astype(np.int32)
 
 
 class SampleStream:
@@ -340,8 +314,8 @@ class SampleStream:
                  tokenizer: str, cursors: Sequence[Cursor] | None = None):
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
-        self.mapped = all(source.mapped for source in sources.values())
-        self.bound = min(source.bound for source in sources.values())  # of ids
+        first = next(iter(sources.values()))
+        self.eod, self.bound = first.bos, first.tokenizer.get_vocab_size()  # the bound of ids
         self.identity = {
             **config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
             "samples": hash_json(self.samples.identity()),
@@ -373,18 +347,14 @@ class SampleStream:
                 sample = self.taken + lane * num_rows + j
                 number, _ = self.samples.locate(sample)
                 ids, live = self.samples.row(sample)
-                row = SampleRow(lane, self.row + j, self.buckets[number], ids, live, sample)
+                row = SampleRow(lane, self.row + j, self.buckets[number], ids, live, [],
+                                sample, self.eod)
                 self._check_ids(row)
                 rows.append(row)
                 self.counts[at, number] += 1
         self.taken += num_rows * self.config.V
         self.row += num_rows
         return rows
-
-    def steps(self, num_rows: int) -> Iterator[tuple[list[SampleRow], list[tuple[Any, ...]]]]:
-        """As of `Stream`."""
-        while True:
-            yield self.next_rows(num_rows), self.snapshot()
 
     def _check_ids(self, row: SampleRow) -> None:
         """ValueError for an id that no embedding may see."""
@@ -406,15 +376,15 @@ class SampleStream:
 
     # ---- state
 
-    def snapshot(self) -> list[tuple[Any, ...]]:
+    def state(self) -> list[tuple[Any, ...]]:
         """The state of all lanes, for `cursors`; cheap enough for every step."""
         counts = self.counts.tolist()
         return [(lane, self.row, frozenset(), (self.taken, counts[i]))
                 for i, lane in enumerate(self.lanes)]
 
-    def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
-        state, T = self.snapshot() if snapshot is None else snapshot, self.config.T
+    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, now or as `state` told: JSON values."""
+        state, T = self.state() if state is None else state, self.config.T
         taken = self.samples.counts(state[0][3][0])
         epochs = [n * T // part.num_tokens_per_epoch
                   for n, part in zip(taken, self.samples.datasets)]

@@ -26,6 +26,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+
 if TYPE_CHECKING:
     from nanochat.dist import autodetect_device_type as autodetect_device_type
     from nanochat.dist import compute_cleanup as compute_cleanup
@@ -305,6 +307,27 @@ def duration(seconds: float | None) -> str:
     if hours == 0:
         return f"{minutes} min {s:02d} s"
     return f"{hours} h {minutes_left:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+# ---- blocks, and randomness by counters ------------------------------------------------------------------------------
+
+def block(j: int, m: int, V: int) -> range:
+    """Block j of m of V things: floor(jV/m) .. floor((j+1)V/m) - 1."""
+    return range(j * V // m, (j + 1) * V // m)
+
+
+def words(n: int, *key: Any) -> np.ndarray:
+    """(n,) uint64: random words that depend on the key alone.
+
+    They are the raw words of NumPy's Philox counter generator, which NumPy promises for all versions and machines.
+    It does not promise what `Generator.permutation` makes of them."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
+
+
+def permutation(n: int, *key: Any) -> np.ndarray:
+    """(n,) int64: a permutation that depends on the key alone, on any machine and NumPy version."""
+    return np.argsort(words(n, *key), kind="stable")
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ The plan: what a run will take from each bucket, and the exact step at which one
                                               |
              follow each lane: where its due bucket is dry it halts, or drops the bucket and asks the others more
 
-The bucket of any row is known without history (nanochat/mixing.py) and the rows that a feed can give do not depend on
+The bucket of any row is known without history (curriculum.py) and the rows that a feed can give do not depend on
 the mix (nanochat/rehearsal.py), so a run of any length is followed from one dry bucket to the next by bisection. Only
 feeds that come near their end are packed at all. For shards the plan is exact, halting step and accounts included; for
 text it is an estimate.
@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import hash_json
-from nanochat.mixing import Mixer
+from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.rehearsal import (
     Lengths,
@@ -228,12 +228,12 @@ class _Planner:
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Any], clock: Clock, num_steps: int, tokenizer: str,
                  drop_dry: bool, cursors: Sequence[Cursor] | None, num_workers: int):
-        stream = Stream(config, sources, range(config.V), tokenizer=tokenizer, cursors=cursors, num_threads=1,
-                        new_curriculum=True)  # it knows which buckets are mixed, and checks cursors
+        stream = Stream(config, sources, range(config.V), tokenizer=tokenizer, cursors=cursors, num_threads=1)
+        # it knows which buckets are mixed, and checks cursors
         stream.close()
         self.config, self.clock, self.stop, self.tokenizer = config, clock, clock.row(num_steps), tokenizer
         self.drop_dry, self.num_workers = drop_dry, num_workers
-        self.mixer, self.parked = stream.mixer, stream.parked
+        self.mixer, self.parked = stream.mixer, dict[int, dict[str, Any]]()
         self.sources: dict[str, Lengths] = {bucket: sources[bucket] for bucket in stream.feeds}
         self.orders = {b: Order(source.groups, bucket=b, config=config) for b, source in self.sources.items()}
         self.totals = {b: unit_totals(source, self.orders[b], config.T) for b, source in self.sources.items()}

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.concat import Concat
-from nanochat.order import Order, StreamConfig, words
-from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, Source
-from nanochat.stream import COUNTS, Feed
+from nanochat.common import words
+from nanochat.order import Order, StreamConfig
+from nanochat.packing import COUNTS
+from nanochat.sources import Manifest, Source, TokenSource
+from nanochat.stream import Feed
 
 PROGRESS_ROWS = 1 << 14  # between two signs of life of a task
 SAMPLED_UNITS, SAMPLE_SIZE = 8, 64  # of text
@@ -39,45 +39,42 @@ SAMPLED_UNITS, SAMPLE_SIZE = 8, 64  # of text
 class SampledLengths:
     """Text as a source of lengths: those of a sample of its documents, drawn again and again, group by group."""
 
-    mapped = True
+    bos = 0
 
     def __init__(self, source: Source):
         """Reads and tokenizes 64 documents from each of up to 8 groups."""
         self.groups, self.fingerprint = source.groups, source.fingerprint
         spread = np.linspace(0, len(source.groups) - 1, min(SAMPLED_UNITS, len(source.groups))).astype(int)
-        texts = [text for group in spread.tolist() for text in source.fetch(group, 0, SAMPLE_SIZE)]
-        self.sample = np.array([len(tokens) for tokens in source.encode(texts)], np.int64)
+        documents = [ids for group in spread.tolist()
+                     for ids in source.read(group, np.arange(min(SAMPLE_SIZE, int(source.groups[group]))))[0]]
+        self.sample = np.array([len(ids) for ids in documents], np.int64)
 
-    def lengths(self, group: int, unit: int, unit_size: int) -> np.ndarray:
-        """(n,) int64: tokens of each document, BOS included."""
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        """As of `Source`."""
         drawn = self.sample[(words(int(self.groups[group]), "sample", group) % np.uint64(len(self.sample))).astype(int)]
-        return drawn[unit * unit_size:(unit + 1) * unit_size]
-
-    def prefixes(self, group: int) -> np.ndarray:
-        """How many tokens of each document repeat the one before it: text has none."""
-        return np.zeros(int(self.groups[group]), np.uint16)
-
-    def overlaps(self, group: int, unit: int, unit_size: int) -> list[int]:
-        """The same for a unit."""
-        return self.prefixes(group)[unit * unit_size:(unit + 1) * unit_size].tolist()
+        return drawn[rows].tolist(), [0] * len(rows)
 
     def locate(self, group: int) -> tuple[str, int]:
         """A sample has no place."""
         return "sample", group
 
 
-Lengths = ShardSource | SampledLengths
+Lengths = TokenSource | SampledLengths
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a ShardSource asks of a tokenizer."""
+    """What a TokenSource asks of a tokenizer."""
 
     fingerprint: str
     bos: int
+    size: int
 
     def get_bos_token_id(self) -> int:
         return self.bos
+
+    def get_vocab_size(self) -> int:
+        return self.size
 
     def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError("lengths are known without a token")
@@ -85,21 +82,21 @@ class _Vocabulary:
 
 def with_lengths(source: Source) -> Lengths:
     """The source itself where it knows its lengths, else a sample of it."""
-    return source if isinstance(source, ShardSource) else SampledLengths(source)
+    return source if isinstance(source, TokenSource) else SampledLengths(source)
 
 
 def _pack_up(source: Lengths, tokenizer: str) -> tuple[Manifest, _Vocabulary, bool] | SampledLengths:
     """What another process opens the source again from."""
-    if isinstance(source, ShardSource):
-        return source.manifest, _Vocabulary(tokenizer, source.eod), source.keep_eod
+    if isinstance(source, TokenSource):
+        return source.manifest, _Vocabulary(tokenizer, source.bos, source.tokenizer.get_vocab_size()), source.as_stored
     return source
 
 
 def _unpack(packed: tuple[Manifest, _Vocabulary, bool] | SampledLengths) -> Lengths:
     if isinstance(packed, SampledLengths):
         return packed
-    manifest, vocabulary, keep_eod = packed
-    return ShardSource(manifest, vocabulary, keep_eod=keep_eod)
+    manifest, vocabulary, as_stored = packed
+    return TokenSource(manifest, vocabulary, as_stored=as_stored)
 
 
 # ---- bounds from totals ---------------------------------------------------------------------------------------------
@@ -140,10 +137,10 @@ def unit_totals(source: Lengths, order: Order, T: int) -> Totals:
     """Totals of each unit of a bucket, (num_units,), units of the same group side by side. Reads every length once."""
     parts: list[np.ndarray] = []
     for group, n in enumerate(order.groups.tolist()):
-        lengths = source.lengths(group, 0, n)
+        lengths, prefixes = map(np.array, source.lengths(group, np.arange(n)))
         long = lengths > T
         edges = np.arange(0, n, order.unit_size)
-        columns = (lengths, long, np.where(long, 0, lengths), lengths > 0, source.prefixes(group))
+        columns = (lengths, long, np.where(long, 0, lengths), lengths > 0, prefixes)
         parts.append(np.stack([np.add.reduceat(np.asarray(column, np.int64), edges) for column in columns]))
     return Totals(*np.concatenate(parts, axis=1))
 
@@ -151,7 +148,7 @@ def unit_totals(source: Lengths, order: Order, T: int) -> Totals:
 def share_totals(totals: Totals, order: Order, epoch: int, spans: Sequence[range]) -> Totals:
     """Totals of some spans of an epoch's units (such as `order.share(lane, epoch)` of each lane), (len(spans),)."""
     first = np.cumsum(order.units_per_group) - order.units_per_group
-    groups = order.sequence(epoch)
+    groups = order._epoch(epoch)[0]
     counts = order.units_per_group[groups]
     units = np.arange(order.num_units) + np.repeat(first[groups] - (np.cumsum(counts) - counts), counts)
     starts, stops = [span.start for span in spans], [max(span.start, span.stop) for span in spans]
@@ -165,68 +162,40 @@ def share_totals(totals: Totals, order: Order, epoch: int, spans: Sequence[range
 
 # ---- packing --------------------------------------------------------------------------------------------------------
 
+class _Nothing:
+    """A source that gives documents of the right lengths and nothing in them."""
+
+    def __init__(self, source: Lengths):
+        self.source, self.bos = source, source.bos
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        """As of `Source`."""
+        lengths, repeated = self.source.lengths(group, rows)
+        return [np.broadcast_to(np.uint8(0), n) for n in lengths], repeated
+
+    def locate(self, group: int) -> tuple[str, int]:
+        """As of `Source`."""
+        return self.source.locate(group)
+
+
 class Rehearsal(Feed):
     """One bucket in one lane, on lengths alone."""
 
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Lengths, order: Order):
-        super().__init__(config, bucket=bucket, lane=lane, source=source, order=order, pool=None)  # type: ignore
-        self._units: list[tuple[list[int], int]] = []  # (lengths, overlap) of the group, the next one last
-        self._key = 0  # of what is read, below zero: a document that a cursor names has its own
+        nothing: Any = _Nothing(source)
+        super().__init__(config, bucket=bucket, lane=lane, source=nothing, order=order, pool=None)
 
-    def _prepare(self) -> None:
-        """The lengths of what this lane reads of the next group, each unit in its order of use."""
-        order, size = self.order, self.order.unit_size
-        group, local = order.locate(self.epoch, self.unit)
-        stop = min(order.span(self.epoch, group).stop, order.share(self.lane, self.epoch).stop)
-        n = int(order.groups[group])
-        lengths, prefixes = self.source.lengths(group, 0, n), self.source.prefixes(group)  # type: ignore
-        begins = np.arange(0, n, size)
-        used = lengths[order.rows(self.epoch, group, 0, n) + np.repeat(begins, size)[:n]].tolist()
-        repeated = np.add.reduceat(prefixes, begins, dtype=np.int64).tolist()
-        for unit in range(local, local + stop - self.unit):
-            mine = used[unit * size:(unit + 1) * size]
-            self._units.append((mine if self.config.framed else [n for n in mine if n], repeated[unit]))
-        self._units.reverse()
-
-    def read_ahead(self) -> None:
-        """Nothing is read, whatever the source would read."""
-
-    def _read(self) -> None:
-        """Take in the next unit."""
-        if not self._units:
-            self._prepare()
-        lengths, repeated = self._units.pop()
-        packer, n = self.packer, len(lengths)
-        try:
-            packer.push_many(range(self._key - n, self._key), lengths)
-        except ValueError as e:
-            name, group = self.source.locate(self.order.locate(self.epoch, self.unit)[0])
-            raise ValueError(f"{name}: group {group}: {e}") from None
-        inserted = n * self.config.framed
-        packer.inserted += inserted
-        packer.repeated += repeated
-        self.read += sum(lengths) - inserted - repeated
-        self.num_documents += n
-        self._key -= n
-        self.unit += 1
-        self._settle()
-
-    def pack(self, rows: int) -> bool:
+    def advance(self, rows: int) -> bool:
         """Go on until so many rows are packed, in all; False where the feed is dry before."""
-        packer = self.packer
-        if isinstance(packer, Concat):  # rows are numbers
-            while packer.row < rows:
-                self.refill()
-                if not packer.ready:
-                    return False
-                packer.advance(min(rows - packer.row, packer.num_ready))
-            return True
-        while packer.row < rows:
-            self.refill()
-            if not packer.ready:
+        while self.packer.row < rows:
+            if self.pack() is None:
                 return False
-            packer.next_row()
         return True
+
+    def refill(self) -> None:
+        """Read what the next row wants."""
+        while self.packer.wants(self.config.fill_target(self.packer.row)) and not self.exhausted:
+            self._read()
 
     def accounts(self) -> dict[str, int]:
         """What `nanochat.stream.ledger` needs of a cursor's feed."""
@@ -265,7 +234,7 @@ def open_rehearsals(config: StreamConfig, packed: Mapping[str, Any]
             feed.restore(task.state)
         going, before = True, feed.packer.row
         while going and feed.packer.row < task.rows:
-            going = feed.pack(min(task.rows, feed.packer.row + PROGRESS_ROWS))
+            going = feed.advance(min(task.rows, feed.packer.row + PROGRESS_ROWS))
             yield feed.packer.row - before
             before = feed.packer.row
         if task.flush:

@@ -15,14 +15,12 @@ from typing import Any
 
 from nanochat.common import get_base_dir, read_json, write_json
 from nanochat.curriculum import Curriculum
-from nanochat.dataset import split_train_val
+from nanochat.dataset import as_parquet, split_train_val
 from nanochat.order import StreamConfig
 from nanochat.places import begin, etag_of, fetch, place
 from nanochat.remote import is_remote
 from nanochat.run_dir import read_config
-from nanochat.sample_stream import Config
-from nanochat.shard_source import ShardSource
-from nanochat.sources import Manifest, ParquetSource, Source, as_parquet, check, check_format, scan
+from nanochat.sources import Manifest, Source, check, check_format, open_source, scan
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"
@@ -104,18 +102,6 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
                 raise ValueError(f"{path}: it changed since this launch began (ETag {entry['etag']} then, {found} now)")
 
 
-def open_source(manifest: Manifest, tokenizer: RustBPETokenizer, *, as_stored: bool = False) -> Source:
-    """The source of a manifest's files; `as_stored`: entries of shards keep their end-of-document id."""
-    if "documents" in manifest:
-        from nanochat.blend import DocumentRange
-
-        return DocumentRange(manifest, tokenizer)
-    if manifest["files"][0]["name"].endswith(".bin"):
-        return ShardSource(manifest, tokenizer, keep_eod=as_stored)
-    if as_stored:
-        raise ValueError("--packing binned: packs stored entries, and this data is text; make shards of it with python "
-                         "-m scripts.tok_shards, or take --packing bestfit")
-    return ParquetSource(manifest, tokenizer)
 
 
 def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *, as_stored: bool = False
@@ -125,7 +111,8 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBP
     return RunData(tokenizer, train, {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()})
 
 
-def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None) -> Config:
+def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None
+                  ) -> Any:
     """The stream of a run's resolved settings (config.json), by the names its flags have. `curriculum`: in place of the
     one that the run began with."""
     if settings.get("order") == "megatron":
@@ -145,7 +132,7 @@ def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | N
                         packer_version=settings["packer_version"])
 
 
-def open_run(run_dir: Path) -> tuple[RunData, Config, dict[str, Any]]:
+def open_run(run_dir: Path) -> tuple[RunData, Any, dict[str, Any]]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
     the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = read_config(run_dir), pinned_data(run_dir)

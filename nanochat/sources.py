@@ -1,42 +1,46 @@
 """
 Sources: the files of a bucket behind one small interface, and the manifest that pins them.
 
-    Source.groups              documents in each group (a parquet row group), in the order of files
-    Source.fetch(group, unit)  raw documents of a unit (consecutive documents of a group): cheap to hold
-    Source.encode(raw)         their tokens as the stream sees them: BOS and ids
+    Source.groups               documents in each group, in the order of files
+    Source.read(group, rows)    those documents as token ids, [BOS] + ids each
 
-A parquet row group can only be read from its beginning, and one page may hold all of it, but a lane wants 64 documents
-now and the next 64 much later. Holding each lane's group decoded would cost megabytes a lane, decoding it for each unit
-would cost sixteen times the work. So a group is decoded once, cut into units, and the units that the lane will still
-want are kept compressed until they are fetched (`keep`). A small bucket, whose groups several lanes share, is kept
-compressed whole.
+A group is a run of documents stored together: a parquet row group, some thousand entries of a token
+file. A new kind of data file is one class in one file: see `source_class`.
 
-A run must see the same files for ever. `scan` makes the manifest: for each file its relative name, size, a hash of
-its footer and the rows of its groups, and of an object its ETag. `check` compares it with the disk or the store and
-names the file that changed or went. Files that came later are not in the manifest and so not in the stream. Hashing
-whole files at each start would take hours on large data sets; the footer holds offsets, sizes and statistics of every
-column chunk, so a rewritten parquet file does not keep it. ETags count where a manifest's data still lie where they
+**Parquet.** A row group can only be read from its beginning, and one page may hold all of it, but a
+lane wants 64 documents now and the next 64 much later. Holding each lane's group decoded would cost
+megabytes a lane; decoding it for each unit would cost sixteen times the work. So a group is decoded
+once, cut into chunks, and the chunks that the lane will read soon are kept compressed until they are
+read. A small bucket, whose groups several lanes share, is kept compressed whole.
+
+**Pinned files.** A run must see the same files for ever. `scan` makes the manifest: for each file its
+relative name, size, a hash of its footer and the rows of its groups, and of an object its ETag.
+`check` compares it with the disk or the store and names the file that changed or went. Files that
+came later are not in the manifest and so not in the stream. Hashing whole files at each start would
+take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk,
+so a rewritten parquet file does not keep it. ETags count where a manifest's data still lie where they
 lay: another store gives the same bytes another one.
-
-jsonl and jsonl.gz (a `{"text": ...}` a line) are converted once to parquet in a cache and are then parquet.
 """
 
+import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from nanochat.common import hash_bytes, hash_json
 from nanochat.dataset import as_parquet, data_folder, find_files, open_parquet, read_batches, read_footer
-from nanochat.pairs import pair_format
-from nanochat.pairs import scan_file as scan_pair
 from nanochat.places import etag_of, fetch, place
 from nanochat.remote import is_remote
+from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
+CHUNK = 64  # documents that are kept, compressed, as one
 SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
 Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
 
@@ -49,37 +53,229 @@ class Tokenizer(Protocol):
 
     def get_bos_token_id(self) -> int: ...
 
+    def get_vocab_size(self) -> int: ...
+
     def encode_flat(self, texts: list[str], *, num_threads: int = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class Source(Protocol):
-    """One bucket's documents. `fetch` and `encode` are called from several threads at once."""
+class Source:
+    """One bucket's documents. `manifest` is a run's, see `scan`; the tokenizer is the run's.
 
-    fingerprint: str
-    groups: np.ndarray  # (G,) int64, documents in each group
-    mapped: bool  # whether fetching costs nothing, so that nobody need do it ahead
+    A kind of file is a subclass: `scan_file` pins one, `read` reads it. Both may be called from
+    several threads at once, and errors name the file.
+    """
 
-    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = ...) -> list[Any]: ...
+    lengths_known: ClassVar[bool] = False  # whether `lengths` is there: no ids need be read for them
 
-    def encode(self, raw: list[Any]) -> list[np.ndarray]: ...
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
+        files = manifest["files"]
+        self.manifest, self.tokenizer = manifest, tokenizer
+        self.bos = tokenizer.get_bos_token_id()
+        self.fingerprint = fingerprint(manifest)
+        self.groups = np.array([n for e in files for n in e["groups"]], np.int64)  # documents in each
+        self.paths = [place(manifest["root"]) / e["name"] for e in files]
+        self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
 
-    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]: ...
+    @staticmethod
+    def scan_file(path: Path, name: str) -> dict[str, Any]:
+        """What pins a file in a manifest: {"name", "size", "footer": a hash, "groups": documents in
+        each}. ValueError or FileNotFoundError for a file that cannot be read."""
+        raise NotImplementedError
 
-    def locate(self, group: int) -> tuple[str, int]: ...
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        """Documents `rows` (n,) of a group, in that order: (ids of each, how many first ids of each
+        repeat the document before it). Rows behind these and before `keep` will be wanted soon."""
+        raise NotImplementedError
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        """`read` without the ids: (length of each, how many first ids of each repeat)."""
+        raise NotImplementedError
+
+    def place(self, group: int) -> tuple[int, int]:
+        """(file, group in that file) of a group."""
+        file = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        return file, group - int(self._first_group[file])
+
+    def locate(self, group: int) -> tuple[str, int]:
+        """(relative file name, group in that file) of a group."""
+        file, number = self.place(group)
+        return self.manifest["files"][file]["name"], number
 
 
-# ---- manifests ------------------------------------------------------------------------------------------------------
+# ---- text in parquet --------------------------------------------------------------------------------
 
-def _scan_file(path: Path, name: str) -> dict[str, Any]:
-    if path.suffix == ".bin":
-        return scan_pair(path, name)
-    footer, counts = read_footer(path)
-    return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts, **etag_of(path)}
+@dataclass
+class _Chunk:
+    """Some consecutive documents of a group, compressed."""
 
+    data: bytes
+    num_bytes: int  # uncompressed
+    offsets: np.ndarray  # (n + 1,) where each document lies in the bytes
+    left: int  # documents that nobody has read yet
+
+
+class ParquetSource(Source):
+    """Text in parquet files; jsonl is converted to parquet once. `decoded` counts row groups decoded
+    so far: it should stay near one for each group and epoch."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
+        super().__init__(manifest, tokenizer)
+        self.paths = [as_parquet(path) for path in self.paths]
+        self.small = sum(e["size"] for e in manifest["files"]) <= SMALL_BYTES
+        self.decoded = 0
+        self._codec = pa.Codec("zstd", compression_level=1)
+        self._chunks: dict[tuple[int, int], _Chunk] = {}  # by (group, number)
+        self._locks = [threading.Lock() for _ in range(64)]  # a group is decoded once
+
+    @staticmethod
+    def scan_file(path: Path, name: str) -> dict[str, Any]:
+        footer, counts = read_footer(path)
+        return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
+                **etag_of(path)}
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        texts: dict[int, str] = {}
+        numbers = np.unique(rows // CHUNK).tolist()
+        with self._locks[group % len(self._locks)]:
+            if any((group, number) not in self._chunks for number in numbers):
+                self._decode(group, numbers, keep)
+            for number in numbers:
+                mine = [row for row in rows.tolist() if row // CHUNK == number]
+                texts.update(zip(mine, self._texts(group, number, mine)))
+        ids, edges = self.tokenizer.encode_flat([texts[row] for row in rows.tolist()], num_threads=1)
+        return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
+
+    def _texts(self, group: int, number: int, rows: Sequence[int]) -> list[str]:
+        """Documents of a kept chunk; the chunk goes when all of it has been read."""
+        chunk = self._chunks[group, number]
+        data = memoryview(self._codec.decompress(chunk.data, decompressed_size=chunk.num_bytes))
+        edges = chunk.offsets.tolist()
+        chunk.left -= len(rows)
+        if chunk.left <= 0 and not self.small:
+            del self._chunks[group, number]
+        at = [row - number * CHUNK for row in rows]
+        return [str(data[edges[i]:edges[i + 1]], "utf-8") for i in at]
+
+    def _decode(self, group: int, numbers: Sequence[int], keep: int) -> None:
+        """Read a group from its beginning, and keep its chunks `numbers` and those up to row `keep`.
+        ValueError naming the file for nulls and broken data."""
+        file, local = self.place(group)
+        path = self.paths[file]
+        last = max(max(numbers), (keep - 1) // CHUNK)
+        with open_parquet(path) as f:
+            for number, column in enumerate(read_batches(f, local, path, batch_size=CHUNK)):
+                if self.small or number in numbers or number > max(numbers):
+                    self._chunks[group, number] = self._compressed(column)
+                if number >= last and not self.small:
+                    break
+        if (group, max(numbers)) not in self._chunks:
+            raise ValueError(f"{path}: row group {local} has no documents from {max(numbers) * CHUNK:,} on; "
+                             f"the file changed since the run began")
+        self.decoded += 1
+
+    def _compressed(self, column: pa.Array) -> _Chunk:
+        """The texts of a column, which are UTF-8."""
+        wide = pa.types.is_large_string(column.type)
+        offsets = np.frombuffer(column.buffers()[1], np.int64 if wide else np.int32)
+        offsets = offsets[column.offset:column.offset + len(column) + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        data = (column.buffers()[2] or pa.py_buffer(b"")).slice(first, last - first)
+        return _Chunk(self._codec.compress(data, asbytes=True), last - first, offsets - first, len(column))
+
+
+# ---- token files ------------------------------------------------------------------------------------
+
+class TokenSource(Source):
+    """Pairs of .bin and .idx, GPTS or Megatron's. A document is an entry, as `[BOS] + ids`, or as it is
+    stored with `as_stored`. Files are opened when first used. ValueError for another tokenizer's."""
+
+    lengths_known = True
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
+        super().__init__(manifest, tokenizer)
+        self.as_stored = as_stored
+        groups = [np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]]
+        self._first_entry = np.concatenate(groups)
+        if "documents" in manifest:  # a part of one pair: its documents first .. end - 1
+            first, end = manifest["documents"]
+            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
+            self.groups, self._first_entry = np.diff(edges), edges[:-1]
+            self._first_group = np.array([0, len(self.groups)])
+            self.fingerprint = hash_json([self.fingerprint, first, end])
+        self._files: dict[int, TokenFile] = {}
+        self._lock = threading.Lock()
+        folders = {path.parent: number for number, path in enumerate(self.paths)}
+        for number in folders.values():
+            self.file(number).refuse_other_tokenizer(tokenizer.fingerprint)
+
+    @staticmethod
+    def scan_file(path: Path, name: str) -> dict[str, Any]:
+        return open_tokens(path).pin(name)
+
+    def file(self, number: int) -> TokenFile:
+        """The pair of a file of the manifest, opened."""
+        with self._lock:
+            if number not in self._files:
+                path, entry = self.paths[number], self.manifest["files"][number]
+                found = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
+                if (len(found), found.num_bytes) != (sum(entry["groups"]), entry["size"]):
+                    raise ValueError(f"{path}: {len(found):,} entries in {found.num_bytes:,} bytes, "
+                                     f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
+                                     f"the old file back, or start a new run (--model-tag)")
+                self._files[number] = found
+            return self._files[number]
+
+    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, list[int]]:
+        """(pair, first entry, end, each of `rows` counted from the first) of some rows of a group."""
+        first = int(self._first_entry[group] + rows.min())
+        at = (rows - rows.min()).tolist()
+        return self.file(self.place(group)[0]), first, first + max(at) + 1, at
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        found = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
+        repeated = pair.prefixes(first, stop).tolist()
+        return [found[i] for i in at], [repeated[i] for i in at]
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        known = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
+        return known[at].tolist(), pair.prefixes(first, stop)[at].tolist()
+
+
+# ---- kinds of files ---------------------------------------------------------------------------------
+
+def source_class(name: str) -> type[Source]:
+    """The kind of a data file, by its suffix. That of a suffix `.xyz` which is not known here is the
+    class `FileSource` of a module `nanochat/source_xyz.py`; --data-format=xyz then reads such files."""
+    if name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
+        return ParquetSource
+    if name.endswith(".bin"):
+        return TokenSource
+    suffix = Path(name).suffix[1:]
+    try:
+        return importlib.import_module(f"nanochat.source_{suffix}").FileSource
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name}: no source reads .{suffix} files (nanochat/source_{suffix}.py would)") from e
+
+
+def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False) -> Source:
+    """The source of a manifest's files. `as_stored`: entries of token files as they are, for `binned`."""
+    kind = source_class(manifest["files"][0]["name"])
+    if kind is TokenSource:
+        return TokenSource(manifest, tokenizer, as_stored=as_stored)
+    if as_stored:
+        raise ValueError("--packing binned: packs stored entries, and this data is text; make shards of it "
+                         "with python -m scripts.tok_shards, or take --packing bestfit")
+    return kind(manifest, tokenizer)
+
+
+# ---- manifests --------------------------------------------------------------------------------------
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture were meant nobody can
-    tell, and to leave one kind out would make the data silently less, so that is a ValueError too."""
+    """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture were
+    meant nobody can tell, and to leave one kind out would make the data silently less, so that is a
+    ValueError too."""
     pairs = [f for f in files if f.suffix == ".bin"]
     fetch(f.with_suffix(".idx") for f in pairs)
     formats = {f: pair_format(f) or data_format for f in pairs}  # what is unknown is told when it is opened
@@ -88,24 +284,30 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
         return
     if len(others) < len(pairs):
         one, other = min(f for f in pairs if f not in others), min(others)
-        raise ValueError(f"{root}: it mixes {data_format} ({one.name}) with {formats[other]} ({other.name}); move one"
-                         f" kind elsewhere, or turn it into the other (python -m scripts.convert_shards)")
+        raise ValueError(f"{root}: it mixes {data_format} ({one.name}) with {formats[other]} ({other.name}); "
+                         f"move one kind elsewhere, or turn it into the other (python -m scripts.convert_shards)")
     raise ValueError(f"{others[0]}: this pair is of --data-format {formats[others[0]]}, not {data_format}")
 
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
-    """The manifest of some files (default: all) below `root`; jsonl is converted first. The first bad file raises."""
+    """The manifest of some files (default: all) below `root`. The first bad file raises."""
     files = find_files(root) if files is None else list(files)
     folder = data_folder(root)
     names = [f.relative_to(folder).as_posix() for f in files]
-    paths = [as_parquet(f, strict=strict) for f in files]
-    return {"root": str(folder.resolve()), "files": _for_each(_scan_file, paths, names)}
+    return {"root": str(folder.resolve()), "files": _scan_files(files, names, strict=strict)}
 
 
-def _for_each(look: Callable[..., dict[str, Any]], paths: Sequence[Path], *more: Sequence[Any]) -> list[dict[str, Any]]:
-    """`look` at files, several at once: of a disk some, of a store, which answers late, many."""
+def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str, Any] | None = None, *,
+                strict: bool = False) -> list[dict[str, Any]]:
+    """What pins each file; several are looked at at once: of a disk some, of a store, which answers
+    late, many. `known`: by name, what is certain already."""
+    def look(path: Path, name: str) -> dict[str, Any]:
+        if known and name in known:
+            return known[name]
+        return source_class(name).scan_file(as_parquet(path, strict=strict), name)
+
     with ThreadPoolExecutor(32 if any(map(is_remote, paths)) else 8) as pool:
-        return list(pool.map(look, paths, *more))
+        return list(pool.map(look, paths, names))
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -119,129 +321,26 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
     """
     folder = data_folder(root or manifest["root"])
-    names = [e["name"] for e in manifest["files"]]
-    paths = [folder / name for name in names]
+    before = {e["name"]: e for e in manifest["files"]}
+    paths = [folder / name for name in before]
     folder.is_dir()  # of a store: list it once
     fetch(path.with_suffix(".idx") for path in paths if path.suffix == ".bin")
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a new run with "
-                                    f"other data (--model-tag)")
+            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a "
+                                    f"new run with other data (--model-tag)")
     here = str(folder.resolve())
-    known = [e.get("etag") if here == manifest["root"] else None for e in manifest["files"]]
-
-    def look(path: Path, entry: dict[str, Any], etag: str | None) -> dict[str, Any]:
-        if etag and path.suffix == ".parquet" and etag_of(path) == {"etag": etag}:
-            return entry  # it has not changed, so neither has its footer
-        return _scan_file(path, entry["name"])
-
-    now = _for_each(look, [as_parquet(p, strict=strict) for p in paths], manifest["files"], known)
-    for old, new, path in zip(manifest["files"], now, paths, strict=True):
-        keys = ("size", "etag", "footer", "groups") if here == manifest["root"] else ("size", "footer", "groups")
+    keys = ["size", "footer", "groups"] + (["etag"] if here == manifest["root"] else [])
+    known = {}
+    for path, (name, entry) in zip(paths, before.items()):
+        if here == manifest["root"] and path.suffix == ".parquet" and etag_of(path) == {"etag": entry.get("etag")}:
+            known[name] = entry  # the object has not changed, so neither has its footer
+    now = _scan_files(paths, list(before), known, strict=strict)
+    for old, new, path in zip(before.values(), now, paths):
         for what in keys:
             if old.get(what) != new.get(what):
-                raise ValueError(f"{path}: changed since this run began ({what}: {old.get(what)} then, {new.get(what)} "
-                                 f"now); bring the old file back, or start a new run (--model-tag)")
+                raise ValueError(f"{path}: changed since this run began ({what}: {old.get(what)} then, "
+                                 f"{new.get(what)} now); bring the old file back, or start a new run (--model-tag)")
     return {**manifest, "root": here, "files": now}
 
 
-# ---- parquet --------------------------------------------------------------------------------------------------------
-
-class ParquetSource:
-    """Text in parquet files. `decoded` counts row groups decoded so far (a figure to watch: it should stay near one for
-    each group and epoch)."""
-
-    mapped = False
-
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
-        self.manifest, self.tokenizer = manifest, tokenizer
-        self.fingerprint = fingerprint(manifest)
-        per_file = [len(e["groups"]) for e in manifest["files"]]
-        self.groups = np.array([n for e in manifest["files"] for n in e["groups"]], dtype=np.int64)
-        self._paths = [as_parquet(place(manifest["root"]) / e["name"]) for e in manifest["files"]]
-        self._first_group = np.concatenate([[0], np.cumsum(per_file)])
-        self._kept: dict[tuple[int, int, int], tuple[int, bytes, np.ndarray]] = {}  # units, compressed; see _pop
-        self.small = sum(e["size"] for e in manifest["files"]) <= SMALL_BYTES
-        self._codec = pa.Codec("zstd", compression_level=1)
-        self._locks: dict[int, threading.Lock] = {}
-        self._lock = threading.Lock()
-        self.decoded = 0
-
-    def _place(self, group: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        return file, group - int(self._first_group[file])
-
-    def locate(self, group: int) -> tuple[str, int]:
-        """(relative file name, row group in that file) of a group."""
-        file, local = self._place(group)
-        return self.manifest["files"][file]["name"], local
-
-    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[bytes]:
-        """UTF-8 texts of a group's documents [unit * unit_size, (unit + 1) * unit_size). If the group must be decoded
-        for it, the units that `keep()` names are put aside, compressed, for later calls. Raises ValueError naming the
-        file for nulls and broken data."""
-        held = self._pop(group, unit, unit_size)
-        if held is None:
-            with self._lock:
-                lock = self._locks.setdefault(group, threading.Lock())
-            with lock:
-                held = self._pop(group, unit, unit_size)  # a neighbour may have decoded the group meanwhile
-                if held is None:
-                    held = self._decode(group, unit, unit_size, keep())
-        data, offsets = held
-        view = memoryview(data)
-        return [bytes(view[a:b]) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-
-    def encode(self, raw: list[bytes]) -> list[np.ndarray]:
-        """Token ids of each text, BOS in front: (n,) arrays of the tokenizer's dtype, each with memory of its own."""
-        ids, offsets = self.tokenizer.encode_flat([text.decode() for text in raw], num_threads=1)
-        return [ids[a:b].copy() for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist())]
-
-    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]:
-        """How many first ids of each document repeat another one: none, and no list of zeros is made to say so."""
-        return ()
-
-    def _pop(self, group: int, unit: int, unit_size: int) -> tuple[Any, np.ndarray] | None:
-        """A unit that was put aside. Its size belongs to its name: another stream may cut the group differently."""
-        key = (group, unit, unit_size)
-        with self._lock:
-            kept = self._kept.get(key) if self.small else self._kept.pop(key, None)
-        if kept is None:
-            return None
-        size, compressed, offsets = kept
-        return self._codec.decompress(compressed, decompressed_size=size), offsets
-
-    def _decode(self, group: int, unit: int, unit_size: int, keep: set[int]) -> tuple[Any, np.ndarray]:
-        """Read a group from its beginning, as far as needed, unit by unit."""
-        file, number = self._place(group)
-        path = self._paths[file]
-        found = None
-        with open_parquet(path) as f:
-            for index, column in enumerate(read_batches(f, number, path, batch_size=unit_size)):
-                if self.small or index == unit or index in keep:
-                    data, offsets = _texts_of(column)
-                    if index == unit:
-                        found = (data.to_pybytes(), offsets)
-                    if self.small or index != unit:
-                        kept = (data.size, self._codec.compress(data, asbytes=True), offsets)
-                        with self._lock:
-                            self._kept[(group, index, unit_size)] = kept
-                if not self.small and index >= max(unit, *keep, 0):
-                    break
-        if found is None:
-            raise ValueError(f"{path}: row group {number} has no documents from {unit * unit_size:,} on; the file "
-                             f"changed since the run began")
-        with self._lock:
-            self.decoded += 1
-            self._locks.pop(group, None)
-        return found
-
-
-def _texts_of(column: pa.Array) -> tuple[pa.Buffer, np.ndarray]:
-    """The bytes of a string column and (n + 1) offsets into them."""
-    wide = pa.types.is_large_string(column.type)
-    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64 if wide else np.int32)
-    offsets = offsets[column.offset:column.offset + len(column) + 1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    data = column.buffers()[2] or pa.py_buffer(b"")
-    return data.slice(first, last - first), offsets - first

@@ -23,6 +23,7 @@ from nanochat.curriculum import Curriculum
 from nanochat.dist import broadcast, on_rank0
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
+from nanochat.order import StreamConfig
 from nanochat.plan import Plan
 from nanochat.run_data import find_data, open_data, pin_data, pinned_data, stream_config
 from nanochat.run_dir import (
@@ -36,10 +37,10 @@ from nanochat.run_dir import (
     wipe,
     write_config,
 )
-from nanochat.sample_stream import check_samples, open_stream
 from nanochat.schedule import Horizon
 from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
 from nanochat.sources import Manifest, Source
+from nanochat.stream import carry_on, open_stream, stream_identity
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -241,7 +242,11 @@ def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: Ru
     manifests of its data."""
     manifests = find_run_data(run_dir, start, settings)
     data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # what cannot be, binds nobody
-    check_samples(stream_config(settings), data.train)
+    config = stream_config(settings)
+    if not isinstance(config, StreamConfig):
+        from nanochat.blend import open_samples
+
+        open_samples(config, data.train)
     if start.checkpoint is None and start.position is not None:
         _check_position(start.position, data.train, settings, tokenizer)
     owner = claim(run_dir, start.generation)
@@ -277,10 +282,18 @@ def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str
     """ValueError unless the data can go on where another run's was."""
     config = stream_config(settings)
     try:
-        open_stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, new_curriculum=True,
-                    num_threads=1, cursors=load_checkpoint(origin, verify=False).cursors).close()
+        cursors = continued(load_checkpoint(origin, verify=False).cursors, config, sources, tokenizer)
+        open_stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, cursors=cursors).close()
     except ValueError as e:
         raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
+
+
+def continued(cursors: list[dict[str, Any]], config: Any, sources: dict[str, Source], tokenizer: RustBPETokenizer
+              ) -> list[dict[str, Any]]:
+    """Another run's cursors as those of a new run that goes on with its data."""
+    if not isinstance(config, StreamConfig):
+        return cursors
+    return carry_on(cursors, stream_identity(config, sources, tokenizer.fingerprint))
 
 
 def check_model(start: Start, model_config: GPTConfig) -> None:

@@ -1,43 +1,239 @@
 """
 The stream: which tokens are in row k of lane l, for ever.
 
-The law. Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World size, ranks, batch
-size, threads, prefetching and restarts come after it and cannot change it, because nothing here knows them.
+**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World
+size, ranks, batch size, threads, prefetching and restarts come after it and cannot change it, because
+nothing here knows them.
 
     step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
     rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1
 
-so the ranks' rows, put one after another, are the same for any W.
+So the ranks' rows, put one after another, are the same for any W.
 
-A lane has, for each bucket, a **feed** (feed.py): its position in the order, a packer with the documents that wait, and
-the accounts. Their JSON is the lane's **cursor**; V cursors are all the state there is.
+A lane has, for each bucket, a **feed**: its place in the order of the data, a packer in which documents
+wait, their tokens, and the accounts.
+
+    order --rows of a group--> source.read: ids --> packer (lengths) and documents (ids) --> next row
+                                              until enough wait
+
+The JSON of a lane's feeds is its **cursor**; V cursors are all the state there is. A waiting document is
+in its cursor with its length. So a restored feed packs at once, while its pool reads the documents again.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nanochat.feed import COUNTS, Feed, feed_json
-from nanochat.mixing import Mixer
+from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
-from nanochat.rows import Document, Row
+from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
 
-__all__ = ["COUNTS", "Cursor", "Document", "Feed", "Row", "Stream", "feed_json", "ledger", "row_digest"]
-
-FORMAT = 3  # of cursors
-TURN_ROWS = 16  # that a lane packs before the next one does
-U32 = np.dtype("<u4")
+FORMAT = 4  # of cursors
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
+Document = tuple[int, int, int]  # (epoch, group, row in the group): what cursors name documents by
 
+
+@dataclass(slots=True)
+class Row:
+    """T + 1 tokens that become T inputs and T targets."""
+
+    lane: int
+    index: int  # of the lane's rows
+    bucket: str
+    tokens: np.ndarray  # (T + 1,) ids
+    live: np.ndarray | None  # (T + 1,) u8, 0 where a token is no target; None: all are
+    placed: list[Placement]  # of Documents: what the row is made of; padding is behind them
+
+    def doc_ids(self) -> np.ndarray:
+        """(T + 1,) int32: which of the row's documents each token belongs to; padding is one more."""
+        lengths = [length for _, _, length, _ in self.placed]
+        lengths.append(len(self.tokens) - sum(lengths))
+        return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+    def digest(self, index: int) -> int:
+        """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target mask
+        u8 (T,)), all little-endian. The batch digest of a step is the sum over its rows mod 2^64."""
+        h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
+        h.update(self.tokens.astype("<u4").data)
+        h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
+        return int.from_bytes(h.digest(), "little")
+
+
+class Feed:
+    """One bucket in one lane. `pool`: what reads ahead; None: nothing does, and what is due is read at
+    once (as a plan does with lengths in place of ids)."""
+
+    def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
+                 pool: Executor | None):
+        self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
+        self.pool, self.max_epochs = pool, config.epochs(bucket)
+        self.packer = config.new_packer()
+        self.documents: dict[Document, Any] = {}  # that wait: (ids, where its repeated ids end), or a
+        # Future of a dict of such
+        self.epoch, self.unit = 0, order.share(lane, 0).start
+        self.num_documents = self.read = 0  # documents, and their tokens without BOS and repeated ones
+        self.ahead: Future[Any] | None = None
+        self._state: tuple[Any, ...] | None = None  # what `state` gave, until something changes
+        self._settle()
+
+    # -- reading
+
+    def _settle(self) -> None:
+        """Go on to the next epoch in which this lane has units, if this one's are used up."""
+        while not self.exhausted and self.unit >= self.order.share(self.lane, self.epoch).stop:
+            self.epoch += 1
+            self.unit = self.order.share(self.lane, self.epoch).start
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last allowed epoch is read."""
+        return 0 < self.max_epochs <= self.epoch
+
+    def _fetch(self, epoch: int, unit: int) -> tuple[int, list[int], list[np.ndarray], list[int]]:
+        """(group, rows, ids, repeated ids) of a unit's documents, in the order in which they are used."""
+        stop = self.order.share(self.lane, epoch).stop
+        group, rows, keep = self.order.unit(epoch, unit, stop)
+        ids, repeated = self.source.read(group, rows, keep)
+        return group, rows.tolist(), ids, repeated
+
+    def read_ahead(self) -> None:
+        """Have the pool read the next unit, unless it does, or enough documents wait."""
+        target = self.config.fill_target(self.packer.row) + self.order.unit_size // 2
+        if self.pool and self.ahead is None and not self.exhausted and self.packer.wants(target):
+            self.ahead = self.pool.submit(self._fetch, self.epoch, self.unit)
+
+    def _read(self) -> None:
+        """Take in the next unit."""
+        found = self._fetch(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
+        self.ahead = None
+        group, rows, *documents = found
+        framed = self.config.framed
+        for row, ids, repeated in zip(rows, *documents):
+            if len(ids) == 0:  # a stored entry of nothing
+                continue
+            key = (self.epoch, group, row)
+            try:
+                self.packer.push(key, len(ids))
+            except ValueError as e:
+                name, number = self.source.locate(group)
+                raise ValueError(f"{name}: group {number}: {e}") from None
+            self.documents[key] = self._kept(ids, repeated)
+            self.packer.inserted += framed
+            self.packer.repeated += repeated
+            self.read += len(ids) - framed - repeated
+            self.num_documents += 1
+        self.unit += 1
+        self._settle()
+
+    def _kept(self, ids: np.ndarray, repeated: int) -> tuple[np.ndarray, int]:
+        """What is kept of a document: `crop` never looks behind the first row of it."""
+        most = self.config.T + 1
+        if len(ids) > most and self.config.layout == "bestfit" and self.config.long_docs == "crop":
+            ids = ids[:most].copy()
+        return ids, repeated + self.config.framed if repeated else 0
+
+    # -- rows
+
+    def pack(self) -> tuple[list[Placement], list[Any]] | None:
+        """The next row as placements, and what is kept of each one's document; None where the bucket is
+        dry: nothing more comes, and what waits cannot fill a row."""
+        self._state = None
+        target = self.config.fill_target(self.packer.row)
+        while self.packer.wants(target) and not self.exhausted:
+            self._read()
+        if not self.packer.ready:
+            return None
+        placed = self.packer.next_row()
+        self.read_ahead()
+        return placed, [self.documents[key] if key in self.packer else self.documents.pop(key)
+                        for key, _, _, _ in placed]
+
+    def next_row(self, index: int) -> Row | None:
+        """The next row, which is the lane's row `index`; None when the bucket is dry."""
+        found = self.pack()
+        if found is None:
+            return None
+        placed, documents = found
+        pieces: list[np.ndarray] = []
+        off: list[tuple[int, int]] = []  # stretches of the row that are no targets
+        framed, at = self.config.framed, 0
+        for (key, start, length, context), document in zip(placed, documents):
+            ids, prefix = document.result()[key] if isinstance(document, Future) else document
+            if start and self.packer.own_bos:  # the rest of a document: BOS, context, what is new
+                pieces += [ids[:1], ids[start:start + length - 1]]
+                off.append((at + 1, at + 1 + max(context, min(prefix - start, length - 1))))
+            else:
+                pieces.append(ids[start:start + length])
+                off.append((at + max(framed - start, 0), at + min(prefix - start, length)))
+            at += length
+        if at < self.config.T + 1:  # padding
+            pieces.append(np.full(self.config.T + 1 - at, self.source.bos, pieces[0].dtype))
+            off.append((at, self.config.T + 1))
+        tokens = np.concatenate(pieces)
+        live = None
+        if not framed or any(a < b for a, b in off):
+            live = np.ones(len(tokens), np.uint8)
+            for a, b in off:
+                live[a:b] = 0
+            if not framed:  # what follows the end of a document is off
+                live[1:] &= tokens[:-1] != self.source.bos
+        return Row(self.lane, index, self.bucket, tokens, live, placed)
+
+    # -- state
+
+    def state(self) -> tuple[Any, ...]:
+        """All that `feed_json` needs, copied."""
+        if self._state is None:
+            self._state = self.epoch, self.unit, self.num_documents, self.read, *self.packer.state()
+        return self._state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
+        self.epoch, self.unit = state["epoch"], state["unit"]
+        self.num_documents, self.read = state["documents"], state["read"]
+        waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
+        self.packer.restore(state, waiting)
+        lengths: dict[int, dict[Document, int]] = {}  # by group
+        for key, piece in waiting.items():
+            lengths.setdefault(key[1], {})[key] = self.packer.whole_length(piece)
+        for group, mine in lengths.items():
+            if self.pool:
+                coming = self.pool.submit(self._fetch_again, group, mine)
+                self.documents.update(dict.fromkeys(mine, coming))
+            else:
+                self.documents.update(self._fetch_again(group, mine))
+        self._settle()
+
+    def _fetch_again(self, group: int, lengths: dict[Document, int]) -> dict[Document, Any]:
+        """Documents of a group that a cursor names; ValueError where one is not as long as it was."""
+        found, repeated = self.source.read(group, np.array([row for _, _, row in lengths]))
+        for (key, length), ids in zip(lengths.items(), found):
+            if len(ids) != length:
+                name, number = self.source.locate(group)
+                raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the "
+                                 f"checkpoint says {length:,}; the data or the tokenizer changed since the "
+                                 f"run began")
+        return {key: self._kept(ids, n) for key, ids, n in zip(lengths, found, repeated)}
+
+
+def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
+    """A feed's part of a cursor, from its `state`."""
+    epoch, unit, documents, read, counts, waiting = state
+    return {"epoch": epoch, "unit": unit, "documents": documents, "read": read, **counts,
+            "waiting": [[*key, *piece] for key, piece in waiting.items()]}
+
+
+# ---- cursors ----------------------------------------------------------------------------------------
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The accounts of some lanes' cursors, in tokens: {bucket: {read, bos, repeated, emitted, cropped, pending, padded,
-    rows, documents, epochs}}. In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
+    """The accounts of some lanes' cursors, in tokens: {bucket: {name: tokens}} with the names of LEDGER.
+    In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         for bucket, feed in cursor["buckets"].items():
@@ -51,188 +247,155 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     return total
 
 
-def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any], *,
-                  new_curriculum: bool = False) -> None:
-    """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is told.
-    `new_curriculum`: their curriculum may be another one, of other buckets."""
+def stream_identity(config: StreamConfig, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
+    """All that decides the rows, as JSON values: equal identities, equal rows."""
+    return {**config.identity(), "tokenizer": tokenizer,
+            **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+
+
+def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]) -> None:
+    """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is
+    told."""
     for cursor in cursors:
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
-            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}")
-        differ = {k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k)}
-        if new_curriculum and "order" not in theirs:
-            differ -= {"curriculum", *(k for k in differ if k not in theirs or k not in identity)}
+            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; go on "
+                             f"with the code that wrote it, or start a new run (--model-tag)")
+        differ = sorted(k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k))
         if differ:
-            told = [f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in sorted(differ)]
-            raise ValueError(f"cursor of lane {lane} is of another stream ({'; '.join(told)}); start a new run "
+            told = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
+            raise ValueError(f"cursor of lane {lane} is of another stream ({told}); start a new run "
                              f"(--model-tag)")
     found = [cursor["lane"] for cursor in cursors]
     if missing := set(lanes) - set(found):
-        raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a checkpoint")
+        raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a "
+                         f"checkpoint")
     if len(found) > len(set(found)):
         raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
 
 
+def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
+    """Cursors of another run, as those of a new one that goes on with its data: what it consumed stays
+    consumed. With another curriculum each bucket goes on where it was, rows are counted from 0, and
+    buckets that are new begin at their beginning."""
+    found = []
+    for cursor in cursors:
+        new = dict(cursor)
+        theirs = new["stream"]
+        if theirs.get("curriculum") != identity.get("curriculum"):
+            known = {k: v for k, v in theirs.items() if not k.startswith("data ")}
+            new["stream"] = {**known, "curriculum": identity.get("curriculum"),
+                             **{k: theirs.get(k, v) for k, v in identity.items() if k.startswith("data ")}}
+            mine = [k.removeprefix("data ") for k in identity if k.startswith("data ")]
+            new["buckets"] = {b: feed for b, feed in cursor["buckets"].items() if b in mine}
+            new["row"], new["dropped"] = 0, []
+        found.append(new)
+    return found
+
+
+# ---- lanes ------------------------------------------------------------------------------------------
+
 class Stream:
     """Some lanes of the stream: those of a rank, or all of them.
 
-    With several sources a curriculum says which bucket a row comes from. `drop_dry`: a lane whose due bucket is dry
-    drops it and goes on with the others; otherwise the lane ends there. `new_curriculum`: cursors may be of another
-    curriculum; what they consumed stays consumed, and buckets that are new begin at their beginning.
-    Raises ValueError when cursors are of another stream: the error says what differs.
+    With several sources a curriculum says which bucket a row comes from. `tokenizer`: its fingerprint.
+    `drop_dry`: a lane whose due bucket is dry drops it and goes on with the others; otherwise the lane
+    ends there. Raises ValueError when cursors are of another stream: the error says what differs.
     """
 
-    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
-                 cursors: Sequence[Cursor] | None = None, num_threads: int = 4, drop_dry: bool = False,
-                 new_curriculum: bool = False):
+    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
+                 tokenizer: str, cursors: Sequence[Cursor] | None = None, num_threads: int = 4,
+                 drop_dry: bool = False):
         self.config, self.lanes, self.drop_dry = config, list(lanes), drop_dry
-        self.identity = {**config.identity(), "tokenizer": tokenizer,
-                         **{f"data {name}": source.fingerprint for name, source in sources.items()}}
         self.mixer: Mixer | None = None
         if config.curriculum is not None:
             config.curriculum.check_buckets(sources)
             sources = {bucket: sources[bucket] for bucket in config.curriculum.buckets}
             self.mixer = Mixer(config.curriculum, T=config.T, V=config.V, seed=config.seed)
+        self.buckets = list(sources)
+        self.identity = stream_identity(config, sources, tokenizer)
+        self.rows = dict.fromkeys(self.lanes, 0)  # that each lane has given
+        self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
-        self.rows = dict.fromkeys(self.lanes, 0)
-        self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())  # dry buckets of each lane
-        self.parked: dict[int, dict[str, Any]] = {lane: {} for lane in self.lanes}  # feeds of buckets no longer mixed
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = Order(source.groups, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: Feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
-        self.only = next(iter(self.feeds.values())) if self.mixer is None else None  # feeds of a single bucket
-        self.mapped = all(source.mapped for source in sources.values())
         if cursors is not None:
-            check_cursors(cursors, self.lanes, self.identity, new_curriculum=new_curriculum)
+            check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
                 if cursor["lane"] in self.rows:
                     self._restore(cursor)
 
     def _restore(self, cursor: Cursor) -> None:
         lane = cursor["lane"]
-        self.rows[lane] = cursor["row"]
-        if cursor["stream"]["curriculum"] == self.identity["curriculum"]:
-            self.dropped[lane] = frozenset(cursor["dropped"])
+        self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
         for bucket, feed in cursor["buckets"].items():
-            if bucket in self.feeds:
-                self.feeds[bucket][lane].restore(feed)
-            else:
-                self.parked[lane][bucket] = feed
+            self.feeds[bucket][lane].restore(feed)
 
     def _bucket(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None when all of them are dry."""
-        dropped = self.dropped[lane]
         if self.mixer is not None:
-            return self.mixer.bucket(lane, row, dropped)
-        for bucket in self.feeds:
-            if bucket not in dropped:
-                return bucket
-        return None
+            return self.mixer.bucket(lane, row, self.dropped[lane])
+        return next((bucket for bucket in self.buckets if bucket not in self.dropped[lane]), None)
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
-        if not self.mapped:
-            self._read_ahead(num_rows)
-        rows: list[Row] = []
-        for lane in self.lanes:
-            rows += self._lane_rows(lane, num_rows)
-        return rows
+        for lane in self.lanes:  # all that is due is read at once
+            for bucket in {self._bucket(lane, self.rows[lane] + i) for i in range(num_rows)}:
+                if bucket is not None:
+                    self.feeds[bucket][lane].read_ahead()
+        return [row for lane in self.lanes for row in self._lane_rows(lane, num_rows)]
 
-    def steps(self, num_rows: int) -> Iterator[tuple[list[Row], list[tuple[Any, ...]]]]:
-        """For ever: (the next `num_rows` rows of each lane, lane after lane, fewer where a lane is dry; a snapshot of
-        the state behind them). What goes wrong is raised in place of the step in which it does.
-
-        Rows of a memory map hold no tokens, so a lane packs those of several steps while what it needs is in the
-        processor's caches."""
-        turn = 1  # the first step should not wait for others
-        while True:
-            if not self.mapped:
-                self._read_ahead(num_rows)
-            found: list[tuple[list[Row], list[tuple[Any, ...]]]] = [([], []) for _ in range(turn)]
-            error: Exception | None = None
-            for lane in self.lanes:
-                for i, (rows, ends) in enumerate(found):
-                    try:
-                        rows += self._lane_rows(lane, num_rows)
-                    except Exception as e:
-                        error = e
-                        del found[i:]
-                        break
-                    ends.append(self._end(lane))
-            while found:
-                yield found.pop(0)
-            if error is not None:
-                raise error
-            turn = max(1, TURN_ROWS // num_rows) if self.mapped else 1
-
-    def _read_ahead(self, num_rows: int) -> None:
-        """Have the pool read for all lanes whose next rows wait for it."""
-        for lane in self.lanes:
-            for bucket in {self._bucket(lane, self.rows[lane] + i) for i in range(num_rows)} - {None}:
-                feed = self.feeds[bucket][lane]  # type: ignore[index]
-                if not feed.packer.ready:
-                    feed.read_ahead()
-
-    @property
-    def buckets(self) -> list[str]:
-        """Those that rows come from."""
-        return list(self.feeds)
-
-    def position(self, bucket: str, cursor: Cursor) -> int:
-        """The group that a lane reads next."""
-        feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order
-        return order.locate(feed["epoch"], feed["unit"])[0]
-
-    def _lane_rows(self, lane: int, num: int) -> list[Row]:
+    def _lane_rows(self, lane: int, num_rows: int) -> list[Row]:
         """A lane's next rows; fewer where it is dry."""
-        if self.only is not None and not self.dropped[lane]:  # the same as below, for one bucket
-            rows = self.only[lane].next_rows(self.rows[lane], num)
-            self.rows[lane] += len(rows)
-        else:
-            rows = []
-        while len(rows) < num:
-            index = self.rows[lane]
-            bucket = self._bucket(lane, index)
+        rows: list[Row] = []
+        while len(rows) < num_rows:
+            bucket = self._bucket(lane, self.rows[lane])
             if bucket is None:
                 break
-            more = self.feeds[bucket][lane].next_rows(index, num - len(rows) if self.mixer is None else 1)
-            rows += more
-            self.rows[lane] = index + len(more)
-            if not more:
-                if not self.drop_dry:
-                    break
+            row = self.feeds[bucket][lane].next_row(self.rows[lane])
+            if row is not None:
+                rows.append(row)
+                self.rows[lane] += 1
+            elif self.drop_dry:
                 self.dropped[lane] |= {bucket}
+            else:
+                break
         return rows
 
     def dry_bucket(self, lane: int) -> str | None:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""
         return self._bucket(lane, self.rows[lane])
 
-    def snapshot(self) -> list[tuple[Any, ...]]:
-        """The state of all lanes, for `cursors`; cheap enough for every step."""
-        return list(map(self._end, self.lanes))
+    def place(self, bucket: str, cursor: Cursor) -> int:
+        """The group that a lane reads next, for people."""
+        feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order
+        return order.unit(feed["epoch"], feed["unit"], feed["unit"])[0]
 
-    def _end(self, lane: int) -> tuple[Any, ...]:
-        feeds = {bucket: feeds[lane].snapshot() for bucket, feeds in self.feeds.items()}
-        return lane, self.rows[lane], self.dropped[lane], feeds
+    def state(self) -> list[tuple[Any, ...]]:
+        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
+        return [(lane, self.rows[lane], self.dropped[lane],
+                 {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()}) for lane in self.lanes]
 
-    def cursors(self, snapshot: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or when a snapshot was taken: JSON values."""
+    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, now or as `state` told: JSON values."""
         return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": sorted(dropped),
-                 "buckets": {**self.parked[lane], **{bucket: feed_json(feed) for bucket, feed in feeds.items()}}}
-                for lane, row, dropped, feeds in (self.snapshot() if snapshot is None else snapshot)]
+                 "buckets": {bucket: feed_json(feed) for bucket, feed in feeds.items()}}
+                for lane, row, dropped, feeds in (self.state() if state is None else state)]
 
     def close(self) -> None:
         """Stop reading; waits for what is being read."""
         self.pool.shutdown(cancel_futures=True)
 
 
-def row_digest(index: int, tokens: np.ndarray, live: np.ndarray) -> int:
-    """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target mask u8 (T,)), all
-    little-endian. The batch digest of a step is the sum over its rows mod 2^64."""
-    h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
-    h.update((tokens.view(U32) if tokens.dtype == np.int32 else np.ascontiguousarray(tokens, U32)).data)
-    h.update(np.ascontiguousarray(live, np.uint8).data)
-    return int.from_bytes(h.digest(), "little")
+def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
+                cursors: Sequence[Cursor] | None = None, **lanes_only: Any) -> Stream:
+    """Some lanes of the stream that a configuration describes, in the order of lanes or in Megatron's.
+    `lanes_only`: what else `Stream` takes."""
+    if not isinstance(config, StreamConfig):
+        from nanochat.blend import SampleStream
+
+        return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)  # type: ignore[return-value]
+    return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)

@@ -27,16 +27,14 @@ import torch.distributed as dist
 
 from nanochat.checkpoint import STATE_NAME, find_checkpoint
 from nanochat.common import Parser, print0, read_json, run_main, setup_logging, table, write_json
-from nanochat.dataloader import DataLoader, Dry
+from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import find_run, read_config
-from nanochat.sample_stream import Config
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.validation import validation_loader
 from scripts.sample import own_prompts
 
 FORMAT = 3  # of eval.json
@@ -73,7 +71,7 @@ def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
         yield batch
 
 
-def count_training_tokens(data: RunData, config: Config, num_tokens: int) -> np.ndarray:
+def count_training_tokens(data: RunData, config: Any, num_tokens: int) -> np.ndarray:
     """How often each token is a target in the first rows of the run's stream, as many rows from each lane, together at
     least `num_tokens` tokens: (vocab_size,) int64."""
     counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
@@ -85,7 +83,7 @@ def count_training_tokens(data: RunData, config: Config, num_tokens: int) -> np.
     return counts
 
 
-def measure_bpb(model: Any, data: RunData, stored: RunData, config: Config, *, eval_tokens: int,
+def measure_bpb(model: Any, data: RunData, stored: RunData, config: Any, *, eval_tokens: int,
                 device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1,
                 num_leaves: int = 1) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram

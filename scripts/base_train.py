@@ -28,7 +28,7 @@ import torch
 
 from nanochat.checkpoint import Code, Outcome, Saver, check_retention, list_checkpoints, prune
 from nanochat.common import EXIT_HALTED, Parser, print0, quiet_gc, run_main, setup_logging
-from nanochat.dataloader import DataLoader, Dry
+from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.dist import (
     agree,
@@ -49,18 +49,18 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
+from nanochat.order import StreamConfig
 from nanochat.places import begin as begin_data
 from nanochat.places import place
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
-from nanochat.sample_stream import build_indices
 from nanochat.schedule import Horizon, Schedule
-from nanochat.start_run import Start, begin, check_home, check_model, load_states, prepare, settle_samples
+from nanochat.start_run import Start, begin, check_home, check_model, continued, load_states, prepare, settle_samples
+from nanochat.stream import open_stream
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
-from nanochat.validation import validation_loader
 from nanochat.watch import Watch
 from nanochat.watchdog import Watchdog, open_store
 
@@ -379,14 +379,17 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
         stack.callback(watch.close)
         if world_size > 1:  # of Megatron's order: rank 0 shuffles and keeps the indices, the others find them
-            on_rank0(lambda: build_indices(config, data.train))
+            on_rank0(lambda: None if isinstance(config, StreamConfig) else open_stream(
+                config, data.train, [0], tokenizer=""))
             dog.beat()
+        if start.checkpoint is None and cursors is not None:
+            cursors = continued(cursors, config, data.train, tokenizer)
         loader = stack.enter_context(DataLoader(
             config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
             device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step, skips=start.skips,
+            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
             num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
-            drop_dry=settings["allow_bucket_exhaustion"], new_curriculum=start.changed or start.checkpoint is None))
+            drop_dry=settings["allow_bucket_exhaustion"]))
         saver = Saver(good=start.checkpoint, asynchronous=not args.sync_save, prune=lambda path: prune(
             run_dir, good=path, keep_last_k=args.keep_last_k, keep_milestone_every=args.keep_milestone_every))
         stack.callback(saver.close)

@@ -28,10 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from nanochat import sample_stream
 from nanochat.blend import SampleConfig, SampleRow, SampleStream, find_prefixes
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
@@ -39,13 +37,12 @@ from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET, FORMATS, split_train_val
 from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
-from nanochat.rows import copy_rows
-from nanochat.run_data import open_run, open_source
+from nanochat.run_data import open_run
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
 from nanochat.sample_data import ORDERS, check_order, parse_weights, settle_split
-from nanochat.sample_stream import AnyRow, Config
-from nanochat.sources import Source, check_format, scan
-from nanochat.stream import LEDGER, Cursor, Stream, ledger
+from nanochat.sources import Source, check_format, open_source, scan
+from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger
+from nanochat.stream import open_stream as open_lanes
 from nanochat.tokenizer import RustBPETokenizer
 
 log = logging.getLogger(__name__)
@@ -98,7 +95,7 @@ class History:
 class Opened:
     """A stream that can be entered at any step."""
 
-    config: Config
+    config: Any
     sources: dict[str, Source]
     tokenizer: RustBPETokenizer
     base_rows: int  # of a step, where no log tells
@@ -128,7 +125,7 @@ class Opened:
                 return rows
         return self.base_rows
 
-    def config_at(self, step: int) -> Config:
+    def config_at(self, step: int) -> Any:
         """The stream's settings in a step: its curriculum may have been changed on the way."""
         mixes = [mix for since, mix in sorted(self.history.mixes.items()) if since <= step]
         if mixes and isinstance(self.config, StreamConfig):
@@ -137,8 +134,8 @@ class Opened:
 
     def stream(self, cursors: Sequence[Cursor] | None, step: int) -> Stream | SampleStream:
         """All lanes at a step, from their cursors or from the start."""
-        return sample_stream.open_stream(self.config_at(step), self.sources, range(self.config.V), cursors=cursors,
-                                         tokenizer=self.tokenizer.fingerprint, drop_dry=True, new_curriculum=True)
+        return open_lanes(self.config_at(step), self.sources, range(self.config.V), cursors=cursors,
+                                         tokenizer=self.tokenizer.fingerprint, drop_dry=True)
 
     def advance(self, stream: Stream | SampleStream, steps: range) -> None:
         """Pack what these steps take, the rows that they pass over too."""
@@ -232,8 +229,8 @@ def step_digests(opened: Opened, steps: range, *, W: int, B: int) -> Iterator[tu
         with ExitStack() as stack:
             loaders = [stack.enter_context(DataLoader(
                 config, opened.sources, tokenizer=opened.tokenizer, rows_per_step=rows, device_batch_size=B,
-                rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W), prefetch=2,
-                drop_dry=True, new_curriculum=True, skips=opened.history.skips))
+                rank=rank, world_size=W, cursors=cursors, start_step=same[0], num_threads=max(1, 4 // W),
+                drop_dry=True))
                 for rank in range(W)]
             for step in same:
                 for loader in loaders:
@@ -260,33 +257,26 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     return EXIT_FAILED if wrong else 0
 
 
-def describe(opened: Opened, stream: Stream | SampleStream, row: AnyRow, *, with_text: bool
+def describe(opened: Opened, stream: Stream | SampleStream, row: Row, *, with_text: bool
              ) -> list[dict[str, Any]]:
     """Where each placement of a row comes from. `start` and `stop` count the document's tokens, BOS being token 0; a
     continuation has a BOS of its own in front, which is in `tokens` but not in that range. Of Megatron's order: as
     `SampleStream.describe` says."""
     if isinstance(row, SampleRow) and isinstance(stream, SampleStream):
         places = stream.describe(row)
-        ids = row.tokens.tolist() if with_text else []
+        ids = row.tokens.tolist()
         return [{**place, "text": opened.tokenizer.decode(ids[place["at"]:place["at"] + place["tokens"]])} if with_text
                 else place for place in places]
-    assert not isinstance(row, SampleRow)
     source, tokenizer, at, found = opened.sources[row.bucket], opened.tokenizer, 0, []
-    tokens = np.zeros(opened.config.T + 1, np.uint32)
-    if with_text:
-        bos = np.full(len(tokens), tokenizer.get_bos_token_id())
-        copy_rows([row], bos, tokens[None], np.ones((1, len(tokens)), np.uint8))
-    for ((epoch, group, number), start, length, off), (document, gone, _) in zip(row.placements, row.documents):
+    for (epoch, group, number), start, length, off in row.placed:
         name, local = source.locate(group)
-        inserted = int(start > 0 and row.feed.packer.own_bos)
+        inserted = int(start > 0 and opened.config.layout == "bestfit")
         found.append({
             "at": at, "tokens": length, "off": off, "file": name, "group": local,
-            "unit": number // row.feed.order.unit_size,
             "document": int(source.groups[group - local:group].sum()) + number, "document_in_group": number,
-            "epoch": epoch, "start": start, "stop": start + length - inserted,
-            "of": len(document) + gone if isinstance(document, np.ndarray) else document.length})
+            "epoch": epoch, "start": start, "stop": start + length - inserted})
         if with_text:
-            found[-1]["text"] = tokenizer.decode(tokens[at:at + length])
+            found[-1]["text"] = tokenizer.decode(row.tokens[at:at + length].tolist())
         at += length
     return found
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging
+from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
 from nanochat.run_data import RunData, open_run
 from nanochat.run_dir import find_run
-from nanochat.validation import validation_loader
 
 log = logging.getLogger(__name__)
 

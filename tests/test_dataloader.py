@@ -11,16 +11,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from nanochat.shard_source import ShardSource
+from nanochat.validation import validation_config, validation_loader
 
 import nanochat.dataloader as module
 from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig, block, permutation
-from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
 from nanochat.sources import scan
 from nanochat.stream import Stream
-from nanochat.validation import validation_config, validation_loader
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)

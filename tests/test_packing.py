@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from nanochat.concat import Concat
+
 from nanochat.packing import BestFit
 from tests.toy import examples
 

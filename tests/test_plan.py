@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from nanochat.shard_source import ShardSource
 
 from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
@@ -17,7 +18,6 @@ from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig
 from nanochat.plan import ENDLESS, Plan, make_plan, plan_key
 from nanochat.rehearsal import Rehearsal, SampledLengths, Task, Totals, open_rehearsals, share_totals, unit_totals
-from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger

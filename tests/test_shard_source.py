@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nanochat.rows import Tape, TapeRow, copy_rows, to_document, to_key
+from nanochat.shard_source import ShardSource
 
 from nanochat import feed as feed_module
 from nanochat import shard_source
@@ -17,8 +19,6 @@ from nanochat import stream as stream_module
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, words
-from nanochat.rows import Tape, TapeRow, copy_rows, to_document, to_key
-from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, read_index, read_tokens
 from nanochat.sources import scan
 from nanochat.stream import Stream

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nanochat.shard_source import ShardSource
 
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger

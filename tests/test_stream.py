@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nanochat.rows import copy_rows
 
 from nanochat import dataset
 from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, block, default_lanes, permutation, words
-from nanochat.rows import copy_rows
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Stream, ledger, row_digest
 from tests.toy import (

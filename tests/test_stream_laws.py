@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nanochat.mixing import Mixer
+from nanochat.shard_source import ShardSource
 
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
-from nanochat.mixing import Mixer
 from nanochat.order import StreamConfig, block
-from nanochat.shard_source import ShardSource
 from nanochat.shards import ShardWriter, new_manifest
 from nanochat.sources import ParquetSource, scan
 from nanochat.stream import Cursor, Row, Stream, ledger

@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import settings
+from nanochat.rows import copy_rows
 
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig, block
-from nanochat.rows import copy_rows
 from nanochat.stream import Cursor, Row, Stream
 
 BOS = 256

@@ -105,12 +105,14 @@ class Feed:
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does, or enough documents wait."""
         target = self.config.fill_target(self.packer.row) + self.order.unit_size // 2
-        if self.pool and self.ahead is None and not self.exhausted and self.packer.wants(target):
+        if self.ahead is None and self.pool and not self.exhausted and self.packer.wants(target):
             self.ahead = self.pool.submit(self._fetch, self.epoch, self.unit)
 
     def _read(self) -> None:
-        """Take in the next unit."""
-        found = self._fetch(self.epoch, self.unit) if self.ahead is None else self.ahead.result()
+        """Take in the next unit. Raises RuntimeError when the pool was closed."""
+        if self.ahead is None and self.pool:
+            self.ahead = self.pool.submit(self._fetch, self.epoch, self.unit)
+        found = self.ahead.result() if self.ahead else self._fetch(self.epoch, self.unit)
         self.ahead = None
         group, rows, *documents = found
         framed = self.config.framed
@@ -170,14 +172,15 @@ class Feed:
                 off.append((at + 1, at + 1 + max(context, min(prefix - start, length - 1))))
             else:
                 pieces.append(ids[start:start + length])
-                off.append((at + max(framed - start, 0), at + min(prefix - start, length)))
+                if prefix > start:  # the document begins with ids that repeat the one before it
+                    off.append((at + max(framed - start, 0), at + min(prefix - start, length)))
             at += length
         if at < self.config.T + 1:  # padding
             pieces.append(np.full(self.config.T + 1 - at, self.source.bos, pieces[0].dtype))
             off.append((at, self.config.T + 1))
         tokens = np.concatenate(pieces)
         live = None
-        if not framed or any(a < b for a, b in off):
+        if off or not framed:
             live = np.ones(len(tokens), np.uint8)
             for a, b in off:
                 live[a:b] = 0

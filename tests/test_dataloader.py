@@ -1,6 +1,5 @@
 """Batches of rows: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
 
-import gc
 import subprocess
 import sys
 import threading
@@ -11,15 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from nanochat.shard_source import ShardSource
-from nanochat.validation import validation_config, validation_loader
 
 import nanochat.dataloader as module
-from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves
-from nanochat.dataset import find_files
-from nanochat.order import StreamConfig, block, permutation
-from nanochat.shards import ShardWriter
-from nanochat.sources import scan
+from nanochat.common import block, permutation
+from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves, validation_config, validation_loader
+from nanochat.order import StreamConfig
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
 
@@ -53,7 +48,7 @@ def test_batches_have_the_stated_shapes_types_and_numbers():
         assert loader.micro_batches_per_step == 6
         for step in (5, 6):
             batches = take_step(loader)
-            assert [(b.step, b.index, b.last) for b in batches] == [(step, i, i == 5) for i in range(6)]
+            assert loader.step == step + 1
             for b in batches:
                 assert b.inputs.shape == b.targets.shape == b.doc_ids.shape == (4, 16)
                 assert (b.inputs.dtype, b.targets.dtype, b.doc_ids.dtype) == (torch.int64, torch.int64, torch.int32)
@@ -78,46 +73,6 @@ def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_
     assert (off > 0) == (layout == "split"), "the case: repeated context"
 
 
-@pytest.mark.parametrize("layout", ["split", "concat"])
-def test_batches_do_not_depend_on_the_width_of_the_ids(layout):
-    config = replace(CONFIG, layout="concat") if layout == "concat" else CONFIG
-    found = {}
-    for dtype in (np.uint16, np.uint32):
-        tokenizer = ByteTokenizer()
-        tokenizer.token_dtype = np.dtype(dtype)
-        with DataLoader(config, {"b": fixed_source()}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=4,
-                        num_threads=1, prefetch=0) as loader:
-            batches = [batch for _ in range(3) for batch in take_step(loader)]
-            slot = loader._free.get()
-            assert slot.host_tokens.dtype == (np.uint16 if dtype == np.uint16 else np.int32), "the case"
-            found[dtype] = [(b.inputs.tolist(), b.targets.tolist()) for b in batches], loader.digest, loader.cursors()
-    assert found[np.uint16] == found[np.uint32]
-
-
-@pytest.mark.parametrize("layout", ["split", "concat"])
-@pytest.mark.parametrize("mapped", [False, True])
-def test_steps_leave_no_cycles_for_the_collector(tmp_path, layout, mapped):
-    """`common.quiet_gc` counts on it."""
-    config = replace(CONFIG, layout="concat") if layout == "concat" else CONFIG
-    source = fixed_source()
-    if mapped:
-        with ShardWriter(tmp_path / "a", vocab_size=BOS + 1) as writer:
-            for _ in range(400):
-                writer.add(np.array([1] * 29 + [BOS]), [30], [0])
-        source = ShardSource(scan(tmp_path, find_files(tmp_path, "shards")), ByteTokenizer())
-    with make_loader(config, source, prefetch=0) as loader:
-        for _ in range(3):
-            take_step(loader)
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(20):
-                take_step(loader)
-            assert gc.collect() == 0
-        finally:
-            gc.enable()
-
-
 def test_a_resting_collector_looks_at_nothing_that_was_there():
     code = ("import gc; from nanochat.common import quiet_gc; quiet_gc(); "
             "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
@@ -132,7 +87,7 @@ def test_doc_ids_say_which_document_of_its_row_an_input_belongs_to():
         for _ in range(2):
             doc_ids = torch.cat([b.doc_ids for b in take_step(loader)])
             for row, ids in zip(stream.next_rows(3), doc_ids):
-                lengths = [length for _, _, length, _ in row.placements]
+                lengths = [length for _, _, length, _ in row.placed]
                 assert ids.tolist() == np.repeat(range(len(lengths)), lengths).tolist()[:-1]
     stream.close()
     assert doc_ids.max() > 0
@@ -230,13 +185,14 @@ def test_what_was_prefetched_but_not_used_is_not_in_the_state():
         before = ranks.cursors()
         ranks.step()
         after = ranks.cursors()
-    with make_loader(prefetch=60) as loader:
-        while loader._filled.qsize() < 40:
+    with make_loader() as loader:
+        while loader._filled.qsize() < module.PREFETCH:
             threading.Event().wait(0.001)
         assert loader.cursors() == before and loader.step == 0
-        for batch in (next(loader) for _ in range(5)):
-            assert loader.cursors() == before and not batch.last, "in the middle of a step"
-        assert next(loader).last
+        for _ in range(5):
+            next(loader)
+            assert loader.cursors() == before and loader.step == 0, "in the middle of a step"
+        next(loader)
         assert json_copy(loader.cursors()) == after and loader.step == 1
         account = loader.ledger()["b"]
         assert account["rows"] == R
@@ -256,7 +212,9 @@ def test_a_loader_resumes_in_the_middle_of_a_run_on_any_world():
             loaders = [stack.enter_context(make_loader(rank=r, world_size=W, cursors=cursors[2], start_step=3))
                        for r in range(W)]
             for step in range(3, 6):
-                assert {b.step for loader in loaders for b in take_step(loader)} == {step}
+                for loader in loaders:
+                    take_step(loader)
+                    assert loader.step == step + 1
                 assert sum(loader.digest for loader in loaders) % 2**64 == digests[step]
 
 
@@ -281,21 +239,20 @@ class Failing:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def fetch(self, group, *args):
+    def read(self, group, *args):
         if group == self.group:
             try:
                 raise OSError("the disk is on fire")
             except OSError as e:
                 raise ValueError("shard_00003: cannot be read") from e
-        return self.inner.fetch(group, *args)
+        return self.inner.read(group, *args)
 
 
-@pytest.mark.parametrize("prefetch", [8, 0])
-def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins(prefetch):
+def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins():
     before = set(threading.enumerate())
     third = int(permutation(20, 0, "b", 0)[2])
     loader = make_loader(replace(CONFIG, V=1), Failing(fixed_source(num_groups=20), third), rows_per_step=1,
-                         device_batch_size=1, prefetch=prefetch)
+                         device_batch_size=1)
     good = 0
     for _ in range(2):  # the second call too
         with pytest.raises(ValueError, match="shard_00003: cannot be read") as caught:
@@ -311,7 +268,7 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
 def test_no_thread_is_left_after_closing_wherever_that_is():
     before = set(threading.enumerate())
     for used in (0, 1, 6, 9):
-        loader = make_loader(num_threads=3, prefetch=4)
+        loader = make_loader(num_threads=3)
         for _ in range(used):
             next(loader)
         assert any(t.name == "prefetch" for t in set(threading.enumerate()) - before)
@@ -320,27 +277,8 @@ def test_no_thread_is_left_after_closing_wherever_that_is():
         assert set(threading.enumerate()) <= before
 
 
-def test_without_a_thread_the_batches_and_the_state_are_the_same():
-    """What mapped data get on a CPU, and who asks for it."""
-    before = set(threading.enumerate())
-    with make_loader(prefetch=0, num_threads=1) as alone, make_loader() as ahead:
-        for _ in range(4):
-            ours, theirs = take_step(alone), take_step(ahead)
-            assert all(torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets) and a.last == b.last
-                       for a, b in zip(ours, theirs, strict=True))
-            assert (alone.digest, alone.cursors(), alone.step) == (ahead.digest, ahead.cursors(), ahead.step)
-        assert sum(t.name == "prefetch" for t in set(threading.enumerate()) - before) == 1
-    for mapped, threads in ((True, 0), (False, 1)):
-        source = fixed_source()
-        source.mapped = mapped
-        with make_loader(source=source) as loader:
-            next(loader)
-            assert sum(t.name == "prefetch" for t in set(threading.enumerate()) - before) == threads
-
-
-@pytest.mark.parametrize("prefetch", [8, 0])
-def test_next_after_closing_is_an_error_not_a_hang(prefetch):
-    loader = make_loader(prefetch=prefetch)
+def test_next_after_closing_is_an_error_not_a_hang():
+    loader = make_loader()
     next(loader)
     loader.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -358,12 +296,12 @@ class Gated:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def fetch(self, *args):
+    def read(self, *args):
         self.count += 1
         if self.count == self.n:
             self.reached.set()
             self.go_on.wait(20)
-        return self.inner.fetch(*args)
+        return self.inner.read(*args)
 
 
 def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read():

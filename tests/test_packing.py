@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nanochat.concat import Concat
 
-from nanochat.packing import BestFit
+from nanochat.packing import BestFit, Binned, Concat
 from tests.toy import examples
 
 # the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide
@@ -23,10 +22,7 @@ def new_packer(kind, T, overlap=3):
 def renewed(packer, kind, T):
     """What a restart makes of a packer."""
     new = new_packer(kind, T, getattr(packer, "overlap", 0))
-    new.row, new.inserted, new.repeated, new.cropped = packer.row, packer.inserted, packer.repeated, packer.cropped
-    new.left = packer.left
-    for key, length, start, place in packer.waiting():
-        new.push(key, length, start, place)
+    new.restore(*packer.state())
     return new
 
 
@@ -123,8 +119,8 @@ def test_law_crop_places_a_document_at_most_once_and_accounts_for_what_it_drops(
             for key, start, length, off in placements:
                 assert key not in placed and (start, off) == (0, 0) and length <= lengths[key]
                 placed[key] = length
-            assert not placed.keys() & drive.packer.docs.keys()
-            assert placed.keys() | drive.packer.docs.keys() == set(range(drive.pushed))
+            waiting = drive.packer.waiting().keys()
+            assert not placed.keys() & waiting and placed.keys() | waiting == set(range(drive.pushed))
         dropped = sum(lengths[key] - length for key, length in placed.items())
         assert drive.packer.cropped == dropped
         seen.update(dropped=dropped > 0)
@@ -158,14 +154,14 @@ def test_law_split_every_token_but_bos_is_a_live_target_exactly_once():
             live.update((key, token) for key, token, off in row if token and not off)
         p = drive.packer
         waiting = set()
-        for key, length, start, _ in p.waiting():
-            assert p.document_length(length, start) == lengths[key]
-            waiting |= {(key, token) for token in range(max(start, 1), lengths[key])}
+        for key, piece in p.waiting().items():
+            assert p.whole_length(piece) == lengths[key]
+            waiting |= {(key, token) for token in range(max(piece.start, 1), lengths[key])}
         everything = {(key, token) for key in range(drive.pushed) for token in range(1, lengths[key])}
         assert set(live.values()) <= {1}
         assert not waiting & live.keys() and waiting | live.keys() == everything
         assert p.cropped == 0
-        seen.update(cut=p.inserted > 0, pieces=any(start for _, _, start, _ in p.waiting()))
+        seen.update(cut=p.inserted > 0, pieces=any(piece.start for piece in p.waiting().values()))
 
     law()
     assert seen["cut"] and seen["pieces"]
@@ -226,8 +222,7 @@ def test_law_pushing_what_waits_again_at_every_row_changes_no_later_placement(ki
             rows.append(placements)
             old = drive.packer
             drive.packer = renewed(old, kind, T)
-            assert drive.packer.waiting() == old.waiting()
-            assert (drive.packer.pending, drive.packer.ready) == (old.pending, old.ready)
+            assert drive.packer.state() == old.state() and drive.packer.ready == old.ready
         assert rows == straight
         seen.update(continuations=any(start for row in rows for _, start, _, _ in row))
 
@@ -250,7 +245,7 @@ def test_golden_the_example_of_the_docstring():
     split = BestFit(7, split=True, overlap=2)
     assert one_row(split, 6, 2, 9) == [("a", 0, 6, 0), ("b", 0, 2, 0)]
     assert split.next_row() == [("c", 0, 8, 0)]
-    assert split.waiting() == [("c", 4, 8, 16)]  # BOS, 2 again, the 9th
+    assert split.waiting() == {"c": (4, 8, 16)}  # BOS, 2 again, the 9th
     split.push("d", 4)
     assert split.next_row() == [("c", 6, 4, 2), ("d", 0, 4, 0)]
     concat = Concat(7)
@@ -277,7 +272,7 @@ def test_golden_the_shortest_is_cropped_and_the_longest_is_split():
     crop, split = BestFit(9), BestFit(9, split=True, overlap=0)
     assert one_row(crop, 7, 5, 4, 6) == [("a", 0, 7, 0), ("c", 0, 3, 0)]
     assert one_row(split, 7, 5, 4, 6) == [("a", 0, 7, 0), ("d", 0, 3, 0)]
-    assert split.waiting()[0] == ("d", 4, 3, 22)
+    assert split.waiting()["d"] == (4, 3, 22)
 
 
 def test_golden_crop_ends_a_row_with_a_document_that_is_a_few_tokens_too_long():
@@ -390,62 +385,6 @@ def test_crop_stays_near_the_floor_on_log_normal_lengths():
     assert dropped < floor + 0.005
 
 
-# ---- many at once ---------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kind", ["crop", "split", "concat"])
-def test_law_documents_pushed_together_make_the_rows_of_documents_pushed_one_by_one(kind):
-    seen = Counter()
-
-    @LAW
-    @given(streams(), st.integers(2, 40))
-    def law(stream, together):
-        T, lengths, _ = stream
-        many, single = new_packer(kind, T), new_packer(kind, T)
-        for at in range(0, len(lengths), together):
-            part = lengths[at:at + together]
-            many.push_many(range(at, at + len(part)), part)
-            for key, length in enumerate(part, at):
-                single.push(key, length)
-            while single.ready and len(single.waiting()) > 5:
-                frozen, waiting = many.frozen(), many.waiting()
-                assert many.next_row() == single.next_row()
-                assert frozen.thawed().waiting() == waiting and many.waiting() == single.waiting()
-            assert vars(many).get("bits") == vars(single).get("bits")
-            assert vars(many).get("mirror") == vars(single).get("mirror")
-            seen.update({"rows": many.row, "many lengths": len(set(part)) > 8, "twice": len(set(part)) < len(part)})
-
-    law()
-    assert seen["rows"] > 20 and seen["many lengths"] and seen["twice"]
-
-
-def test_law_concat_rows_are_stretches_of_all_that_is_left_of_the_documents():
-    seen = Counter()
-
-    @LAW
-    @given(st.integers(3, 20), st.lists(st.tuples(st.integers(1, 50), st.integers(0, 60)), min_size=1, max_size=30),
-           st.integers(1, 5))
-    def law(T, documents, together):
-        """Documents may be pushed with some first tokens used up, as from a cursor, among others."""
-        packer, tape, at = Concat(T), [], 0
-        for number, (length, start) in enumerate(documents):
-            start = start if start < length else 0
-            packer.push(number, length, start)
-            more = [((number, i), 1 + (length + i) % 9) for i in range(together)]
-            packer.push_many([key for key, _ in more], [n for _, n in more])
-            tape += [(number, i) for i in range(start, length)] + [(key, i) for key, n in more for i in range(n)]
-            seen.update(started=start > 0)
-            while packer.ready:
-                row = [(key, start + i) for key, start, n, _ in packer.next_row() for i in range(n)]
-                assert row == tape[at:at + T + 1]
-                at += T
-                left = [(key, i) for key, n, first, _ in packer.waiting() for i in range(first, n)]
-                assert left == tape[at:] and packer.pending == len(left) - 1
-                seen.update(rows=1)
-
-    law()
-    assert seen["rows"] > 50 and seen["started"] > 20
-
-
 # ---- the order of lengths -------------------------------------------------------------------------------------------
 
 def long_shares(T, split, lengths, rows=8_000):
@@ -479,3 +418,36 @@ def test_rows_of_split_hold_both_kinds_in_every_tenth_and_the_rest_of_a_document
             seen[key] = i
     waiting_rows = 128 * np.mean([n for n in lengths if n <= T]) // (T + 1)  # what the short documents of a buffer fill
     assert len(apart) > 500 and min(apart) >= waiting_rows / 2
+
+
+# ---- stored entries -------------------------------------------------------------------------------------------------
+
+def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
+    seen = Counter()
+
+    @LAW
+    @given(streams(), st.booleans())
+    def law(stream, pack):
+        T, lengths, buffer = stream
+        lengths = [min(length, T + 1) for length in lengths]
+        drive, came = Drive(Binned(T, pack=pack), lengths, buffer), []
+        for placements in drive:
+            came += [key for key, *_ in placements]
+            assert all((start, length, off) == (0, lengths[key], 0) for key, start, length, off in placements)
+            used = sum(length for _, _, length, _ in placements)
+            assert used <= T + 1 and (pack or len(placements) == 1)
+            assert not drive.packer.waiting() or placements[0][0] < min(drive.packer.waiting())
+            if pack:  # nothing that waits would have fitted
+                assert all(piece.length > T + 1 - used for piece in drive.packer.waiting().values())
+            seen.update(several=len(placements) > 1, padded=used <= T)
+        assert sorted(came) == list(range(len(lengths)))
+        assert drive.packer.padded == drive.packer.row * (T + 1) - sum(lengths)
+
+    law()
+    assert seen["several"] and seen["padded"]
+
+
+def test_binned_refuses_an_entry_that_is_longer_than_a_row():
+    Binned(7).push("a", 8)
+    with pytest.raises(ValueError, match=r"9 tokens, a row of the binned layout 8; .*--max-length 7"):
+        Binned(7).push("a", 9)

@@ -5,15 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nanochat.shard_source import ShardSource
 
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.shards import ShardWriter
-from nanochat.sources import ParquetSource, scan
-from nanochat.stream import Stream, ledger
+from nanochat.sources import ParquetSource, TokenSource, scan
+from nanochat.stream import Stream, carry_on, ledger, stream_identity
+from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
 from tests.toy import (
@@ -56,7 +55,7 @@ def test_shards_give_the_digests_of_streaming_the_same_files(tmp_path, tokenizer
     out = make_shards(tmp_path / "raw", tmp_path / "out", tokenizer, "--max-length=0", "--val-files=0")
     tok = RustBPETokenizer.from_directory(tokenizer)
     text = ParquetSource(scan(tmp_path / "raw"), tok)
-    shards = ShardSource(scan(out, find_files(out / "train", "shards")), tok)
+    shards = TokenSource(scan(out, find_files(out / "train", "shards")), tok)
     assert text.groups.tolist() == shards.groups.tolist()
     for kwargs in ({}, {"long_docs": "split", "overlap": 5}, {"layout": "concat"}):
         config = StreamConfig(T=32, V=4, seed=3, buffer_size=8, **kwargs)
@@ -73,14 +72,14 @@ def test_shards_of_real_text_give_the_digests_of_streaming_it(tmp_path, tokenize
     out = make_shards(tmp_path / "raw", tmp_path / "out", tokenizer, "--max-length=0", "--val-files=0")
     tok = RustBPETokenizer.from_directory(tokenizer)
     text = ParquetSource(scan(tmp_path / "raw"), tok)
-    shards = ShardSource(scan(out, find_files(out / "train", "shards")), tok)
+    shards = TokenSource(scan(out, find_files(out / "train", "shards")), tok)
     config = StreamConfig(T=512, V=8, seed=1, long_docs="split")
     assert digests(config, text, "t", W=1, steps=6) == digests(config, shards, "t", W=2, steps=6)
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------
 
-def windowed(folder: Path) -> ShardSource:
+def windowed(folder: Path) -> TokenSource:
     """Twelve documents of numbered ids in windows of 10 that share 3, EOD 256."""
     folder.mkdir(parents=True)
     ids, lengths, prefixes = [], [], []
@@ -119,7 +118,7 @@ def every_row(source: Any, **kwargs: Any) -> tuple[list[int], list[Any], dict[st
 
 @pytest.mark.parametrize("kwargs", [{"long_docs": "split", "overlap": 2}, {"layout": "concat"}])
 def test_overlaps_of_windows_are_off_so_each_token_is_live_once(tmp_path, kwargs):
-    source = ShardSource(scan(windowed(tmp_path / "s"), data_files(tmp_path / "s")), ByteTokenizer())
+    source = TokenSource(scan(windowed(tmp_path / "s"), data_files(tmp_path / "s")), ByteTokenizer())
     live, rows, account = every_row(source, T=16, **kwargs)
     words = [t for t in live if t != BOS]
     assert len(rows) > 20 and len(words) == len(set(words)), "an id is a live target twice"
@@ -135,7 +134,7 @@ def data_files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("pack", [True, False])
 def test_binned_rows_hold_whole_entries_as_stored_and_pad(tmp_path, pack):
     folder = windowed(tmp_path / "s")
-    source = ShardSource(scan(folder, data_files(folder)), ByteTokenizer(), keep_eod=True)
+    source = TokenSource(scan(folder, data_files(folder)), ByteTokenizer(), as_stored=True)
     live, rows, account = every_row(source, T=30, layout="binned", pack=pack)
     assert account["bos"] == account["cropped"] == account["pending"] == 0 < account["padded"]
     words = [t for t in live if t != BOS]
@@ -148,7 +147,7 @@ def test_binned_rows_hold_whole_entries_as_stored_and_pad(tmp_path, pack):
 
 def test_binned_refuses_an_entry_that_is_longer_than_a_row(tmp_path):
     folder = windowed(tmp_path / "s")
-    source = ShardSource(scan(folder, data_files(folder)), ByteTokenizer(), keep_eod=True)
+    source = TokenSource(scan(folder, data_files(folder)), ByteTokenizer(), as_stored=True)
     with pytest.raises(ValueError, match=r"a\.bin: group 0: an entry has .* --max-length 7"):
         every_row(source, T=7, layout="binned")
 
@@ -183,7 +182,7 @@ def test_a_dry_bucket_ends_the_loader_or_is_dropped_where_that_is_allowed():
     assert end.value.step > dry.value.step and end.value.bucket is None
 
 
-def test_another_curriculum_is_refused_or_goes_on_where_each_bucket_was():
+def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_was():
     sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other"), "c": fixed_source(6, 9, "new")}
     old = mixed(2, 16, max_epochs={"a": 0, "b": 0})
     new = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
@@ -194,13 +193,15 @@ def test_another_curriculum_is_refused_or_goes_on_where_each_bucket_was():
     stream.close()
     with pytest.raises(ValueError, match="another stream"):
         Stream(new, sources, range(2), tokenizer="t", cursors=saved)
-    changed = Stream(new, sources, range(2), tokenizer="t", cursors=saved, new_curriculum=True)
+    identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
+    changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))
     now = changed.cursors()
     changed.next_rows(4)
     changed.close()
     for before, after in zip(saved, now):
-        assert after["row"] == 12 and after["buckets"]["c"]["row"] == 0
-        assert after["buckets"]["a"] == before["buckets"]["a"] and after["buckets"]["b"] == before["buckets"]["b"]
+        assert after["row"] == 0 and after["buckets"]["c"]["row"] == 0 and set(after["buckets"]) == {"b", "c"}
+        assert after["buckets"]["b"] == before["buckets"]["b"]
+    assert carry_on(saved, stream.identity) == saved, "with the same curriculum all goes on"
 
 
 def test_ten_documents_on_64_lanes_work():

@@ -21,16 +21,16 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nanochat.mixing import Mixer
-from nanochat.shard_source import ShardSource
 
-from nanochat.curriculum import Curriculum, Phase
+from nanochat.common import block
+from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
-from nanochat.order import StreamConfig, block
-from nanochat.shards import ShardWriter, new_manifest
-from nanochat.sources import ParquetSource, scan
+from nanochat.order import StreamConfig
+from nanochat.sources import ParquetSource, TokenSource, scan
 from nanochat.stream import Cursor, Row, Stream, ledger
+from nanochat.token_writer import ShardWriter
+from nanochat.tokens import new_manifest
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
@@ -102,7 +102,7 @@ class Corpus:
             manifest = new_manifest({"fingerprint": tokenizer.fingerprint, "eod": BOS, "vocab_size": 1 << 20},
                                     {"max_length": self.max_length, "overlap_size": self.overlap}, records)
             (folder / "manifest.json").write_text(json.dumps(manifest))
-        return ShardSource(scan(folder, find_files(folder, "shards")), tokenizer, keep_eod=not framed)
+        return TokenSource(scan(folder, find_files(folder, "shards")), tokenizer, as_stored=not framed)
 
     def _write_text(self, path: Path, file: list[list[Entry]]) -> None:
         schema = pa.schema([("text", pa.string())])
@@ -221,7 +221,7 @@ def check_accounts(world: World, run: Run) -> None:
     for bucket in world.corpora:
         a = account[bucket]
         rows = [row for row, _, _ in run.rows if row.bucket == bucket]
-        placed = sum(length for row in rows for _, _, length, _ in row.placements)
+        placed = sum(length for row in rows for _, _, length, _ in row.placed)
         assert a["read"] + a["bos"] + a["repeated"] == a["emitted"] + a["cropped"] + a["pending"]
         assert (a["rows"], a["emitted"], a["padded"]) == (len(rows), placed, len(rows) * (T + 1) - placed)
         assert a["padded"] == 0 or world.config.layout == "binned"
@@ -246,11 +246,11 @@ def check_documents(world: World, run: Run, bucket: str) -> None:
     """Each entry of each allowed epoch begins in one row, or waits whole; none twice, none never."""
     waiting = [(lane, *piece) for lane, cursor in enumerate(run.cursors)
                for piece in cursor["buckets"][bucket]["waiting"]]
-    begun = Counter(key for row, _, _ in run.rows if row.bucket == bucket for key, start, _, _ in row.placements
+    begun = Counter(key for row, _, _ in run.rows if row.bucket == bucket for key, start, _, _ in row.placed
                     if not start)
     if world.config.layout == "concat":  # where a row ends with a BOS, the next begins with it
         for lane in range(world.config.V):
-            mine = [row.placements for row, _, _ in run.rows if (row.lane, row.bucket) == (lane, bucket)]
+            mine = [row.placed for row, _, _ in run.rows if (row.lane, row.bucket) == (lane, bucket)]
             begun.subtract(after[0][0] for before, after in pairwise(mine) if not after[0][1])
             if mine and (piece := next((p for p in waiting if p[0] == lane), None)) and piece[5] == 0:
                 begun[tuple(piece[1:4])] -= 1  # a row ended with its BOS, but it waits
@@ -270,7 +270,7 @@ def check_tokens(world: World, run: Run, bucket: str) -> None:
     padded = 0
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
-            placed = sum(length for _, _, length, _ in row.placements)
+            placed = sum(length for _, _, length, _ in row.placed)
             padded += len(tokens) - placed
             emitted.update(tokens[:placed].tolist())
             live.update(tokens[1:][is_live[1:] == 1].tolist())
@@ -304,7 +304,7 @@ def check_binned_targets(world: World, run: Run, bucket: str) -> None:
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
             overlapped = []
-            for (_, group, index), start, length, _ in row.placements:
+            for (_, group, index), start, length, _ in row.placed:
                 entry = world.corpora[bucket].groups[group][index]
                 assert (start, length) == (0, len(entry.seen(framed=False)))
                 overlapped += [i < entry.overlap for i in range(length)]

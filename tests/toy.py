@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import settings
-from nanochat.rows import copy_rows
 
+from nanochat.common import block
 from nanochat.dataloader import DataLoader
-from nanochat.order import StreamConfig, block
+from nanochat.order import StreamConfig
 from nanochat.stream import Cursor, Row, Stream
 
 BOS = 256
@@ -38,6 +38,9 @@ class ByteTokenizer:
     def get_bos_token_id(self) -> int:
         return BOS
 
+    def get_vocab_size(self) -> int:
+        return 1 << 20
+
     def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
         raw = [text.encode() for text in texts]
         offsets = np.zeros(len(raw) + 1, np.int64)
@@ -53,26 +56,24 @@ class ByteTokenizer:
 
 
 class MemorySource:
-    """Groups of documents given as token ids (without BOS). `fetched` records (group, unit)."""
+    """Groups of documents given as token ids (without BOS). `asked` records (group, rows) of each read."""
 
-    mapped = False
+    bos = BOS
 
     def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory"):
         self.documents = [list(group) for group in groups]
         self.fingerprint = fingerprint
         self.groups = np.array([len(group) for group in groups], np.int64)
-        self.fetched: list[tuple[int, int]] = []
+        self.asked: list[tuple[int, list[int]]] = []
 
-    def fetch(self, group: int, unit: int, unit_size: int, keep: Callable[[], set[int]] = set) -> list[np.ndarray]:
-        self.fetched.append((group, unit))
-        assert all(0 <= u * unit_size < len(self.documents[group]) for u in keep()), "a unit that is none is asked for"
-        return self.documents[group][unit * unit_size:(unit + 1) * unit_size]
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        self.asked.append((group, rows.tolist()))
+        assert max(rows) < keep <= len(self.documents[group]) or keep == 0, "more is announced than there is"
+        found = [np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32) for row in rows]
+        return found, [0] * len(found)
 
-    def encode(self, raw: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.concatenate([[BOS], ids]).astype(np.uint32) for ids in raw]
-
-    def overlaps(self, group: int, unit: int, unit_size: int) -> Sequence[int]:
-        return ()
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        return [1 + len(self.documents[group][row]) for row in rows], [0] * len(rows)
 
     def locate(self, group: int) -> tuple[str, int]:
         return f"memory_{group // 2}", group % 2
@@ -140,9 +141,8 @@ def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int
 
 def row_arrays(row: Row, T: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens (T + 1,), live (T + 1,)) of a row."""
-    tokens, live = np.full(T + 1, 2**32 - 1, np.uint32), np.ones(T + 1, np.uint8)
-    copy_rows([row], np.full(T + 1, BOS, np.uint32), tokens[None], live[None])
-    return tokens, live
+    assert row.tokens.shape == (T + 1,)
+    return row.tokens.astype(np.uint32), np.ones(T + 1, np.uint8) if row.live is None else row.live
 
 
 def json_copy(value: Any) -> Any:
@@ -186,7 +186,6 @@ def load_steps(config: StreamConfig, sources: Mapping[str, Any], *, R: int, W: i
         for _ in range(steps):
             for loader in loaders:
                 for _ in range(loader.micro_batches_per_step):
-                    batch = next(loader)
-                assert batch.last
+                    next(loader)
             yield (sum(loader.digest for loader in loaders) % 2**64,
                    [cursor for loader in loaders for cursor in loader.cursors()])

@@ -165,27 +165,6 @@ def test_no_position_sees_a_later_token():
         assert changed_positions(model, x, at) == list(range(at, 150))
 
 
-def test_a_window_limits_how_far_a_token_reaches():
-    config = GPTConfig(**{**SMALL.__dict__, "n_layer": 2, "sequence_len": 400})
-    assert config.window_sizes == [128, -1]
-    model, x = shake(build(config)), tokens(1, 400)
-    last = model.transformer["h"][1].attn
-    assert changed_positions(model, x, 5)[-1] == 399  # through the full last layer
-    last.window = 0
-    reach = changed_positions(model, x, 5)
-    assert reach == list(range(5, 5 + 128 + 2))  # itself, 128 on, and one more by smear
-
-
-def test_smear_adds_the_token_before_and_nothing_to_the_first():
-    model = shake(build(GPTConfig(**{**SMALL.__dict__, "n_layer": 1})))
-    model.transformer["h"][0].attn.window = 0
-    x = tokens(1, 12)
-    assert changed_positions(model, x, 4) == [4, 5]
-    with torch.no_grad():
-        model.smear_lambda.zero_()
-    assert changed_positions(model, x, 4) == [4]
-
-
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 T_DOCS = 200
@@ -261,25 +240,6 @@ def test_flex_has_the_gradients_of_the_explicit_mask():
         torch.testing.assert_close(ours, expected, atol=5e-3 * expected.abs().max().item(), rtol=0)
 
 
-def test_nothing_crosses_from_one_document_to_the_next():
-    model = docs_model("sdpa_mask", "windows").requires_grad_(False)
-    x, _, doc_ids = documents()
-    masks = model.masks(doc_ids)
-    for row, edges in enumerate(EDGES):
-        for a, b in itertools.pairwise(edges):
-            other = x.clone()
-            other[row, a:b] = (other[row, a:b] + 1) % 70
-            moved = (model(x, masks=masks) != model(other, masks=masks)).any(2).nonzero()
-            assert set(moved[:, 0].tolist()) == {row} and a == moved[:, 1].min() and moved[:, 1].max() < b
-
-
-@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
-def test_a_mask_serves_all_layers_of_equal_window(mode):
-    model, (_, _, doc_ids) = docs_model(mode, "windows"), documents()
-    assert model.config.window_sizes == [128, 128, -1, -1]
-    assert model.masks(doc_ids).by_window.keys() == {128, -1}
-
-
 def test_attention_modes():
     assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
     with pytest.raises(ValueError, match="--attention-mode flex: got no doc_ids"):
@@ -288,12 +248,6 @@ def test_attention_modes():
         GPT(SMALL, attention_mode="auto")
     names = [list(build(attention_mode=mode).state_dict()) for mode in ("causal", "sdpa_mask", "flex")]
     assert names[0] == names[1] == names[2]
-
-
-def test_rows_do_not_see_each_other():
-    model, x = shake(build()), tokens(3, 50)
-    alone = torch.cat([model(row[None]) for row in x])
-    torch.testing.assert_close(model(x), alone, atol=1e-4, rtol=0)
 
 
 # ---- the whole forward, written out ---------------------------------------------------------------------------------

@@ -131,16 +131,8 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def reset_parameters(self) -> None:
-        """Nothing: values come from `GPT.init_weights` or from a checkpoint."""
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
-
-
-def embedding(num: int, width: int) -> nn.Embedding:
-    """An embedding whose values come later, like those of `Linear`."""
-    return nn.Embedding.from_pretrained(torch.empty(num, width), freeze=False)
 
 
 class CausalSelfAttention(nn.Module):
@@ -255,11 +247,11 @@ class GPT(nn.Module):
         kv_width = config.n_kv_head * config.head_dim
         layers = range(config.n_layer)
         self.transformer = nn.ModuleDict({
-            "wte": embedding(config.padded_vocab_size, config.n_embd),
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
             "h": nn.ModuleList(Block(config, i) for i in layers),
         })
         self.value_embeds = nn.ModuleDict({
-            str(i): embedding(config.padded_vocab_size, kv_width)
+            str(i): nn.Embedding(config.padded_vocab_size, kv_width)
             for i in layers if config.has_value_embedding(i)})
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))

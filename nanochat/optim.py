@@ -8,15 +8,9 @@ cautious weight decay. Row equilibration (every row gets the mean row norm, arXi
 renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) are kept because nanochat's
 learning rates were tuned with them.
 
-**Who owns what** (ZeRO, arXiv 1910.02054). Flattened tensors are laid out in messages of W equal
-chunks, and rank r owns chunk r of every message: it alone keeps optimizer state for it and computes
-its update. With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
-
-                 rank 0         rank 1
-    message 1  | E E E E E E | E E E E E E |   a large tensor of AdamW is cut between its grains
-    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt, the largest first, each to
-    message 3  | .           | C C         |   the rank that has least; a matrix is always whole
-    message 4  | s s s .     | t t t t     |   small ones are dealt as matrices are
+**Who owns what** (ZeRO, arXiv 1910.02054; the layout is drawn in reduce.py). Flattened tensors are
+laid out in messages of W equal chunks, and rank r owns chunk r of every message: it alone keeps
+optimizer state for it and computes its update. A matrix is never cut, a large tensor of AdamW is.
 
     step:  backward's grads -> reduce (sum) each message -> norm -> update own chunk -> all-gather
            all reductions are in flight while the next is packed; gathers run during other updates
@@ -41,8 +35,6 @@ alive: its relative change per step, 1 - beta2, is often below bfloat16's resolu
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.dist import get_compute_dtype, wide_dtype
-from nanochat.reduce import Reduce, tree_reduce
+from nanochat.reduce import Part, Reduce, lay_out, tree_reduce
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -155,136 +147,6 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
 
 
-# ---- who owns what -------------------------------------------------------------------------------
-
-SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
-GRAINS = 64  # of a tensor that may be cut
-ALIGNED = 64  # elements: where grains begin in a chunk
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements start..stop of a flattened parameter: all of it, or what one rank owns of it."""
-
-    name: str
-    param: Tensor
-    group: dict[str, Any]  # its hyper-parameters
-    start: int
-    stop: int
-
-    @property
-    def grain(self) -> int:
-        """So many elements of the parameter stay together, whatever W is."""
-        n = self.param.numel()
-        if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
-            return n
-        return -(-n // (GRAINS * ALIGNED)) * ALIGNED
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """These elements of the parameter, or of its gradient; flat."""
-        return tensor.detach().reshape(-1)[self.start:self.stop]
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its optimizer state: flat where it is not all of its parameter."""
-        shape = tuple(self.param.shape)
-        if self.group["kind"] == "adamw":
-            n = self.stop - self.start
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"),
-                                 shape if n == self.param.numel() else (n,))
-        rows, cols = shape
-        return {"momentum_buffer": shape,
-                "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
-
-
-@dataclass(frozen=True)
-class Message:
-    """A chunk of so many elements for each rank. It begins with the part that the rank owns, if
-    there is one for it; what is left is padding. The same on every rank."""
-
-    parts: list[Part | None]  # by rank
-    chunk: int
-
-    def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
-        """Each part, and its place in a tensor of all chunks."""
-        return [(part, chunk[:part.stop - part.start])
-                for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
-
-    def gradients(self) -> Tensor:
-        """(W * chunk,), to be read only. Where several are packed they are float32 (they may be
-        sums of leaves, which bfloat16 would round). A missing gradient is zeros."""
-        return self._pack(lambda param: param.grad, torch.float32)
-
-    def parameters(self) -> Tensor:
-        """(W * chunk,), of the parameters' type."""
-        return self._pack(lambda param: param, self._first.dtype)
-
-    @property
-    def _first(self) -> Tensor:
-        return next(part.param for part in self.parts if part)
-
-    def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """All chunks. Where that is one tensor and nothing else it is that tensor, not a copy."""
-        numel = self.chunk * len(self.parts)
-        alone = of(self._first) if self._first.numel() == numel else None
-        if alone is not None:
-            return alone.detach().reshape(-1)
-        message = torch.zeros(numel, dtype=dtype, device=self._first.device)
-        for part, place in self.placed(message):
-            if (tensor := of(part.param)) is not None:
-                place.copy_(part.of(tensor))
-        return message
-
-    def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
-        """Start the all-gather of every rank's chunk of a message of parameters; what is returned
-        waits for it and fills the parameters."""
-        work = None
-        if len(self.parts) > 1:
-            mine = message.split(self.chunk)[rank]
-            work = dist.all_gather_single(message, mine, async_op=True)
-
-        def finish() -> None:
-            if work is not None:
-                work.wait()
-            for part, place in self.placed(message):
-                values = part.of(part.param)
-                if values.data_ptr() != place.data_ptr():  # else it is the parameter
-                    values.copy_(place)
-
-        return finish
-
-
-def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """The messages of whole parameters, the largest first: so only a small one's all-gather has no
-    update to hide behind.
-
-    Parameters of a single grain, alike in kind and type, are dealt: the W largest, one to each rank,
-    then the next W, and so on; of each deal the larger goes to the rank that has fewer elements so
-    far. The others are cut: each is a message, with as many grains for each rank (the last: fewer).
-    """
-    messages = []
-    decks: dict[Any, list[Part]] = {}
-    for whole in sorted(params, key=lambda part: -part.stop):
-        if whole.grain == whole.stop:
-            decks.setdefault((whole.group["kind"], whole.param.dtype), []).append(whole)
-            continue
-        grains = -(-whole.stop // whole.grain)
-        chunk = whole.stop if world_size == 1 else -(-grains // world_size) * whole.grain
-        cut: list[Part | None] = [None] * world_size
-        for rank, at in enumerate(range(0, whole.stop, chunk)):
-            cut[rank] = replace(whole, start=at, stop=min(at + chunk, whole.stop))
-        messages.append(Message(cut, chunk))
-    for deck in decks.values():
-        load = [0] * world_size
-        for first in range(0, len(deck), world_size):
-            deal: list[Part | None] = [None] * world_size
-            owners = sorted(range(world_size), key=load.__getitem__)
-            for part, owner in zip(deck[first:first + world_size], owners):
-                deal[owner] = part
-                load[owner] += part.stop
-            messages.append(Message(deal, deck[first].stop))
-    return sorted(messages, key=lambda message: -message.chunk)
-
-
 # ---- the optimizer -------------------------------------------------------------------------------
 
 CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole
@@ -297,6 +159,18 @@ def get_rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
+    """Shapes of the optimizer state of a part: flat where it is not all of its parameter."""
+    shape = tuple(part.param.shape)
+    if part.group["kind"] == "adamw":
+        n = part.stop - part.start
+        return dict.fromkeys(("exp_avg", "exp_avg_sq"),
+                             shape if n == part.param.numel() else (n,))
+    rows, cols = shape
+    return {"momentum_buffer": shape,
+            "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -332,7 +206,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._steps = torch.zeros((), device=self._device)
         for part in filter(None, self._mine):
             self.state[part.param] = {key: torch.zeros(shape, device=self._device)
-                                      for key, shape in part.state_shapes().items()}
+                                      for key, shape in state_shapes(part).items()}
 
     def _name_params(self) -> list[Part]:
         """All non-empty parameters in order; checks and completes the groups."""
@@ -440,9 +314,9 @@ class MuonAdamW(torch.optim.Optimizer):
         found = {} if into is None else into["state"]
         for whole in self._params if self._rank == 0 and not found else ():
             found[whole.name] = {key: torch.empty(shape)
-                                 for key, shape in whole.state_shapes().items()}
+                                 for key, shape in state_shapes(whole).items()}
         for message, mine in zip(self._messages, self._mine):
-            shapes = [part.state_shapes() if part else {} for part in message.parts]
+            shapes = [state_shapes(part) if part else {} for part in message.parts]
             for key in max(shapes, key=len):
                 sizes = [math.prod(shape[key]) if shape else 0 for shape in shapes]
                 sent = torch.zeros(max(sizes), device=self._device)
@@ -472,7 +346,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
         want = {f"{whole.name}.{key}": shape for whole in self._params
-                for key, shape in whole.state_shapes().items()}
+                for key, shape in state_shapes(whole).items()}
         got = {f"{name}.{key}": tuple(tensor.shape) for name, tensors in state["state"].items()
                for key, tensor in tensors.items()}
         different = [f"{key}: got {got.get(key, 'nothing')}, expected {want.get(key, 'nothing')}"

@@ -39,13 +39,24 @@ gradient of None counts as +0.0 in both places; -0.0 + 0.0 is 0.0, so it is adde
 A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made
 with an odd part carried up: rank order, reproducible for this W, and no promise for another.
 
+**Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r
+of every message. With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
+
+                 rank 0         rank 1
+    message 1  | E E E E E E | E E E E E E |   a large tensor of AdamW is cut between its grains
+    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt, the largest first, each to
+    message 3  | .           | C C         |   the rank that has least; a matrix is always whole
+    message 4  | s s s .     | t t t t     |   small ones are dealt as matrices are
+
 Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks
 idle, W times the latency); an all-gather (W times the bytes); a reduce-scatter that is asked nicely
 (backends choose the order by topology and size); exact sums in fixed point (three words an element,
 and gradients have no bounded exponent).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,3 +153,122 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
         return add_in_tree_order(received.view(world_size, -1))
 
     return finish
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
+GRAINS = 64  # of a tensor that may be cut
+ALIGNED = 64  # elements: where grains begin in a chunk
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements start..stop of a flattened parameter: all of it, or what one rank owns of it."""
+
+    name: str
+    param: Tensor
+    group: dict[str, Any]  # its hyper-parameters
+    start: int
+    stop: int
+
+    @property
+    def grain(self) -> int:
+        """So many elements of the parameter stay together, whatever W is."""
+        n = self.param.numel()
+        if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
+            return n
+        return -(-n // (GRAINS * ALIGNED)) * ALIGNED
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of the parameter, or of its gradient; flat."""
+        return tensor.detach().reshape(-1)[self.start:self.stop]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A chunk of so many elements for each rank. It begins with the part that the rank owns, if
+    there is one for it; what is left is padding. The same on every rank."""
+
+    parts: list[Part | None]  # by rank
+    chunk: int
+
+    def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
+        """Each part, and its place in a tensor of all chunks."""
+        return [(part, chunk[:part.stop - part.start])
+                for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
+
+    def gradients(self) -> Tensor:
+        """(W * chunk,), to be read only. Where several are packed they are float32 (they may be
+        sums of leaves, which bfloat16 would round). A missing gradient is zeros."""
+        return self._pack(lambda param: param.grad, torch.float32)
+
+    def parameters(self) -> Tensor:
+        """(W * chunk,), of the parameters' type."""
+        return self._pack(lambda param: param, self._first.dtype)
+
+    @property
+    def _first(self) -> Tensor:
+        return next(part.param for part in self.parts if part)
+
+    def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
+        """All chunks. Where that is one tensor and nothing else it is that tensor, not a copy."""
+        numel = self.chunk * len(self.parts)
+        alone = of(self._first) if self._first.numel() == numel else None
+        if alone is not None:
+            return alone.detach().reshape(-1)
+        message = torch.zeros(numel, dtype=dtype, device=self._first.device)
+        for part, place in self.placed(message):
+            if (tensor := of(part.param)) is not None:
+                place.copy_(part.of(tensor))
+        return message
+
+    def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
+        """Start the all-gather of every rank's chunk of a message of parameters; what is returned
+        waits for it and fills the parameters."""
+        work = None
+        if len(self.parts) > 1:
+            mine = message.split(self.chunk)[rank]
+            work = dist.all_gather_single(message, mine, async_op=True)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            for part, place in self.placed(message):
+                values = part.of(part.param)
+                if values.data_ptr() != place.data_ptr():  # else it is the parameter
+                    values.copy_(place)
+
+        return finish
+
+
+def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
+    """The messages of whole parameters, the largest first: so only a small one's all-gather has no
+    update to hide behind.
+
+    Parameters of a single grain, alike in kind and type, are dealt: the W largest, one to each rank,
+    then the next W, and so on; of each deal the larger goes to the rank that has fewer elements so
+    far. The others are cut: each is a message, with as many grains for each rank (the last: fewer).
+    """
+    messages = []
+    decks: dict[Any, list[Part]] = {}
+    for whole in sorted(params, key=lambda part: -part.stop):
+        if whole.grain == whole.stop:
+            decks.setdefault((whole.group["kind"], whole.param.dtype), []).append(whole)
+            continue
+        grains = -(-whole.stop // whole.grain)
+        chunk = whole.stop if world_size == 1 else -(-grains // world_size) * whole.grain
+        cut: list[Part | None] = [None] * world_size
+        for rank, at in enumerate(range(0, whole.stop, chunk)):
+            cut[rank] = replace(whole, start=at, stop=min(at + chunk, whole.stop))
+        messages.append(Message(cut, chunk))
+    for deck in decks.values():
+        load = [0] * world_size
+        for first in range(0, len(deck), world_size):
+            deal: list[Part | None] = [None] * world_size
+            owners = sorted(range(world_size), key=load.__getitem__)
+            for part, owner in zip(deck[first:first + world_size], owners):
+                deal[owner] = part
+                load[owner] += part.stop
+            messages.append(Message(deal, deck[first].stop))
+    return sorted(messages, key=lambda message: -message.chunk)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nanochat.optim import POLAR_EXPRESS, MuonAdamW, Part, lay_out, muon_update, polar_express
+from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
+from nanochat.reduce import Part, lay_out
 from tests import training
 
 

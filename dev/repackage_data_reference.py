@@ -37,9 +37,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import atomic_open, fsync_dir, run_main
+from nanochat.common import (
+    atomic_open,
+    fsync_dir,
+    here,
+    run_main,
+)
 from nanochat.dataset import index_to_filename, open_parquet
-from nanochat.places import here
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again

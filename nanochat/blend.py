@@ -40,10 +40,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import hash_json
+from nanochat.common import (
+    hash_json,
+    place,
+)
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
-from nanochat.places import place
 from nanochat.sample_data import has_own_val
 from nanochat.sample_index import blend_sources, cached
 from nanochat.sources import Manifest, check_format, scan

@@ -16,15 +16,19 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from nanochat.dist import compute_cleanup as compute_cleanup
     from nanochat.dist import compute_init as compute_init
     from nanochat.dist import get_peak_flops as get_peak_flops
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 EXIT_FAILED = 1  # what a script returns after a clear error
 EXIT_HALTED = 3  # a person must decide how the run goes on
@@ -45,6 +52,90 @@ def get_base_dir() -> Path:
     base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat").expanduser()
     base.mkdir(parents=True, exist_ok=True)
     return base
+
+
+# ---- data, wherever they lie ----------------------------------------------------------------------------------------
+#
+# Data lie in folders of this machine or below a path of object storage, such as s3://bucket/train. These few functions
+# are the door to the second kind: nanochat/store.py is loaded when the first such path is met, and never otherwise.
+
+@dataclass
+class Launch:
+    """What a launch of a program says to object storage."""
+
+    cache: Path | str | None = None  # where local copies are kept; default: <base dir>/object_storage
+    stop: Callable[[], object] = lambda: False  # whether whoever waits for a store should give up
+
+
+class StopAsked(Exception):
+    """Somebody waited for a store when the program was asked to stop."""
+
+
+LAUNCH = Launch()
+
+
+def begin_data(cache: Path | str | None = None, stop: Callable[[], object] = lambda: False) -> None:
+    """A launch begins: what lies in stores is looked at anew. For the arguments see `Launch`."""
+    LAUNCH.cache, LAUNCH.stop = cache, stop
+    if "nanochat.store" in sys.modules:
+        sys.modules["nanochat.store"].forget()
+
+
+def in_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is one of object storage."""
+    return re.match(r"(s3|gs|az|msc):(/|$)", os.fspath(path)) is not None
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """A path of data: a pathlib.Path, or a `nanochat.store.StorePath`, which behaves like one. ValueError for a path of
+    a store that may hold credentials; it does not show them."""
+    if not in_store(path):
+        return Path(path)
+    from nanochat.store import open_path
+
+    return open_path(os.fspath(path))
+
+
+def here(path: str | os.PathLike[str], what: str) -> Path:
+    """A path of this machine. ValueError, which begins with `what`, for one in a store."""
+    if in_store(path):
+        raise ValueError(f"{what} {place(path)}: expected a folder of this machine; scripts.push_shards puts what was "
+                         f"made into a store, and the store's own tools fetch what is there")
+    return Path(path)
+
+
+def local(path: Path) -> Path:
+    """A file of this machine itself, or a local copy of an object. FileNotFoundError if the object is not there."""
+    return path.local() if in_store(path) else path  # type: ignore[attr-defined]
+
+
+def etag_of(path: Path) -> dict[str, str]:
+    """{"etag": ...} of an object, {} for a file: what pins it beside its size and footer."""
+    return {"etag": path.pinned().etag} if in_store(path) else {}  # type: ignore[attr-defined]
+
+
+def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16) -> Iterator[B]:
+    """`call` of each item, in their order, several at once in daemon threads: a signal ends the loop over them, though
+    a file system or a store keeps the threads waiting."""
+    def work(item: A, future: "Future[B]") -> None:
+        try:
+            future.set_result(call(item))
+        except BaseException as e:
+            future.set_exception(e)
+
+    under_way: deque[Future[B]] = deque()
+    for item in items:
+        under_way.append(Future())
+        threading.Thread(target=work, args=(item, under_way[-1]), daemon=True).start()
+        if len(under_way) == at_once:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def fetch(paths: Iterable[Path]) -> None:
+    """Make local copies of those paths that are objects, several at once."""
+    deque(each(local, (path for path in paths if in_store(path) and path.is_file())), maxlen=0)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -387,6 +478,9 @@ def run_main(main: Callable[[], int | None]) -> None:
             code = 128 + signal.SIGPIPE
         else:
             print(f"error: {e}", file=sys.stderr, flush=True)
+    except StopAsked as e:
+        print(f"stopped: {e}", file=sys.stderr, flush=True)
+        code = 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130

@@ -42,9 +42,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import atomic_open, get_base_dir, hash_json, read_json, run_main, write_json
-from nanochat.places import local, place
-from nanochat.remote import is_remote
+from nanochat.common import (
+    atomic_open,
+    get_base_dir,
+    hash_json,
+    in_store,
+    local,
+    place,
+    read_json,
+    run_main,
+    write_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +138,7 @@ def data_folder(path: Path | str) -> Path:
     path = place(path)
     if is_prefixes(path):
         folders = [place(prefix).parent for prefix in str(path).split(",")]
-        if len({folder.parts[0] if is_remote(folder) else "" for folder in folders}) > 1:
+        if len({folder.parts[0] if in_store(folder) else "" for folder in folders}) > 1:
             raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on this machine; "
                              f"the data of a run lie in one of them")
         return place(os.path.commonpath(folders))
@@ -195,7 +203,7 @@ def open_parquet(path: Path | str) -> pq.ParquetFile:
     path, size = place(path), 0
     try:  # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
         size = path.stat().st_size
-        file = pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False,
+        file = pq.ParquetFile(path.open("rb") if in_store(path) else path, pre_buffer=False,
                               page_checksum_verification=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run "
@@ -296,7 +304,7 @@ def _null_error(path: Path | str, group: int, count: int) -> str:
 
 def _raise_of_store(path: Path | str, e: Exception) -> None:
     """What a store said (it names the object) is told as it is: the file is not to blame."""
-    if is_remote(path) and str(e).startswith(str(path)):
+    if in_store(path) and str(e).startswith(str(path)):
         raise e
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.places import local, place
+from nanochat.common import local, place
 from nanochat.readers import IdReader, Range, map_file, open_reader
 from nanochat.shards import PairFiles, ShardWriter
 

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanochat import indexed, shards
-from nanochat.common import hash_bytes
-from nanochat.places import etag_of, local
+from nanochat.common import (
+    etag_of,
+    hash_bytes,
+    local,
+)
 from nanochat.readers import IdReader, Range
 from nanochat.shards import MANIFEST_NAME, REDO, ShardWriter, read_index, read_manifest, record_groups
 

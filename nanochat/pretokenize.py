@@ -47,7 +47,13 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import read_json, remove_leftovers, write_bytes
+from nanochat.common import (
+    etag_of,
+    place,
+    read_json,
+    remove_leftovers,
+    write_bytes,
+)
 from nanochat.dataset import (
     data_folder,
     find_buckets,
@@ -57,7 +63,6 @@ from nanochat.dataset import (
     read_footer,
     read_jsonl,
 )
-from nanochat.places import etag_of, place
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import MANIFEST_NAME, RECORD_SHAPE, TokenFile, new_manifest, record_groups

@@ -3,7 +3,7 @@ Readers: the ids of a file of tokens, wherever the file lies.
 
     MappedReader   memory map          read() is a view and costs nothing; the default
     PreadReader    pread, no map       for file systems on which page faults stall or a truncated file must not kill
-    RemoteReader   object storage      byte ranges over HTTP (block_cache.py)
+    RemoteReader   object storage      byte ranges over HTTP (store.py)
 
 All three are an `IdReader`: read-only elements begin .. end - 1, by one range or by many. Whoever reads asks `mapped`
 once: what is not mapped is worth reading ahead, in another thread, and in stretches as long as can be.
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.places import StorePath, stat_of
+from nanochat.common import in_store
 
 ENVIRONMENT = "NANOCHAT_READER"
 NEAR_IDS = 1 << 14  # what a read may take along unasked, to be one instead of two
@@ -158,7 +158,7 @@ def read_near(read: Callable[[int, int], np.ndarray], ranges: Sequence[Range], *
 
 def is_mapped(path: Path) -> bool:
     """Whether `open_reader` maps a file. ValueError if the environment names no reader."""
-    if isinstance(path, StorePath):
+    if in_store(path):
         return False
     kind = os.environ.get(ENVIRONMENT) or "mmap"
     if kind not in ("mmap", "pread"):
@@ -168,8 +168,15 @@ def is_mapped(path: Path) -> bool:
 
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool | None = None) -> IdReader:
     """The reader of a file of ids that this process should use; `mapped`: which of the two for a file on disk."""
-    if isinstance(path, StorePath):
-        from nanochat.block_cache import RemoteReader
+    if in_store(path):
+        from nanochat.store import StoreReader
 
-        return RemoteReader(path, dtype, stat=stat_of(path))
+        class RemoteReader(StoreReader):
+            mapped = False
+
+            def will_need(self, ranges: Sequence[Range]) -> None: ...
+
+            def close(self) -> None: ...
+
+        return RemoteReader(path, dtype)  # type: ignore[arg-type]
     return (MappedReader if (is_mapped(path) if mapped is None else mapped) else PreadReader)(path, dtype)

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import get_base_dir, read_json, write_json
+from nanochat.common import (
+    begin_data,
+    etag_of,
+    fetch,
+    get_base_dir,
+    in_store,
+    place,
+    read_json,
+    write_json,
+)
 from nanochat.curriculum import Curriculum
 from nanochat.dataset import as_parquet, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.places import begin, etag_of, fetch, place
-from nanochat.remote import is_remote
 from nanochat.run_dir import read_config
 from nanochat.sources import Manifest, Source, check, check_format, open_source, scan
 from nanochat.tokenizer import RustBPETokenizer
@@ -87,7 +94,7 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
     FileNotFoundError or ValueError names the first that is missing or of another size."""
     for manifest in (m for buckets in manifests.values() for m in buckets.values()):
         root = place(manifest["root"])
-        if is_remote(root):
+        if in_store(root):
             root.is_dir()  # list it once
             fetch((root / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
         for entry in manifest["files"]:
@@ -136,7 +143,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, dict[str, Any]]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
     the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = read_config(run_dir), pinned_data(run_dir)
-    begin(settings.get("object_storage_cache"))
+    begin_data(settings.get("object_storage_cache"))
     if not manifests:
         raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any data; start it first")
     for buckets in manifests.values():

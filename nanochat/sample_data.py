@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.places import place
+from nanochat.common import place
 
 ORDERS = ("lanes", "megatron")
 DEFAULT_SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has data of its own

@@ -39,8 +39,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import atomic_open, fsync_dir, read_json
-from nanochat.places import local, place
+from nanochat.common import (
+    atomic_open,
+    fsync_dir,
+    local,
+    place,
+    read_json,
+)
 from nanochat.readers import Range, map_file
 
 MAGIC, VERSION = b"GPTS", 1

@@ -34,10 +34,15 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import hash_bytes, hash_json
+from nanochat.common import (
+    etag_of,
+    fetch,
+    hash_bytes,
+    hash_json,
+    in_store,
+    place,
+)
 from nanochat.dataset import as_parquet, data_folder, find_files, open_parquet, read_batches, read_footer
-from nanochat.places import etag_of, fetch, place
-from nanochat.remote import is_remote
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 CHUNK = 64  # documents that are kept, compressed, as one
@@ -306,7 +311,7 @@ def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str,
             return known[name]
         return source_class(name).scan_file(as_parquet(path, strict=strict), name)
 
-    with ThreadPoolExecutor(32 if any(map(is_remote, paths)) else 8) as pool:
+    with ThreadPoolExecutor(32 if any(map(in_store, paths)) else 8) as pool:
         return list(pool.map(look, paths, names))
 
 

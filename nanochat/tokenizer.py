@@ -33,8 +33,16 @@ import numpy as np
 import rustbpe
 import tiktoken
 
-from nanochat.common import get_base_dir, hash_bytes, hash_json, read_json, write_bytes, write_json
-from nanochat.places import local, place
+from nanochat.common import (
+    get_base_dir,
+    hash_bytes,
+    hash_json,
+    local,
+    place,
+    read_json,
+    write_bytes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it

@@ -50,8 +50,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import hash_bytes, read_json
-from nanochat.places import StorePath, etag_of, local, place, stat_of
+from nanochat.common import etag_of, hash_bytes, in_store, local, place, read_json
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -142,10 +141,10 @@ class PlainReader:
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
     if the environment names no reader."""
-    if isinstance(path, StorePath):
-        from nanochat.block_cache import RemoteReader
+    if in_store(path):
+        from nanochat.store import StoreReader
 
-        return RemoteReader(path, dtype, stat=stat_of(path))
+        return StoreReader(path, dtype)  # type: ignore[arg-type]
     kind = os.environ.get(READER) or "mmap"
     if kind not in ("mmap", "pread"):
         raise ValueError(f"{READER}={kind}: expected mmap or pread")

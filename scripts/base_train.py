@@ -27,7 +27,16 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Code, Outcome, Saver, check_retention, list_checkpoints, prune
-from nanochat.common import EXIT_HALTED, Parser, print0, quiet_gc, run_main, setup_logging
+from nanochat.common import (
+    EXIT_HALTED,
+    Parser,
+    begin_data,
+    place,
+    print0,
+    quiet_gc,
+    run_main,
+    setup_logging,
+)
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.dist import (
@@ -50,8 +59,6 @@ from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_rea
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
 from nanochat.order import StreamConfig
-from nanochat.places import begin as begin_data
-from nanochat.places import place
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path

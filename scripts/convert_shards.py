@@ -26,9 +26,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, hash_file, run_main, write_bytes
+from nanochat.common import (
+    Parser,
+    hash_file,
+    here,
+    run_main,
+    write_bytes,
+)
 from nanochat.dataset import data_folder, find_files
-from nanochat.places import here
 from nanochat.sources import check_format
 from nanochat.token_writer import MegatronWriter, ShardWriter
 from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, new_manifest, open_tokens, read_manifest

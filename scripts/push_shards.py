@@ -15,13 +15,10 @@ SIGTERM.
 """
 
 import argparse
-import io
 import json
-import queue
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, md5
 from pathlib import Path
@@ -29,8 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat import remote
-from nanochat.common import Parser, Terminated, read_json, run_main, sigterm_raises
+from nanochat import store
+from nanochat.common import Parser, Terminated, each, in_store, place, read_json, run_main, sigterm_raises
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
 PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000
@@ -108,7 +105,7 @@ def training_command(target: str, settings: dict[str, Any]) -> str:
     """How to train from the bucket."""
     flags = {"--data-path": target, "--data-format": settings["data_format"],
              "--order": settings["split"] and "megatron",
-             "--tokenizer-dir": settings["tokenizer_folder"] and remote.join(target, settings["tokenizer_folder"]),
+             "--tokenizer-dir": settings["tokenizer_folder"] and f"{target}/{settings['tokenizer_folder']}",
              "--max-seq-len": settings["sequence_length"], "--seed": settings["seed"], "--split": settings["split"]}
     return shlex.join(["python", "-m", "scripts.base_train",
                        *(str(part) for flag in flags.items() if flag[1] is not None for part in flag)])
@@ -138,100 +135,22 @@ def sum_file(path: Path) -> Sums:
             whole.update(data)
             parts.append(md5(data, usedforsecurity=False))
     if size <= part_bytes(size):
-        return Sums(size, parts[0].hexdigest() if parts else md5(b"", usedforsecurity=False).hexdigest(),
-                    whole.hexdigest())
-    joined = md5(b"".join(p.digest() for p in parts), usedforsecurity=False).hexdigest()
+        return Sums(size, (parts or [md5(usedforsecurity=False)])[0].hexdigest(), whole.hexdigest())
+    joined = md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
     return Sums(size, f"{joined}-{len(parts)}", whole.hexdigest())
 
 
-def holds(stat: remote.Stat, sums: Sums) -> bool:
+def holds(stat: store.Stat | None, sums: Sums) -> bool:
     """Whether an object is what a file was. It is read back where its ETag does not tell: encrypted buckets, stores
     other than S3."""
-    if stat.size != sums.size:
+    if stat is None or stat.size != sums.size:
         return False
     if stat.etag.strip('"') == sums.etag:
         return True
     back = blake2b(digest_size=16)
-    for part in remote.iter_parts(stat, 0, stat.size):
-        back.update(part)
+    for at in range(0, stat.size, PART_BYTES):
+        back.update(store.read_bytes(stat, at, min(at + PART_BYTES, stat.size)))
     return back.hexdigest() == sums.hash
-
-
-class _Counted(io.FileIO):
-    """A file that tells how much of it was read."""
-
-    def __init__(self, path: Path, told: Callable[[int], object]):
-        super().__init__(path, "rb")
-        self.told = told
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(-1 if size is None else size) or b""
-        self.told(len(data))
-        return data
-
-
-@dataclass
-class Push:
-    """A push under way: where to, what is there, what became of it."""
-
-    folder: Path
-    target: str
-    there: dict[str, remote.Stat]
-    told: Callable[[int], object]
-    sent: int = 0
-    sent_bytes: int = 0
-    left_alone: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def path(self, file: Path) -> str:
-        return remote.join(self.target, *file.relative_to(self.folder).parts)
-
-    def push(self, file: Path) -> None:
-        """Have an object be what a file is. ValueError or OSError naming it where it cannot be."""
-        path, sums = self.path(file), sum_file(file)
-        expected = recorded_hash(file)
-        if expected not in (None, sums.hash):
-            raise ValueError(f"{file}: its checksum is {sums.hash}, manifest.json says {expected}; python -m "
-                             f"scripts.verify tells more")
-        if path in self.there and holds(self.there[path], sums):
-            self.told(sums.size)
-            with self._lock:
-                self.left_alone += 1
-            return
-        self._forget_manifests()
-        self._send(file, path, sums)
-        if not holds(remote.head(path), sums):
-            remote.delete(path)
-            raise ValueError(f"{path}: what arrived is not what {file} is; run the command again")
-        with self._lock:
-            self.sent += 1
-            self.sent_bytes += sums.size
-
-    def _send(self, file: Path, path: str, sums: Sums) -> None:
-        if sums.size <= part_bytes(sums.size):
-            remote.write(path, file.read_bytes())
-            self.told(sums.size)
-            return
-        told = [0]
-
-        def tell(n: int) -> None:
-            told[0] += n
-            self.told(n)
-
-        def open_file() -> _Counted:
-            self.told(-told[0])  # another try
-            told[0] = 0
-            return _Counted(file, tell)
-
-        remote.write(path, open_file, part_bytes=part_bytes(sums.size))
-
-    def _forget_manifests(self) -> None:
-        """Before anything changes: no manifest may name what is missing or another."""
-        with self._lock:
-            for path in [p for p in self.there if p.rsplit("/", 1)[-1] in LAST]:
-                remote.delete(path)
-                del self.there[path]
 
 
 def recorded_hash(file: Path) -> str | None:
@@ -243,58 +162,96 @@ def recorded_hash(file: Path) -> str | None:
     return record.get(f"{file.suffix[1:]}_hash")
 
 
+def is_there(file: Path, stat: store.Stat | None) -> bool:
+    """Whether an object is what a file is. ValueError where the file is not what manifest.json says."""
+    sums, expected = sum_file(file), recorded_hash(file)
+    if expected not in (None, sums.hash):
+        raise ValueError(f"{file}: its checksum is {sums.hash}, manifest.json says {expected}; python -m "
+                         f"scripts.verify tells more")
+    return holds(stat, sums)
+
+
+def send(file: Path, path: str) -> None:
+    """Have an object be what a file is. ValueError where something else has arrived, which is taken away again."""
+    sums = sum_file(file)
+    store.write(path, file, part_bytes=part_bytes(sums.size))
+    if not holds(store.find(path), sums):
+        store.delete(path)
+        raise ValueError(f"{path}: what arrived is not what {file} is; run the command again")
+
+
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
-def push_all(push: Push, files: Sequence[Path], *, num_workers: int) -> None:
-    """Push files, several at once; what fails is in `push.failed`. The threads are daemons, so that Ctrl-C need not
-    wait for a file of many gigabytes."""
-    todo: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[Path, BaseException | None]] = queue.SimpleQueue()
-    for file in sorted(files, key=lambda f: -f.stat().st_size):
-        todo.put(file)
+@dataclass
+class Push:
+    """A push under way: where to, and what became of it."""
 
-    def work() -> None:
-        while True:
+    folder: Path
+    target: str
+    there: dict[str, store.Stat]
+    num_workers: int
+    bar: Any
+    sent: int = 0
+    sent_bytes: int = 0
+    left_alone: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    def path(self, file: Path) -> str:
+        return f"{self.target}/{file.relative_to(self.folder).as_posix()}"
+
+    def push(self, files: Sequence[Path]) -> None:
+        """Send what is not there yet, several files at once, the largest first."""
+        def compare(file: Path) -> bool | str:
             try:
-                file = todo.get_nowait()
-            except queue.Empty:
-                return
+                return is_there(file, self.there.get(self.path(file)))
+            except (ValueError, OSError) as e:
+                return str(e)
+
+        def send_one(file: Path) -> str:
             try:
-                push.push(file)
-            except BaseException as e:
-                done.put((file, e))
+                send(file, self.path(file))
+            except (ValueError, OSError) as e:
+                return str(e)
+            return ""
+
+        files = sorted(files, key=lambda file: -file.stat().st_size)
+        compared = list(zip(files, each(compare, files, at_once=self.num_workers)))
+        self.failed += [f"{file}: {why}" for file, why in compared if isinstance(why, str)]
+        self.left_alone += sum(same is True for _, same in compared)
+        self.bar.update(sum(file.stat().st_size for file, same in compared if same is not False))
+        todo = [file for file, same in compared if same is False]
+        if todo:  # before anything changes: no manifest may name what is missing or another
+            for path in [path for path in self.there if path.rsplit("/", 1)[-1] in LAST]:
+                store.delete(path)
+                del self.there[path]
+        for file, why in zip(todo, each(send_one, todo, at_once=self.num_workers)):
+            self.bar.update(file.stat().st_size)
+            if why:
+                self.failed.append(f"{file}: {why}")
             else:
-                done.put((file, None))
-
-    for _ in range(min(num_workers, len(files))):
-        threading.Thread(target=work, daemon=True).start()
-    for _ in files:
-        file, error = done.get()
-        if isinstance(error, ValueError | OSError):
-            push.failed[str(file)] = str(error)
-        elif error is not None:
-            raise error
+                self.sent += 1
+                self.sent_bytes += file.stat().st_size
 
 
 def run(args: argparse.Namespace) -> int:
     if args.num_workers < 1:
         raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
-    if not remote.is_remote(args.target):
+    if not in_store(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
     files, manifests = find_files(args.folder)
     data = [f for f in files if f.name.endswith(DATA)]
     settings = make_settings(args, data, manifests)
-    target = remote.url(args.target).rstrip("/")
-    there = {s.path: s for s in remote.list_files(target)}
+    target = str(place(args.target)).rstrip("/")
+    there = {stat.path: stat for stat in store.list_files(target)}
     total = sum(f.stat().st_size for f in [*files, *manifests])
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        push = Push(args.folder, target, there, bar.update)
-        push_all(push, files, num_workers=args.num_workers)
+        push = Push(args.folder, target, there, args.num_workers, bar)
+        push.push(files)
         if not push.failed:
-            remote.write(remote.join(target, SETTINGS_NAME), (json.dumps(settings, indent=2) + "\n").encode())
-            push_all(push, manifests, num_workers=args.num_workers)
-    for name, why in sorted(push.failed.items())[:SHOWN]:
-        print(f"failed: {name}: {why}", file=sys.stderr)
+            store.write(f"{target}/{SETTINGS_NAME}", (json.dumps(settings, indent=2) + "\n").encode())
+            push.push(manifests)
+    for why in sorted(push.failed)[:SHOWN]:
+        print(f"failed: {why}", file=sys.stderr)
     print(f"{target}: {push.sent:,} files sent and checked ({push.sent_bytes:,} bytes), {push.left_alone:,} were there")
     if push.failed:
         print(f"{len(push.failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)

@@ -22,7 +22,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, run_main, setup_logging
+from nanochat.common import (
+    Parser,
+    get_base_dir,
+    here,
+    run_main,
+    setup_logging,
+)
 from nanochat.dataset import (
     BUCKET,
     DEFAULT_DATASET,
@@ -31,7 +37,6 @@ from nanochat.dataset import (
     read_texts,
     split_train_val,
 )
-from nanochat.places import here
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 

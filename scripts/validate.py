@@ -21,13 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.common import EXIT_FAILED, run_main, setup_logging
+from nanochat.common import (
+    EXIT_FAILED,
+    begin_data,
+    place,
+    run_main,
+    setup_logging,
+)
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.dist import autodetect_device_type, get_compute_dtype
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, find_tokenizer, resolve
-from nanochat.places import begin as begin_data
-from nanochat.places import place
 from nanochat.plan import BUDGET, Plan
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import describe, make_run_plan, problem, warnings

@@ -28,9 +28,17 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, hash_file, run_main, setup_logging, table
-from nanochat.places import begin, local, place
-from nanochat.remote import is_remote
+from nanochat.common import (
+    Parser,
+    begin_data,
+    hash_file,
+    in_store,
+    local,
+    place,
+    run_main,
+    setup_logging,
+    table,
+)
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -233,7 +241,7 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
     """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.
     FileNotFoundError or ValueError where that is nothing."""
     if not path.exists():
-        if is_remote(path) or len(path.parts) != 1:
+        if in_store(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
     if path.suffix in (".bin", ".idx") and path.is_file():
@@ -249,7 +257,7 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
         elif p.name == MANIFEST_NAME and has_manifest(p.parent):
             pairs.setdefault(p.parent, set())
-        elif p.is_dir() and not is_remote(p):
+        elif p.is_dir() and not in_store(p):
             whole, seal = p.absolute(), p / SEAL_NAME
             named = whole.parent.name == "checkpoints" and CHECKPOINT_NAME.fullmatch(whole.name)
             if named or seal.is_file():
@@ -282,7 +290,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", type=place, metavar="DIR", help="the tokenizer that the ids are of")
     known.add_argument("--vocab-size", type=int, metavar="N", help="bound of ids where no manifest.json tells it")
-    begin()
+    begin_data()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:

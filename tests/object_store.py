@@ -226,6 +226,13 @@ class Store:
         listed = self._moto("GET", f"/{self.bucket}?list-type=2").decode()
         return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", listed, re.DOTALL))
 
+    def calm(self) -> None:
+        """The store behaves, and nothing has been asked yet."""
+        self.proxy.released.set()
+        self.proxy.faults.clear()
+        self.proxy.seen.clear()
+        self.proxy.latency_s, self.proxy.released = 0.0, threading.Event()
+
     def make_bucket(self, bucket: str) -> None:
         self._moto("PUT", f"/{bucket}")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nanochat.rows import copy_rows
 
 from nanochat import readers, sample_index
 from nanochat.blend import (
@@ -23,7 +24,6 @@ from nanochat.blend import (
 )
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
-from nanochat.rows import copy_rows
 from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.sample_index import blend_sources
 from nanochat.stream import ledger

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanochat import patience
-from nanochat.common import hash_bytes
-from nanochat.patience import Patience
-from nanochat.remote import head
+from nanochat import store as room
+from nanochat.common import begin_data, hash_bytes
 from nanochat.shards import ShardWriter, new_manifest
+from nanochat.store import Patience, find
 from scripts import push_shards
 from scripts.push_shards import main, sum_file
 from tests.object_store import Fault, object_store
@@ -32,7 +31,8 @@ def running():
 
 @pytest.fixture
 def store(running, monkeypatch):
-    monkeypatch.setattr(patience, "PATIENCE", QUICK)
+    monkeypatch.setattr(room, "PATIENCE", QUICK)
+    begin_data()
     for key in running.names():
         running.delete(key)
     running.proxy.faults.clear()
@@ -105,13 +105,13 @@ def test_what_changed_goes_up_again_and_no_manifest_is_there_meanwhile(store, fo
     assert main([str(folder), store.path("s")]) == 0
     store.put("s/val/web/c.bin", store.get("s/val/web/c.bin")[::-1])  # of the same size
     manifests = []
-    send = push_shards.Push._send
+    send = push_shards.send
 
-    def look_and_send(self, *args):
+    def look_and_send(*args):
         manifests.append([k for k in store.names() if k.endswith("manifest.json")])
-        send(self, *args)
+        send(*args)
 
-    monkeypatch.setattr(push_shards.Push, "_send", look_and_send)
+    monkeypatch.setattr(push_shards, "send", look_and_send)
     assert main([str(folder), store.path("s")]) == 0
     assert manifests[0] == [] and store.get("s/val/web/c.bin") == (folder / "val/web/c.bin").read_bytes()
     assert "s/val/web/manifest.json" in store.names()
@@ -126,7 +126,7 @@ def test_sums_are_the_etags_of_the_store_and_what_arrived_damaged_is_told(store,
         (folder / "train/web/.records").rmdir()
     assert main([str(folder), store.path("s")]) == 0
     assert store.get("s/train/web/a.bin") == file.read_bytes()
-    assert head(store.path("s/train/web/a.bin")).etag.strip('"') == sum_file(file).etag
+    assert find(store.path("s/train/web/a.bin")).etag.strip('"') == sum_file(file).etag
     assert sum_file(file).etag.endswith(f"-{parts}") == (parts > 1)
     assert sum_file(file).hash == hash_bytes(file.read_bytes())
     if parts == 1:

@@ -1,0 +1,459 @@
+"""Objects in a store read as files: right bytes, or one clear sentence, whatever store and network do. Against a real
+S3 API on this machine (tests/object_store.py); skipped where obstore or moto are not installed."""
+
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import store as room
+from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
+from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, read_bytes, split, write
+from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, object_store
+from tests.toy import examples
+
+ROOT = Path(__file__).parents[1]
+QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01,
+                 first_answer_s=30.0, give_up_s=30.0)  # a busy machine is not a silent store
+TOKENS = np.random.default_rng(0).integers(0, 1 << 16, 200_000, dtype=np.uint16)
+PART = 1 << 14
+
+
+@pytest.fixture(scope="module")
+def running():
+    with object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(running, monkeypatch):
+    monkeypatch.setattr(room, "PATIENCE", QUICK)
+    monkeypatch.setattr(room, "PART_BYTES", PART)
+    monkeypatch.setattr(room, "KEPT_PARTS", 16)
+    monkeypatch.setattr(room, "_told_at", [float("-inf")])
+    running.put("a/tokens.bin", TOKENS.tobytes())
+    running.calm()
+    room._parts.clear()
+    begin_data()
+    yield running
+    running.calm()
+
+
+def reader(store):
+    begin_data()
+    return StoreReader(place(store.path("a/tokens.bin")), np.uint16)
+
+
+def ranges_below(n, longest=3000):
+    return st.tuples(st.integers(0, n - 1), st.integers(0, longest)).map(lambda t: (t[0], min(n, t[0] + t[1])))
+
+
+# ---- paths ----------------------------------------------------------------------------------------------------------
+
+def test_paths_of_stores_are_told_from_those_of_this_machine():
+    assert all(map(in_store, ("s3://b/k", Path("s3://b/k"), "gs://b/k", "az://c/k", "msc://p/k")))
+    assert not any(map(in_store, ("/data/s3", Path("data"), "s3", "https://x/y", "file:///x")))
+    path = place(Path("s3://b/some")) / "key.bin"
+    assert isinstance(path, StorePath) and split(str(path)) == ("s3", "b", "some/key.bin")
+    assert (str(path), path.name, path.suffix, str(path.parent)) == ("s3://b/some/key.bin", "key.bin", ".bin", "s3://b/some")
+    assert str(place(f"{path},gs://c/d")) == "s3://b/some/key.bin,gs://c/d" and place("/a/b") == Path("/a/b")
+
+
+@pytest.mark.parametrize("path", ["s3://KEY:hidden@bucket/x", "s3://KEY:hid/den@bucket/x", "s3://hidden@bucket",
+                                  "s3://bucket/x?X-Amz-Signature=hidden", "gs://b/x?hidden"])
+def test_what_may_be_a_secret_in_a_path_is_refused_and_not_shown(path):
+    with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+        place(path)
+    assert "hid" not in str(e.value) and "KEY" not in str(e.value).replace("AWS_ACCESS_KEY_ID", "").replace(
+        "AWS_SECRET_ACCESS_KEY", "")
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "http://KEY:hid/den@host", "https://host/x?hidden", "http://a hidden",
+                                      "http://KEY:hidden@host:9000"])
+def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch, endpoint, capfd):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    begin_data()
+    with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is no URL") as e:
+        place(store.path("a/tokens.bin")).exists()
+    assert "hid" not in str(e.value) + capfd.readouterr().err
+
+
+def test_who_trains_from_files_loads_no_store():
+    code = ("import sys, scripts.base_train, nanochat.store\n"
+            "assert not {'obstore', 'multistorageclient'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    code = "import sys, scripts.base_train\nassert not {'obstore', 'nanochat.store'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
+    begin_data()
+    for module, path, hint in (("obstore", "s3://b/k", r"pip install 'nanochat\[s3\]'"),
+                               ("multistorageclient", "msc://p/k", "pip install multi-storage-client")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ValueError, match=hint):
+            find(path)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+def test_a_path_looks_into_one_listing(store):
+    store.put("a/b/x.idx", b"1")
+    store.put("ab.txt", b"2")
+    root = place(store.path("a"))
+    assert sorted(map(str, root.rglob("*"))) == [store.path("a/b/x.idx"), store.path("a/tokens.bin")]
+    assert [p.name for p in root.rglob("*.idx")] == ["x.idx"] and root.is_dir() and not root.is_file()
+    assert (root / "tokens.bin").stat().st_size == TOKENS.nbytes and len((root / "tokens.bin").pinned().etag) > 10
+    assert not (root / "none").exists() and (root / "b").is_dir() and not (root / "b" / "y").is_file()
+    assert len(store.proxy.seen) == 1
+    with pytest.raises(FileNotFoundError, match=r"^s3://bucket/a/none: no such object$"):
+        (root / "none").open("rb")
+    with pytest.raises(ValueError, match="only read, as bytes"):
+        (root / "tokens.bin").open("w")
+    assert place(store.path("ab.txt")).open("rb").read() == b"2"
+
+
+def test_any_ranges_are_the_bytes_of_the_file(store):
+    r = reader(store)
+
+    @settings(max_examples=examples(0.3))
+    @given(st.lists(ranges_below(len(TOKENS)), min_size=1, max_size=8))
+    def law(ranges):
+        expected = [TOKENS[a:b].tolist() for a, b in ranges]
+        assert [r.read(a, b).tolist() for a, b in ranges] == expected
+        assert [ids.tolist() for ids in r.read_many(ranges)] == expected
+        assert len(room._parts) <= 16
+
+    law()
+    assert r.read(5, 9).dtype == np.uint16 and (r.read(0, len(TOKENS)) == TOKENS).all()
+    with pytest.raises(ValueError, match="read-only"):
+        r.read(5, 9)[0] = 1
+    for bad in ((-1, 5), (7, 5), (0, len(TOKENS) + 1)):
+        with pytest.raises(ValueError, match="its index is of another file"):
+            r.read(*bad)
+
+
+def test_lanes_ask_once_for_each_part_and_samples_for_their_bytes_only(store):
+    r = reader(store)
+    store.proxy.seen.clear()
+    stretch = 2 * PART  # ids, so four parts; eight lanes read on in turn
+    for at in range(0, stretch, 1024):
+        for a in range(at, len(TOKENS), stretch):
+            end = min(a + 1024, len(TOKENS))
+            assert (r.read(a, end) == TOKENS[a:end]).all()
+    asked = [s.range for s in store.proxy.gets()]
+    assert len(asked) == len(set(asked)) == -(-TOKENS.nbytes // PART) and len(asked) > 16
+    store.proxy.seen.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "GAP_BYTES", 64)
+        r.read_many([(50_000, 50_100), (10, 20), (50_120, 50_300), (15, 40)])
+    assert sorted(s.range for s in store.proxy.gets()) == [(20, 80), (100_000, 100_600)]  # and no byte more
+    assert all(s.if_match == r.pinned.etag for s in store.proxy.gets())
+
+
+def test_threads_share_parts(store):
+    store.proxy.latency_s = 0.02
+    r = reader(store)
+    starts = list(range(0, 8 * PART // 2, 500)) * 2
+    with ThreadPoolExecutor(8) as pool:
+        for a, ids in zip(starts, pool.map(lambda a: r.read(a, a + 500), starts)):
+            assert (ids == TOKENS[a:a + 500]).all()
+    parts = [s.range for s in store.proxy.gets("tokens.bin")]
+    assert len(parts) == len(set(parts)) <= 9
+
+
+def test_parquet_is_read_by_footer_and_column(store):
+    sink = io.BytesIO()
+    noise = [os.urandom(200_000).hex() for _ in range(12)]
+    pq.write_table(pa.table({"other": noise, "text": [f"text {i}" for i in range(12)]}), sink, row_group_size=4)
+    store.put("p.parquet", sink.getvalue())
+    path = place(store.path("p.parquet"))
+    with pq.ParquetFile(path.open("rb"), pre_buffer=False) as f:
+        assert f.read_row_group(1, columns=["text"])["text"].to_pylist() == ["text 4", "text 5", "text 6", "text 7"]
+    assert sum(b - a for a, b in (s.range for s in store.proxy.gets("p.parquet"))) < 6 * PART
+    assert path.open("rb").read() == sink.getvalue() == path.open("rb", buffering=999).read()
+
+
+# ---- local copies ---------------------------------------------------------------------------------------------------
+
+def test_a_local_copy_is_made_once_and_is_of_the_listed_version(store, tmp_path):
+    store.put("x/i.idx", b"one" * 1000)
+    store.put("x/j.idx", b"other")
+    path = place(store.path("x/i.idx"))
+    begin_data(tmp_path)
+    copy = local(path)
+    assert copy.read_bytes() == b"one" * 1000 and copy.parent == tmp_path / "bucket" / "x" and copy.suffix == ".idx"
+    assert local(path) == copy and len(store.proxy.gets("i.idx")) == 1
+    store.put("x/i.idx", b"two" * 1000)  # of the same size
+    copy.write_bytes(b"torn")
+    with pytest.raises(ValueError, match=r"x/i.idx: it changed since this run began"):
+        local(path)
+    begin_data(tmp_path)
+    copies = [copy, local(path)]
+    assert copies[1].read_bytes() == b"two" * 1000 and not copy.exists()
+    copies[1].write_bytes(b"torn")
+    assert local(path).read_bytes() == b"two" * 1000
+    fetch([path, path.with_name("j.idx"), path.with_name("none.idx"), Path("/etc/hosts")])
+    assert {p.name[13:] for p in copy.parent.iterdir()} == {"i.idx", "j.idx"}
+
+
+# ---- faults that pass -----------------------------------------------------------------------------------------------
+
+PASSING = {"stall": Fault(stall=True), "500": Fault(status=500, times=3),
+           "503": Fault(status=503, code="SlowDown", times=3), "429": Fault(status=429, code="TooManyRequests"),
+           "cut": Fault(cut=1000, times=2), "cut at once": Fault(cut=0), "shifted": Fault(shift=2, times=2),
+           "whole": Fault(whole=True), "slow request": Fault(status=400, code="RequestTimeout")}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_passes_changes_no_byte(store, name, monkeypatch):
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=0.5))
+    r = reader(store)
+    for read in (lambda: r.read(1000, 5000), lambda: r.read_many([(1000, 5000)])[0]):
+        fault = replace(PASSING[name], name="tokens.bin")
+        store.proxy.faults.append(fault)
+        assert (read() == TOKENS[1000:5000]).all() and fault.times == 0
+
+
+def test_looks_and_listings_are_tried_again(store):
+    for method, ask in (("HEAD", lambda: find(store.path("a/tokens.bin")).size),
+                        ("GET", lambda: list_files(store.path("a"))[-1].size)):
+        fault = Fault(method=method, status=503, code="SlowDown", times=2)
+        store.proxy.faults.append(fault)
+        assert ask() == TOKENS.nbytes and fault.times == 0
+    store.proxy.faults.append(Fault(cut=10))
+    assert read_bytes(find(store.path("a/tokens.bin")), 0, TOKENS.nbytes) == TOKENS.tobytes()
+
+
+def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, caplog):
+    r = reader(store)
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=0.8, log_after_s=0.05, log_every_s=0.2))
+    store.proxy.faults.append(Fault(status=503, code="SlowDown", times=-1))
+    gave_up = pytest.raises(OSError, match=r"no answer from 127.0.0.1:\d+ in .* tries; the last: HTTP 503 SlowDown")
+    with caplog.at_level(logging.WARNING), gave_up:
+        r.read(0, 10)
+    lines = [m for m in caplog.messages if "waiting for the store" in m]
+    assert 1 <= len(lines) <= 5 and "s3://bucket/a/tokens.bin bytes 0 to" in lines[0]
+    store.proxy.faults.clear()
+    assert (r.read(0, 10) == TOKENS[:10]).all()  # what failed is not remembered
+
+
+def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatch, caplog):
+    r = reader(store)
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=10.0, log_after_s=0.4, log_every_s=10.0))
+    store.proxy.faults.append(Fault(stall=True, times=4))
+    threading.Timer(0.9, store.proxy.released.set).start()
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
+        for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):
+            assert (ids == TOKENS[a:a + 9]).all()
+    assert sum("waiting for the store" in m for m in caplog.messages) == 1
+    assert sum("answered after" in m for m in caplog.messages) == 1
+
+
+def test_waits_grow_and_are_spread(store, monkeypatch):
+    waits = []
+    monkeypatch.setattr(room, "PATIENCE", Patience(first_backoff_s=1.0, max_backoff_s=8.0))
+    monkeypatch.setattr(room, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic))
+
+    def ask(bucket, key):
+        if len(waits) < 40:
+            raise room.Passing("busy")
+        return 5
+
+    assert room.Question(store.path("x"), ask).answer() == 5
+    ceilings = [min(8.0, 2.0 ** i) for i in range(40)]
+    assert all(c / 2 <= w <= c for w, c in zip(waits, ceilings, strict=True)) and len(set(waits)) > 30
+
+
+# ---- faults that do not pass ----------------------------------------------------------------------------------------
+
+def test_a_swapped_object_is_an_error_that_names_it(store):
+    for lose in ("", "If-Match"):  # refused by the store; by us, where a proxy loses the condition
+        r = reader(store)
+        assert (r.read(0, 10) == TOKENS[:10]).all()
+        fault = Fault(before=lambda: store.put("a/tokens.bin", TOKENS[::-1].tobytes()), lose=lose)
+        store.proxy.faults.append(fault)
+        with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it changed since this run began \(.*ETag"):
+            r.read(100_000, 100_010)
+        assert fault.times == 0 and store.proxy.gets()[-1].if_match == r.pinned.etag
+        assert (r.read(0, 10) == TOKENS[:10]).all()  # what was read before it is what it was
+        store.put("a/tokens.bin", TOKENS.tobytes())
+
+
+def test_an_object_that_was_cut_or_went_is_an_error_that_names_it(store):
+    r = reader(store)
+    r.pinned = Stat(r.pinned.path, r.pinned.size, "")  # a store without ETags: the size tells
+    store.put("a/tokens.bin", TOKENS[:-1].tobytes())
+    with pytest.raises(ValueError, match=r"tokens.bin: it changed since this run began \(size 400000 then, 399998"):
+        r.read(0, 10)
+    store.delete("a/tokens.bin")
+    with pytest.raises(FileNotFoundError, match=r"tokens.bin: no such object: this run reads it; bring the old"):
+        r.read(0, 10)
+
+
+@pytest.mark.parametrize("method, code, status", [("GET", "AccessDenied", 403), ("GET", "InvalidAccessKeyId", 403),
+                                                  ("HEAD", "", 403), ("GET", "X", 401), ("GET", "ExpiredToken", 400)])
+def test_refused_credentials_are_one_try_and_one_sentence(store, method, code, status, caplog):
+    r = reader(store)
+    fault = Fault(method=method, status=status, code=code, times=5)
+    store.proxy.faults.append(fault)
+    with pytest.raises(OSError, match=f"tokens.bin: the store refuses it .HTTP {status}.*check AWS_ACCESS_KEY_ID") as e:
+        find(r.pinned.path) if method == "HEAD" else r.read(0, 10)
+    assert fault.times == 4
+    assert e.value.__cause__ is None and e.value.__suppress_context__
+    for secret in (ACCESS_KEY, SECRET_KEY):  # the store's answer has the first
+        assert secret not in str(e.value) + repr(e.value) + caplog.text
+
+
+def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
+    assert find(store.path("a/nothing.bin")) is None
+    for ask in (find, list_files):
+        with pytest.raises(FileNotFoundError, match="there is no bucket nobucket; check the path"):
+            ask("s3://nobucket/a.bin")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    begin_data()
+    store.proxy.seen.clear()
+    with pytest.raises(PermissionError, match="s3://bucket: no credentials; set AWS_ACCESS_KEY_ID, AWS_SECRET"):
+        find(store.path("a/tokens.bin"))
+    assert not store.proxy.seen
+
+
+def test_odd_keys_are_left_out_with_a_line_and_a_refused_listing_is_not_repeated(store, caplog):
+    for key in ("odd/a.bin", "odd/-b.bin", "odd//c.bin", "odd/../d.bin", "odd/./e.bin", "odd/x//f.bin", "odd/x/g.bin"):
+        store.put(key, b"1")
+    assert {str(path) for path in place(store.path("odd")).rglob("*")} == {
+        store.path(f"odd/{name}") for name in ("a.bin", "-b.bin", "x/g.bin")}
+    assert "4 objects are left out" in caplog.text
+    store.proxy.seen.clear()
+    with pytest.raises(ValueError, match=r"s3://bucket/odd/../x: no key may have"):
+        list_files("s3://bucket/odd/../x")
+    assert not store.proxy.seen
+
+
+def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3, first_backoff_s=0.05))
+    assert Patience().first_answer_s + max(Patience().connect_s, Patience().max_backoff_s / 4) < 20
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/path")
+    begin_data()
+    with pytest.raises(OSError, match=r"no answer from 127.0.0.1:9 in .*the last: no connection.; check the network "
+                                      r"and AWS_ENDPOINT_URL"):
+        find(store.path("a/tokens.bin"))
+
+
+# ---- stops ----------------------------------------------------------------------------------------------------------
+
+def test_whoever_waits_gives_up_when_the_program_is_to_stop(store):
+    path, asked = place(store.path("a/tokens.bin")), []
+    begin_data(stop=lambda: asked)
+    store.proxy.faults.append(Fault(stall=True, times=-1))
+    threading.Timer(0.3, lambda: asked.append(1)).start()
+    began = time.monotonic()
+    with pytest.raises(StopAsked, match=r"s3://bucket/a: not waited for any longer"):
+        path.parent.is_dir()
+    assert time.monotonic() - began < 1.5 and LAUNCH.stop()
+
+
+@pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
+def test_a_program_ends_though_its_store_stalls(store, how):
+    path = store.path("a/tokens.bin")
+    code = ("from nanochat.common import place\nfrom nanochat.store import StoreReader, ask_range\nimport time\n"
+            f"path = place('{path}')\npinned = path.pinned()\n"
+            "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
+            "def wait():\n    try:\n        StoreReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
+            "pool.submit(wait)\ntime.sleep(0.3)\nprint('end', flush=True)\n")
+    store.proxy.faults.append(Fault(stall=True, times=-1))
+    began = time.monotonic()
+    if how == "ends":
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, cwd=ROOT)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\ngiven up\n", "")
+    else:
+        process = subprocess.Popen([sys.executable, "-c", code + "wait()"], stdout=subprocess.PIPE, text=True,
+                                   stderr=subprocess.PIPE, cwd=ROOT)
+        assert process.stdout.readline() == "end\n"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+        assert process.returncode in (1, 130, -signal.SIGINT)
+    assert store.proxy.gets() and time.monotonic() - began < 10
+
+
+# ---- multi-storage-client -------------------------------------------------------------------------------------------
+
+class FakeMsc:
+    """What we use of multi-storage-client 1.3, over a dict."""
+
+    def __init__(self):
+        self.objects, self.short, self.types = {}, 0, SimpleNamespace(Range=lambda offset, size: (offset, size))
+
+    def resolve_storage_client(self, path):
+        if not path.startswith("msc://mine/"):
+            raise ValueError("a text that nobody should see")
+        return self, ""
+
+    def info(self, path):
+        if path not in self.objects:
+            raise FileNotFoundError("a text that nobody should see")
+        return SimpleNamespace(key=path, content_length=len(self.objects[path]), etag=str(sum(self.objects[path])))
+
+    def list(self, path):
+        return (self.info(key) for key in self.objects if key.startswith(f"{path}/"))
+
+    def read(self, path, byte_range):
+        self.short -= 1
+        return self.objects[path][byte_range[0]:sum(byte_range) - (self.short >= 0)]
+
+    def write(self, path, body):
+        self.objects[path] = bytes(body)
+
+    def upload_file(self, path, file):
+        self.objects[path] = Path(file).read_bytes()
+
+    def delete(self, path):
+        del self.objects[path]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
+    """With the package where it is installed; a stand-in also gives too little and hides secrets in its errors."""
+    fake = FakeMsc()
+    monkeypatch.setattr(room, "PATIENCE", QUICK)
+    if real:
+        pytest.importorskip("multistorageclient", reason="no multi-storage-client")
+        (tmp_path / "msc.yaml").write_text(
+            f"profiles: {{mine: {{storage_provider: {{type: file, options: {{base_path: {tmp_path / 'files'}}}}}}}}}")
+        monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.yaml"))
+        (tmp_path / "files").mkdir()
+    else:
+        monkeypatch.setitem(sys.modules, "multistorageclient", fake)
+    begin_data(tmp_path / "cache")
+    write("msc://mine/x/t.bin", TOKENS[:5000].tobytes())
+    path = place("msc://mine/x/t.bin")
+    r = StoreReader(path, np.uint16)
+    fake.short = 2
+    assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
+    assert list_files("msc://mine/x") == [r.pinned] and local(path).read_bytes() == TOKENS[:5000].tobytes()
+    assert find("msc://mine/x/none") is None and not place("msc://mine/y").exists()
+    with pytest.raises(ValueError, match="msc://yours: no such profile; MSC_CONFIG names"):
+        find("msc://yours/x")
+    (tmp_path / "other").write_bytes(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
+    write("msc://mine/x/t.bin", tmp_path / "other")
+    with pytest.raises(ValueError, match="it changed since this run began"):
+        r.read_many([(0, 10)])
+    room.delete("msc://mine/x/t.bin")
+    begin_data()
+    assert not path.exists()

@@ -402,3 +402,9 @@ def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int]
 
         return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)  # type: ignore[return-value]
     return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)
+
+
+def build_indices(config: Any, sources: Mapping[str, Source]) -> None:
+    """Have the index cache hold what streams in Megatron's order look for there; nothing to do for lanes."""
+    if not isinstance(config, StreamConfig):
+        open_stream(config, sources, [0], tokenizer="").close()

@@ -58,14 +58,13 @@ from nanochat.job import command_settings, derive, find_tokenizer, introduce, re
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets
 from nanochat.optim import MuonAdamW
-from nanochat.order import StreamConfig
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, check_files, open_data, stream_config
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_plan import rehearse
 from nanochat.schedule import Horizon, Schedule
 from nanochat.start_run import Start, begin, check_home, check_model, continued, load_states, prepare, settle_samples
-from nanochat.stream import open_stream
+from nanochat.stream import build_indices
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
 from nanochat.watch import Watch
@@ -386,8 +385,7 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
         watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
         stack.callback(watch.close)
         if world_size > 1:  # of Megatron's order: rank 0 shuffles and keeps the indices, the others find them
-            on_rank0(lambda: None if isinstance(config, StreamConfig) else open_stream(
-                config, data.train, [0], tokenizer=""))
+            on_rank0(lambda: build_indices(config, data.train))
             dog.beat()
         if start.checkpoint is None and cursors is not None:
             cursors = continued(cursors, config, data.train, tokenizer)

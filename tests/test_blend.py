@@ -27,7 +27,7 @@ from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilde
 from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.sample_index import blend_sources
 from nanochat.stream import ledger
-from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps
+from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 T, V, R = 12, 4, 8
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
@@ -231,8 +231,7 @@ def rows_of(stream: SampleStream, num: int) -> list[tuple[list[int], list[int]]]
     """[(tokens, live targets)] of the next rows."""
     found = []
     for row in stream.next_rows(num):
-        tokens, live = np.zeros(T + 1, np.int32), np.ones(T + 1, np.uint8)
-        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], live[None])
+        tokens, live = row_arrays(row, T)
         found.append((tokens.tolist(), live[1:].tolist()))
     return found
 
@@ -403,8 +402,7 @@ def test_a_row_says_of_which_documents_it_is(pairs):
                         zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
                  for name, part in zip(sources, stream.samples.datasets)}
     for row in stream.next_rows(20):
-        tokens = np.zeros(T + 1, np.int32)
-        copy_rows([row], np.full(T + 1, BOS, np.int32), tokens[None], np.ones((1, T + 1), np.uint8))
+        tokens, _ = row_arrays(row, T)
         for place in stream.describe(row):
             assert place["file"] == f"{row.bucket}.bin"
             document = documents[row.bucket][place["document"]]

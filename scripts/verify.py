@@ -266,8 +266,9 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
                     folders.append((p, partial(check_checkpoint, p)))
             elif whole.parts[-2:] == ("logs", "cursors"):
                 folders.append((p, partial(check_cursors, p)))
-    found = [(sum(file.stat().st_size for file in pairs[p] if file.exists()),
-              partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
+    found: list[tuple[int, Callable[[tqdm], Report]]] = [
+        (sum(file.stat().st_size for file in pairs[p] if file.exists()),
+         partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
     found += [(sum(file.stat().st_size for file in p.rglob("*") if file.is_file()), check) for p, check in folders]
     if not found:
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "

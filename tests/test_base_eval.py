@@ -167,14 +167,6 @@ def test_an_evaluation_that_is_there_is_shown_and_not_repeated(
     assert json.loads((run / "eval.json").read_text())["val_bpb"] == 9.0
 
 
-def test_more_tokens_than_there_are_is_all_there_is(base: Path, run: Path, first_result: dict[str, Any]) -> None:
-    data, _, _ = open_run(run)
-    ids, _ = data.tokenizer.encode_flat(some_documents(400)[300:])
-    everything = evaluate("--eval-tokens=1000000000", f"--json={base / 'all.json'}")
-    assert first_result["val_targets"] < everything["val_targets"] <= len(ids)
-    assert everything["val_targets"] > 0.9 * len(ids)
-
-
 def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, first_result: dict[str, Any]) -> None:
     path = base / "named.json"
     assert base_eval.main([f"--checkpoint={run / 'checkpoints' / 'final'}", "--unigram-tokens=2000", f"--json={path}",
@@ -201,9 +193,3 @@ def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
     finally:
         (base / "runs" / "second" / "checkpoints").rmdir()
         (base / "runs" / "second").rmdir()
-
-
-def test_help_says_that_core_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        base_eval.parse_args(["--help"])
-    assert "CORE" in capsys.readouterr().out

@@ -1,10 +1,7 @@
 """verify: each kind of damage is found, told with its file and entry, and nothing else is."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -52,26 +49,10 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert out.endswith("all good\n")
 
 
-def test_lengths_are_counted_by_powers_of_two(tmp_path, capsys):
-    write_pair(tmp_path / "a", [[7] * (n - 1) + [E] for n in (1, 2, 3, 4, 7, 8, 2049, 4096)])
-    _, problems, out = run(capsys, tmp_path)
-    assert problems == []
-    assert [line.split()[:4] for line in out.splitlines() if ".." in line] == [
-        ["1", "..", "1", "1"], ["2", "..", "3", "2"], ["4", "..", "7", "2"], ["8", "..", "15", "1"],
-        ["2,048", "..", "4,095", "1"], ["4,096", "..", "8,191", "1"]]
-    assert "beyond T + 1 = 2,049: 2,047 tokens" in out
-
-
 # Damage to a.bin or a.idx of the good folder; what must be said of them, beside the checksums.
 DAMAGE = {
     "truncated bin": ("bin", lambda p: truncate(p, 20), ["a.bin: 10 tokens on disk"]),
-    "truncated idx": ("idx", lambda p: truncate(p, 50), ["a.idx: 50 bytes, expected 64 for 4 entries"]),
-    "magic": ("idx", lambda p: patch(p, 0, b"XXXX"), ["a.idx: 64 bytes that begin with b'XXXX"]),
-    "version": ("idx", lambda p: patch(p, 4, b"\7"), ["a.idx: format version 7"]),
-    "type": ("idx", lambda p: patch(p, 8, b"\5"), ["a.idx: format version 1 and type code 5"]),
-    "empty shard": ("idx", lambda p: patch(p, 12, b"\0\0\0\0"), ["a.idx: 64 bytes, expected"]),
     "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there, but a.bin needs it"]),
-    "no bin": ("bin", lambda p: p.unlink(), ["a.bin: not there, but a.idx needs it"]),
     "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), ["a.idx: the offsets or bound"]),
     "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
         "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",
@@ -245,7 +226,7 @@ def test_a_tokenizer_given_must_be_the_manifests(tmp_path, capsys, monkeypatch):
     assert run(capsys, tmp_path, "--tokenizer", "T")[0] == 0
 
 
-def test_foreign_shards(tmp_path, capsys):
+def test_foreign_shards(tmp_path, capsys, monkeypatch):
     """Without a manifest: windows may lack an overlap, and an end may be followed by a repeated tail."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
     code, problems, out = run(capsys, tmp_path)
@@ -257,22 +238,12 @@ def test_foreign_shards(tmp_path, capsys):
     patch(tmp_path / "a.bin", 2, u16(E))  # so an entry without an end becomes one with it
     assert run(capsys, tmp_path)[0] == 0
     patch(tmp_path / "a.bin", 0, u16(E))
-    assert run(capsys, tmp_path)[1] == [
-        f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"]
-
-
-def test_an_empty_entry_is_told_and_is_no_document(tmp_path, capsys):
-    write_pair(tmp_path / "a", [[1, E], [], [2, E]])
-    code, problems, out = run(capsys, tmp_path)
-    assert (code, problems) == (1, [f"{tmp_path}/a.bin: entry 1 of 0 ids is empty"])
-    assert "1 shards, 2 documents, 3 entries" in out
-
-
-def test_the_last_entry_of_a_foreign_shard_ends_a_document(tmp_path, capsys, monkeypatch):
-    write_pair(tmp_path / "a", [[1, E], [2]])
+    write_pair(tmp_path / "b" / "b", [[1, E], [2]])
     monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: Tokenizer())
-    assert run(capsys, tmp_path, "--tokenizer", "T")[1] == [
-        f"{tmp_path}/a.bin: entry 1 of 1 ids ends a document without the end-of-document id {E}"]
+    assert run(capsys, tmp_path / "b", "--tokenizer", "T")[1] == [
+        f"{tmp_path}/b/b.bin: entry 1 of 1 ids ends a document without the end-of-document id {E}"]
+    assert run(capsys, tmp_path / "a.bin")[1] == [
+        f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"]
 
 
 def test_golden_shards_of_gpt_simple_are_good(capsys):
@@ -404,12 +375,3 @@ def test_nothing_to_verify_is_an_error(tmp_path):
         verify.main([str(tmp_path / "no")])
     with pytest.raises(ValueError, match="found nothing to verify, expected token files"):
         verify.main([str(tmp_path)])
-
-
-def test_the_command_exits_with_1_where_something_is_wrong(tmp_path):
-    folder = good_folder(tmp_path)
-    truncate(folder / "a.bin", 3)
-    done = subprocess.run([sys.executable, "-m", "scripts.verify", str(folder)], cwd=Path(__file__).parents[1],
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"PROBLEM {folder}/a.bin: 1.5 tokens on disk" in done.stdout

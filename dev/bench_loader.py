@@ -1,239 +1,263 @@
 """
-How fast, how lean and how soon the loader delivers, against bare tiktoken on the same texts in the same run.
+The loader and the packer: how fast against what others do on the same data in the same run, how lean, and how true to
+the data its rows are.
 
-    python -m dev.bench_loader [--data-path ../shared/data] [--tokenizer-dir DIR] [--threads 2]
+    python -m dev.bench_loader [--part text|tokens|packing] [--megatron-python VENV/bin/python]
 
-Parts, each in a process of its own:
-    speed     tokens/s of (16, 2048) int64 inputs and targets in `split`, beside bare `encode_ordinary_batch`
-    first     seconds to the first whole step: 64 lanes in one process, and one rank of 8; resumed at steps 5 and 500
-    memory    anonymous memory over the bare process, along a run with 64 lanes, for the corpus and for ten of it
-    decode    how often each row group is decompressed in whole passes, by one process and by eight ranks
-    shards    pretokenized: tokens/s of each layout on one core, beside a bare gather of contiguous rows from a memory
-              map; anonymous memory along an epoch; seconds to the first batch of 1,000 shards and of 10 M documents
-Prints figures as it goes; the last line is one JSON object.
+    text      tokens/s of bare tiktoken, of `encode_flat`, and of the loader (`split`, 64 lanes, 64 rows a step); the
+              seconds to its first step; anonymous memory along a run over that of the bare process
+    tokens    tokens/s from token files of Megatron's format: megatron-core's GPTDataset behind a DataLoader without
+              workers, and our lanes: bestfit with and without digests, and concat
+    packing   from the lengths of documents alone, for crop and split at T = 512 and 2048: the share of row tokens of
+              documents longer than a row by tenths of the steps, what is cropped above the floor, the longest waits
+
+`tokens` runs with the Python of an environment that has megatron-core beside our packages; `dev/compare_megatron.sh`
+makes one and says where. Without it our layouts are told alone. Its data lie in /dev/shm, because some machines take
+the page cache away. Each part is a process of its own, `tokens` and `text` on one core. The floor of cropping is what
+can never fit, the tokens behind the first T + 1 of each document. The last line is one JSON object.
 """
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
 import os
-import platform
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet as pq
-import tiktoken
-import torch
 
-from dev.bench_shards import B, T, V, bench_shards, steps
-from dev.measure import anonymous_mb
-from nanochat.common import quiet_gc, read_json, run_main, write_json
+from dev.measure import (
+    SHARED,
+    anonymous_mb,
+    find_tokenizer,
+    in_process,
+    in_turns,
+    new_parser,
+    one_core,
+    seconds,
+    tell,
+    tell_about,
+    tell_ratios,
+)
+from nanochat.common import quiet_gc, run_main
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_files
-from nanochat.order import StreamConfig, block
-from nanochat.sources import ParquetSource, scan
-from nanochat.stream import Cursor, Stream
+from nanochat.dataset import find_files, read_texts
+from nanochat.order import StreamConfig
+from nanochat.run_data import open_source
+from nanochat.sources import scan
 from nanochat.tokenizer import RustBPETokenizer
+from scripts import tok_shards
 
-ROWS = 64  # of a step
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+T, B, LANES = 2048, 16, 64
+COPIES = 8  # of the corpus, as token files
+LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "concat"}}
+PACKINGS = ((512, 64, 16), (2048, 256, 64))  # (T, rows a step, lanes)
 
 
-def open_loader(args: argparse.Namespace, *, rank: int = 0, world_size: int = 1, cursors: list[Cursor] | None = None,
-                start_step: int = 0, **kwargs: Any) -> tuple[DataLoader, ParquetSource]:
-    """The loader under test: 64 lanes, 64 rows a step, documents split."""
+def open_loader(args: argparse.Namespace, path: Path, data_format: str, rows: int, *, digest: bool = True,
+                **settings: Any) -> DataLoader:
+    """The loader on all files below a folder."""
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
-    source = ParquetSource(scan(args.data_path), tokenizer)
-    loader = DataLoader(StreamConfig(T=T, V=V, long_docs="split"), {"data": source}, tokenizer=tokenizer,
-                        rows_per_step=ROWS, device_batch_size=B, rank=rank, world_size=world_size,
-                        num_threads=args.threads, cursors=cursors, start_step=start_step, **kwargs)
-    return loader, source
+    source = open_source(scan(path, find_files(path, data_format)), tokenizer)
+    return DataLoader(StreamConfig(T=T, V=LANES, **settings), {"data": source}, tokenizer=tokenizer,
+                      rows_per_step=rows, device_batch_size=B, num_threads=1, with_digest=digest)
 
 
-def bench_speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Alternate bare tiktoken and the loader over about the same amount of text."""
+def take(batches: Iterator[Any], num: int) -> None:
+    for _ in range(num):
+        next(batches)
+
+
+def bench_text(args: argparse.Namespace) -> dict[str, Any]:
+    one_core()
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
-    files = find_files(args.data_path)
-    texts = [t for f in files for t in pq.read_table(f, columns=["text"]).column("text").to_pylist()]
-    texts = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
-    size = 10_000_000  # characters a round
-    rounds: dict[str, list[float]] = {"tiktoken": [], "encode_flat": [], "loader": [], "loader, no digest": []}
-    loaders = {"loader": open_loader(args)[0], "loader, no digest": open_loader(args, with_digest=False)[0]}
-    for loader in loaders.values():
-        steps(loader, 80)  # past the first rows, while buffers grow and more is read than delivered
-    quiet_gc()  # as base_train does after its first step
-    at = 0
-    for _ in range(args.rounds):
-        part: list[str] = []
-        while sum(map(len, part)) < size:
-            part += texts[at:at + 64]
-            at = (at + 64) % len(texts)
-        began = time.perf_counter()
-        ids = tokenizer.enc.encode_ordinary_batch(part, num_threads=args.threads)
-        rounds["tiktoken"].append(sum(map(len, ids)) / (time.perf_counter() - began))
-        began = time.perf_counter()
-        flat, _ = tokenizer.encode_flat(part, num_threads=args.threads)
-        rounds["encode_flat"].append(len(flat) / (time.perf_counter() - began))
-        del ids, flat
-        for name, loader in loaders.items():
-            number = 32
-            steps(loader, 4)  # what was prefetched while the others ran
-            began = time.perf_counter()
-            steps(loader, number)
-            rounds[name].append(number * ROWS * T / (time.perf_counter() - began))
-    for loader in loaders.values():
-        loader.close()
-    result: dict[str, Any] = {}
-    for name, rates in rounds.items():
-        median = statistics.median(rates)
-        result[name] = median
-        print(f"  {name:20s} {median / 1e6:6.2f} M tokens/s  (n={len(rates)}, {min(rates) / 1e6:.2f} to "
-              f"{max(rates) / 1e6:.2f})  {median / result['tiktoken']:.2f} x tiktoken")
-    ratios = [a / b for a, b in zip(rounds["loader"], rounds["tiktoken"])]
-    result["ratio"] = statistics.median(ratios)
-    print(f"  ratio by round: median {result['ratio']:.2f}, {min(ratios):.2f} to {max(ratios):.2f}  (wanted: 0.85)")
-    return result
-
-
-def first_step_s(args: argparse.Namespace, **kwargs: Any) -> float:
-    """Seconds from nothing (tokenizer and files not open) to one whole step."""
-    began = time.perf_counter()
-    loader, _ = open_loader(args, **kwargs)
-    steps(loader, 1)
-    seconds = time.perf_counter() - began
-    loader.close()
-    return seconds
-
-
-def bench_first(args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first step: fresh, one of 8 ranks, resumed early and late."""
-    saved = {}
-    loader, _ = open_loader(args)
-    for step in (5, 500):
-        steps(loader, step - loader.step)
-        saved[step] = json.loads(json.dumps(loader.cursors()))
-    loader.close()
-    first_step_s(args)  # files into the page cache
-    kinds: dict[str, dict[str, Any]] = {
-        "fresh, 64 lanes": {}, "fresh, one rank of 8": {"rank": 3, "world_size": 8},
-        **{f"resumed at step {s}": {"cursors": c, "start_step": s} for s, c in saved.items()}}
-    result = {}
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(args.rounds):
-        for kind, kwargs in kinds.items():
-            times[kind].append(first_step_s(args, **kwargs))
-    for kind, seconds in times.items():
-        result[kind] = statistics.median(seconds)
-        print(f"  {kind:22s} {result[kind]:.3f} s  (n={len(seconds)}, {min(seconds):.3f} to {max(seconds):.3f})  "
-              f"{result[kind] / result['fresh, 64 lanes']:.2f} x fresh")
-    return result
-
-
-def bench_memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Anonymous memory along a run, over that of the process with everything imported and the tokenizer loaded."""
-    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
-    tokenizer.encode_flat(["warm up"], num_threads=1)
+    texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
+    rng = np.random.default_rng(0)
+    batch = [texts[i] for i in rng.permutation(len(texts))[:1500]]
+    num_tokens = len(tokenizer.encode_flat(batch, num_threads=1)[0])
+    del texts
     gc.collect()
     bare = anonymous_mb()
-    loader, _ = open_loader(args)
+    loader, micro = None, 4  # micro-batches a step
+
+    def first() -> None:
+        nonlocal loader
+        loader = open_loader(args, args.data_path, "text", micro * B, long_docs="split")
+        take(loader, micro)
+
+    result: dict[str, Any] = {"first_step_s": tell("the first step after", [seconds(first)], "s")}
+    assert loader is not None
+    take(loader, 20 * micro)  # past the first rows, while buffers grow and more is read than delivered
+    quiet_gc()  # as training does after its first step
+
+    def load() -> float:
+        take(loader, 2 * micro)  # what was made ahead while the others ran
+        return 16 * micro * B * T / seconds(lambda: take(loader, 16 * micro))
+
+    found = in_turns({
+        "bare tiktoken": lambda: num_tokens / seconds(
+            lambda: tokenizer.enc.encode_ordinary_batch(batch, num_threads=1)),
+        "encode_flat": lambda: num_tokens / seconds(lambda: tokenizer.encode_flat(batch, num_threads=1)),
+        "loader": load}, args.rounds)
+    result["tokens_per_s"] = tell_ratios(found, "tokens/s")
     marks = []
-    for _ in range(12):
-        steps(loader, args.memory_steps // 12)
+    for _ in range(8):
+        take(loader, 20 * micro)
         marks.append(anonymous_mb() - bare)
     loader.close()
-    print(f"  bare {bare:.0f} MB; over it, along {args.memory_steps} steps: {', '.join(f'{m:.0f}' for m in marks)} MB"
-          f"  (wanted: under 150, flat)")
-    return {"bare_mb": bare, "over_mb": marks}
-
-
-def bench_decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Row groups decompressed by all ranks in whole passes over the data, over the row groups and passes."""
-    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
-    manifest = scan(args.data_path)
-    result: dict[str, Any] = {}
-    for world_size, epochs in ((1, 1), (8, 1), (8, 3)):
-        config = StreamConfig(T=T, V=V, long_docs="split", max_epochs=epochs)
-        decoded = 0
-        for rank in range(world_size):
-            source = ParquetSource(manifest, tokenizer)
-            if epochs > 1 and not source.small:
-                return result  # large buckets: every epoch is like the first, and takes minutes
-            stream = Stream(config, {"data": source}, block(rank, world_size, V), tokenizer=tokenizer.fingerprint,
-                            num_threads=args.threads)
-            while stream.next_rows(1):
-                pass
-            stream.close()
-            decoded += source.decoded
-        share = decoded / len(source.groups) / epochs
-        result[f"W={world_size}, {epochs} epoch(s)"] = share
-        print(f"  W = {world_size}, {epochs} epoch(s): {share:.2f} decodes of each of {len(source.groups)} row groups "
-              f"an epoch  (wanted: under 1.3 at W = 8)")
+    result["memory_mb"] = {"bare": bare, "over": tell("memory over the bare process", marks, "MB"),
+                           "most": max(marks)}
     return result
 
 
-PARTS = {"speed": bench_speed, "first": bench_first, "memory": bench_memory, "decode": bench_decode,
-         "shards": bench_shards}
+# ---- token files ----------------------------------------------------------------------------------------------------
+
+def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:
+    """Batches of megatron-core's data set, without end."""
+    from megatron.core.datasets import gpt_dataset as g
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from torch import distributed as dist
+    from torch.utils.data import DataLoader as TorchLoader
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it wants to know its rank
+    config = g.GPTDatasetConfig(
+        random_seed=1234, sequence_length=T, split="1,0,0", blend=(list(map(str, prefixes)), None),
+        path_to_cache=str(cache), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False, tokenizer=SimpleNamespace(eod=0, unique_identifiers={}, vocab_size=32768))
+    dataset = BlendedMegatronDatasetBuilder(g.GPTDataset, [None, None, None], lambda: True, config).build()[0]
+    while True:
+        yield from TorchLoader(dataset, batch_size=B, num_workers=0)
 
 
-def multiply(data_path: Path, folder: Path, times: int) -> Path:
-    """A corpus of `times` copies of one."""
-    for i in range(times):
-        for f in find_files(data_path):
-            target = folder / f"copy{i}" / f.relative_to(data_path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(f, target)
-    return folder
+def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        folder = Path(name)
+        with contextlib.redirect_stdout(sys.stderr):
+            tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder / 'once'}", "--format=megatron",
+                             f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--max-length=0"])
+        for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
+            if file.suffix in (".bin", ".idx"):
+                target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, target)
+        one_core()
+        files = find_files(folder / "data", "megatron")
+        loaders = {f"{layout}{', digests' * digest}": open_loader(args, folder / "data", "megatron", 256,
+                                                                  digest=digest, **settings)
+                   for layout, settings in LAYOUTS.items() for digest in (False, True)}
+        batches: dict[str, Iterator[Any]] = {}
+        if find_spec("megatron") is not None:
+            batches["megatron-core"] = megatron_batches([file.with_suffix("") for file in files], folder / "cache")
+        batches |= loaders
+
+        def rate(them: Iterator[Any]) -> Callable[[], float]:
+            take(them, 320)  # past the first rows, while buffers grow
+            return lambda: 128 * B * T / seconds(lambda: take(them, 128))
+
+        rates = {name: rate(them) for name, them in batches.items()}
+        quiet_gc()
+        result = tell_ratios(in_turns(rates, args.rounds), "tokens/s")
+        for loader in loaders.values():
+            loader.close()
+    if "megatron-core" not in result:
+        print("  megatron-core is not installed here and not measured (--megatron-python)")
+    return result
 
 
-def run_part(args: argparse.Namespace, part: str, out: Path, **changes: Any) -> Any:
-    """Run one part in a fresh process; its printed lines go through."""
-    values = {**vars(args), **changes}
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in values.items() if k not in ("part", "json") and v is not None]
-    subprocess.run([sys.executable, "-m", "dev.bench_loader", f"--part={part}", f"--json={out}", *flags], check=True)
-    return read_json(out)
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+class Lane:
+    """A packer fed from lengths, 64 documents at once, in an order of its own without end."""
+
+    def __init__(self, config: StreamConfig, lane: int, lengths: np.ndarray):
+        self.config, self.lane, self.lengths = config, lane, lengths
+        self.packer = config.new_packer()
+        self.rng = np.random.default_rng([config.seed, lane])
+        self.came: dict[int, tuple[int, int]] = {}  # by document: its length, and the row at which its piece came
+        self.long_tokens = self.consumed = self.floor = self.longest_wait = self.number = 0
+
+    def next_row(self) -> int:
+        """Tokens of the next row that come from documents longer than a row."""
+        packer, T = self.packer, self.config.T
+        while packer.wants(self.config.fill_target(self.lane, packer.row)):
+            for length in self.rng.choice(self.lengths, 64).tolist():
+                self.number += 1
+                self.came[self.number] = length, packer.row
+                packer.push(self.number, length)
+        row, long_tokens = packer.row, 0
+        for key, start, placed, _ in packer.next_row():
+            length, came = self.came.pop(key)
+            self.longest_wait = max(self.longest_wait, row - came)
+            long_tokens += placed * (length > T + 1)
+            if start == 0:
+                self.consumed += length
+                self.floor += max(0, length - T - 1)
+            if key in packer.docs:
+                self.came[key] = length, row
+        return long_tokens
+
+
+def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
+    texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
+    lengths = np.diff(tokenizer.encode_flat(texts)[1])
+    result: dict[str, Any] = {}
+    for (T, rows, lanes), long_docs in itertools.product(PACKINGS, ("crop", "split")):
+        config = StreamConfig(T=T, V=lanes, long_docs=long_docs)
+        found = [Lane(config, lane, lengths) for lane in range(lanes)]
+        per_step = [sum(lane.next_row() for lane in found for _ in range(rows // lanes)) for _ in range(args.steps)]
+        tenths = [float(np.mean(part)) / rows / (T + 1) for part in np.array_split(np.array(per_step), 10)]
+        consumed = sum(lane.consumed for lane in found)
+        shares = {"long_in_data": float(lengths[lengths > T + 1].sum() / lengths.sum()), "tenths": tenths,
+                  "long_cut_in_data": float(np.minimum(lengths, T + 1)[lengths > T + 1].sum()
+                                            / np.minimum(lengths, T + 1).sum()),
+                  "cropped_percent": 100 * sum(lane.packer.cropped for lane in found) / consumed,
+                  "floor_percent": 100 * sum(lane.floor for lane in found) / consumed,
+                  "longest_wait_rows": max(lane.longest_wait for lane in found)}
+        result[f"T={T} {long_docs}"] = shares
+        print(f"  T = {T}, {long_docs}, {args.steps} steps of {rows} rows, {lanes} lanes: longest wait "
+              f"{shares['longest_wait_rows']} rows")
+        print(f"    row tokens of long documents by tenths: {' '.join(f'{share:.2f}' for share in tenths)} (in the "
+              f"data {shares['long_in_data']:.2f}, cut to a row {shares['long_cut_in_data']:.2f})")
+        if long_docs == "crop":
+            print(f"    cropped {shares['cropped_percent']:.2f} %, the floor is {shares['floor_percent']:.2f} %: "
+                  f"{shares['cropped_percent'] - shares['floor_percent']:.2f} points above it", flush=True)
+    return result
+
+
+PARTS = {"text": bench_text, "tokens": bench_tokens, "packing": bench_packing}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or the one named."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--data-path", type=Path, default=SHARED)
+    p = new_parser(__doc__)
+    p.add_argument("--data-path", type=Path, default=SHARED, help="folder of text")
     p.add_argument("--tokenizer-dir", type=Path, help="default: one of 32,768 tokens is trained on the data")
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--memory-steps", type=int, default=240)
-    p.add_argument("--part", choices=sorted(PARTS), help="only this one")
-    p.add_argument("--json", type=Path, help="with --part: where its figures go")
+    p.add_argument("--megatron-python", default=sys.executable, help="of an environment that has megatron-core")
+    p.add_argument("--part", choices=PARTS, help="only this one")
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--steps", type=int, default=200, help="of each packing")
+    p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
-    if args.part and args.json:
-        write_json(args.json, PARTS[args.part](args))
+    if args.inside:
+        print(json.dumps(PARTS[args.part](args)))
         return 0
-    print(f"python {platform.python_version()}, torch {torch.__version__}, pyarrow {pyarrow.__version__}, tiktoken "
-          f"{tiktoken.__version__ if hasattr(tiktoken, '__version__') else '?'}, numpy {np.__version__}; "
-          f"{os.cpu_count()} cores, {platform.machine()}; load {os.getloadavg()[0]:.1f}")
-    print("command: python -m dev.bench_loader " + " ".join(sys.argv[1:]))
+    result: dict[str, Any] = {"about": tell_about()}
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        if args.tokenizer_dir is None:
-            texts = (t for f in find_files(args.data_path) for t in pq.read_table(f)["text"].to_pylist())
-            RustBPETokenizer.train_from_iterator(texts, 32768).save(work / "tokenizer")
-            args.tokenizer_dir = work / "tokenizer"
-        result = {}
-        for part in PARTS if args.part is None else (args.part,):
-            print(f"{part}: {(PARTS[part].__doc__ or '').splitlines()[0]}", flush=True)
-            result[part] = run_part(args, part, work / "out.json")
-        ten = multiply(args.data_path, work / "ten", 10) if args.part is None else None
-        for part in ("memory", "decode") if ten else ():
-            print(f"{part}, with ten times the corpus:", flush=True)
-            result[f"{part} x10"] = run_part(args, part, work / "out.json", data_path=ten)
+        tokenizer_dir = find_tokenizer(args.tokenizer_dir, args.data_path, Path(folder))
+        for part in [args.part] if args.part else PARTS:
+            print(f"{part}:", flush=True)
+            result[part] = in_process(
+                "dev.bench_loader", "--inside", f"--part={part}", f"--data-path={args.data_path}",
+                f"--tokenizer-dir={tokenizer_dir}", f"--rounds={args.rounds}", f"--steps={args.steps}",
+                python=args.megatron_python if part == "tokens" else sys.executable)
     print(json.dumps(result))
     return 0
 

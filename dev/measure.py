@@ -1,17 +1,121 @@
 """
-What several benches measure with.
+The harness of the benches: what ran on what, contestants in turns, medians and spreads, ratios of the same round.
+
+A figure of one machine on one afternoon says little; the ratio of two things that were done one after the other, round
+by round, says much. So a bench hands its contestants to `in_turns` and tells ratios to the first of them.
 """
 
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
 import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanochat.common import Parser
+from nanochat.dataset import find_files, read_texts
+from nanochat.tokenizer import RustBPETokenizer
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+PACKAGES = ("numpy", "torch", "pyarrow", "tiktoken", "fastokens", "megatron-core")
+
+
+def new_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the bench's docstring."""
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def tell_about() -> dict[str, Any]:
+    """Print, and return, what is measured on what by which command."""
+    found: dict[str, Any] = {"command": " ".join(["python", "-m", *sys.orig_argv[2:]])}
+    found |= {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": round(os.getloadavg()[0], 2),
+              "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    print(*(f"{name:13s} {value}" for name, value in found.items()), sep="\n", flush=True)
+    return found
+
+
+def seconds(what: Callable[[], Any]) -> float:
+    """How long a call takes, by the clock."""
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+
+def in_turns(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The figure of every contestant in every round; another one begins each round."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for i in tqdm(range(rounds), desc="rounds", disable=None):
+        for name in names[i % len(names):] + names[:i % len(names)]:
+            found[name].append(contestants[name]())
+    return found
+
+
+def tell(name: str, values: Sequence[float], unit: str) -> float:
+    """Print the median and the spread of some figures; returns the median."""
+    median = statistics.median(values)
+    print(f"  {name:34s} {median:10.4g} {unit}  (n={len(values)}, {min(values):.4g} to {max(values):.4g})",
+          flush=True)
+    return median
+
+
+def tell_ratios(found: Mapping[str, Sequence[float]], unit: str) -> dict[str, dict[str, float]]:
+    """Print all figures, and their ratios to the first contestant's of the same round; returns the medians."""
+    first = next(iter(found))
+    result = {}
+    for name, values in found.items():
+        result[name] = {"median": tell(name, values, unit)}
+        if name != first:
+            ratios = [a / b for a, b in zip(values, found[first], strict=True)]
+            result[name]["ratio"] = tell(f"  times {first}", ratios, "x")
+    return result
 
 
 def anonymous_mb() -> float:
-    """RssAnon of this process, MB: what is not backed by files."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
-    return int(line.split()[1]) / 1024
+    """Memory of this process that is not backed by files, MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) / 1024
+    raise OSError("/proc/self/status: it has no RssAnon; memory is measured on Linux")
 
 
-def fastest_tenth(rates: list[float]) -> float:
-    """The rate that a tenth of the windows exceed: what a processor that others share gives undisturbed."""
-    return statistics.quantiles(rates, n=10)[-1]
+def one_core() -> None:
+    """Stay on one core, so that all contestants have the same."""
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
+    """Run a part of a bench in a process of its own; what its last line says, which is JSON. The others go through."""
+    command = [python, "-m", module, *flags]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            lines.append(line)
+            if not line.startswith("{"):
+                print(line, end="", flush=True)
+    if child.returncode:
+        raise ValueError(f"{' '.join(command)} ended with {child.returncode}")
+    return json.loads(lines[-1])
+
+
+def find_tokenizer(tokenizer_dir: Path | None, data_path: Path, work: Path) -> Path:
+    """The folder of a tokenizer: the one given, or one of 32,768 tokens trained on the data."""
+    if tokenizer_dir is not None:
+        return tokenizer_dir
+    texts = (text for file in find_files(data_path) for text in read_texts(file))
+    RustBPETokenizer.train_from_iterator(texts, 32768).save(work / "tokenizer")
+    return work / "tokenizer"

@@ -40,10 +40,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import (
-    hash_json,
-    place,
-)
+from nanochat.common import each, hash_json, in_store, place
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.sample_data import has_own_val
@@ -343,12 +340,17 @@ class SampleStream:
         used up."""
         if self.taken + num_rows * self.config.V > self.config.num_samples:
             return []
+        wanted = [self.taken + lane * num_rows + j
+                  for lane in self.lanes for j in range(num_rows)]
+        far = in_store(self.samples.datasets[0].dataset.path_prefix)  # then a read takes a while
+        of = self.samples.row
+        read = each(of, wanted, at_once=64) if far else map(of, wanted)
         rows = []
         for at, lane in enumerate(self.lanes):
             for j in range(num_rows):
                 sample = self.taken + lane * num_rows + j
                 number, _ = self.samples.locate(sample)
-                ids, live = self.samples.row(sample)
+                ids, live = next(read)
                 row = SampleRow(lane, self.row + j, self.buckets[number], ids, live, [],
                                 sample, self.eod)
                 self._check_ids(row)

@@ -241,7 +241,8 @@ class IndexedDataset:
         if not 0 <= offset <= stop <= size:
             raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence "
                              f"{number:,}, which has {size:,}")
-        return self.file.reader.read(begin + offset, begin + stop)
+        # one of many ranges all over the file: of a store exactly its bytes are fetched
+        return self.file.reader.read_many([(begin + offset, begin + stop)])[0]
 
 
 class IndexedDatasetBuilder:

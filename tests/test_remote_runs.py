@@ -127,7 +127,8 @@ def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, k
     outcome = succeed(**command(kind, "s3://bucket"))
     assert digests_of() == made[2][kind]
     assert not any(fault.times for fault in bucket.proxy.faults), "a fault that nobody met"
-    assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= 10  # two a step, where steps read ahead
+    samples = 4 * 8 * 2  # of each step's rows, some in two pieces; lanes read parts of a file, here all of it
+    assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= (samples if kind == "samples" else 10)
     if kind != "samples":  # it lists; of prefixes it asks one by one
         lists = [s for s in bucket.proxy.gets("list-type") if s.fault is None]
         assert len(lists) == 1 and not [s for s in bucket.proxy.seen if s.method == "HEAD"]

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.token_writer import MegatronWriter, ShardWriter
+from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import convert_shards, tok_shards, verify
+from tests.token_files import GOLDEN, E, write_megatron, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
-
-GOLDEN = Path(__file__).parent / "golden" / "gpts"
-E = 256
 
 
 def convert(source: Path, target: Path, to: str, *more: str) -> None:
@@ -28,22 +26,6 @@ def data_files(folder: Path) -> dict[str, bytes]:
     """Pairs and manifests."""
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in sorted(folder.rglob("*"))
             if f.name == "manifest.json" or f.suffix in (".bin", ".idx")}
-
-
-def write_pair(prefix: Path, entries: list[list[int]], prefixes: list[int] | None = None) -> None:
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(prefix, vocab_size=E + 1) as writer:
-        ids = np.array([i for entry in entries for i in entry], np.int64)
-        writer.add(ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries)))
-
-
-def write_megatron(prefix: Path, documents: list[list[list[int]]], dtype: str) -> None:
-    """Documents of some sequences each."""
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with MegatronWriter(prefix, dtype=dtype) as writer:
-        for document in documents:
-            writer.append(np.array([i for s in document for i in s], np.int64), [len(s) for s in document])
-            writer.end_documents([len(document)])
 
 
 def entries_of(path: Path) -> list[list[int]]:

@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.indexed import IndexedDatasetBuilder
 from nanochat.run_dir import delete_checkpoint, keep_cursors, pack_cursors
 from scripts import verify
 from tests.test_checkpoint import files_of, reseal, save
-from tests.test_shards import GOLDEN, E, Tokenizer, patch, truncate, windowed, write_folder, write_pair
+from tests.token_files import (
+    GOLDEN,
+    E,
+    Tokenizer,
+    patch,
+    truncate,
+    windowed,
+    write_folder,
+    write_manifest,
+    write_megatron,
+    write_pair,
+)
 from tests.toy import examples
 
 # Two documents, one in two windows with an overlap of 1; one more document.
@@ -28,9 +38,8 @@ def run(capsys, *args) -> tuple[int, list[str], str]:
     return code, [line.split("PROBLEM ")[1] for line in out.splitlines() if "PROBLEM" in line], out
 
 
-def good_folder(root: Path, **kwargs) -> Path:
-    pairs = {"a": (ENTRIES, PREFIXES), "b": ([[8, E]], None)}
-    write_folder(root / "web", pairs, max_length=3, overlap_size=1, **kwargs)
+def good_folder(root: Path) -> Path:
+    write_folder(root / "web", {"a": (ENTRIES, PREFIXES), "b": ([[8, E]], None)}, max_length=3, overlap_size=1)
     return root / "web"
 
 
@@ -119,14 +128,9 @@ MEGATRON = {
 
 def megatron_folder(folder: Path) -> Path:
     """Two pairs of Megatron's and their manifest.json."""
-    write_folder(folder, {name: ([[i for s in d for i in s] for d in DOCUMENTS], None) for name in "ab"})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name, record in manifest["shards"].items():
-        builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16)
-        for document in DOCUMENTS:
-            builder.add_document([i for s in document for i in s], list(map(len, document)))
-        record["bin_hash"], record["idx_hash"] = builder.finalize(folder / f"{name}.idx")
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "data_format": "megatron"}))
+    written = {name: write_megatron(folder / name, DOCUMENTS) for name in "ab"}
+    whole = [[i for s in d for i in s] for d in DOCUMENTS]
+    write_manifest(folder, dict.fromkeys("ab", (whole, None)), written, data_format="megatron")
     return folder
 
 

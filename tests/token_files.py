@@ -1,0 +1,100 @@
+"""What tests of token files share: small pairs of both formats, folders with their manifest.json, and damage."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from nanochat.common import write_json
+from nanochat.token_writer import MegatronWriter, ShardWriter, Written
+from nanochat.tokens import new_manifest
+from tests.toy import BOS, ByteTokenizer
+
+GOLDEN = Path(__file__).parent / "golden" / "gpts"
+E = BOS  # ends documents
+
+Pairs = dict[str, tuple[list[list[int]], list[int] | None]]  # {name: (entries, prefixes)}
+
+
+class Tokenizer(ByteTokenizer):
+    """A byte tokenizer with a vocabulary of any size."""
+
+    def __init__(self, vocab_size: int = BOS + 1, fingerprint: str = "bytes"):
+        super().__init__(fingerprint)
+        self.vocab_size = vocab_size
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequence[int] | None = None,
+               vocab_size: int = BOS + 1) -> Written:
+    """A pair of GPTS with the given entries."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with ShardWriter(prefix, vocab_size=vocab_size) as writer:
+        ids = np.array([i for entry in entries for i in entry], np.int64)
+        writer.add(ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries)))
+    assert writer.written is not None
+    return writer.written
+
+
+def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> Written:
+    """A pair of Megatron's with documents of some sequences each."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with MegatronWriter(prefix, dtype=dtype) as writer:
+        for document in documents:
+            writer.append(np.array([i for s in document for i in s], np.int64), [len(s) for s in document])
+            writer.end_documents([len(document)])
+    assert writer.written is not None
+    return writer.written
+
+
+def write_manifest(folder: Path, pairs: Pairs, written: dict[str, Written], *, max_length: int = 0,
+                   overlap_size: int = 0, data_format: str = "shards") -> None:
+    """The manifest.json of pairs that were written."""
+    records: dict[str, Any] = {}
+    for name, (entries, prefixes) in pairs.items():
+        followers = [*(prefixes or [0] * len(entries))[1:], 0]
+        documents = sum(entry[-1:] == [E] and not prefix for entry, prefix in zip(entries, followers))
+        records[name] = {"input": {"name": f"{name}.jsonl"}, **asdict(written[name]), "documents": documents,
+                         "skipped": {"count": 0, "lines": []}}
+    about = {"fingerprint": "bytes", "eod": E, "vocab_size": BOS + 1, "name": "toy"}
+    arguments = {"max_length": max_length, "overlap_size": overlap_size}
+    write_json(folder / "manifest.json", new_manifest(about, arguments, records, data_format=data_format))
+
+
+def write_folder(folder: Path, pairs: Pairs, **arguments: int) -> None:
+    """Pairs of GPTS and their manifest.json."""
+    written = {name: write_pair(folder / name, *pair) for name, pair in pairs.items()}
+    write_manifest(folder, pairs, written, **arguments)  # type: ignore[arg-type]
+
+
+@st.composite
+def windowed(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Documents cut into windows: (entries, prefixes, overlap)."""
+    overlap = draw(st.integers(0, 2))
+    entries, prefixes = [], []
+    for _ in range(draw(st.integers(1, 12))):
+        for window in range(number := draw(st.integers(1, 3))):
+            prefix = overlap if window else 0
+            fewest = prefix + (window + 1 < number or prefix > 0)
+            ids = draw(st.lists(st.integers(0, E - 1), min_size=fewest, max_size=6))
+            entries.append(ids + [E] * (window + 1 == number))
+            prefixes.append(prefix)
+    return entries, prefixes, overlap
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    """Overwrite some bytes."""
+    with open(path, "r+b") as f:
+        f.seek(at)
+        f.write(data)
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut a file short."""
+    with open(path, "r+b") as f:
+        f.truncate(size)

@@ -177,7 +177,7 @@ class Lane:
     """A packer fed from lengths, 64 documents at once, in an order of its own without end."""
 
     def __init__(self, config: StreamConfig, lane: int, lengths: np.ndarray):
-        self.config, self.lane, self.lengths = config, lane, lengths
+        self.config, self.lengths = config, lengths
         self.packer = config.new_packer()
         self.rng = np.random.default_rng([config.seed, lane])
         self.came: dict[int, tuple[int, int]] = {}  # by document: its length, and the row at which its piece came
@@ -186,7 +186,7 @@ class Lane:
     def next_row(self) -> int:
         """Tokens of the next row that come from documents longer than a row."""
         packer, T = self.packer, self.config.T
-        while packer.wants(self.config.fill_target(self.lane, packer.row)):
+        while packer.wants(self.config.fill_target(packer.row)):
             for length in self.rng.choice(self.lengths, 64).tolist():
                 self.number += 1
                 self.came[self.number] = length, packer.row
@@ -199,7 +199,8 @@ class Lane:
             if start == 0:
                 self.consumed += length
                 self.floor += max(0, length - T - 1)
-            if key in packer.docs:
+            used = placed if start == 0 else start + placed - 1
+            if self.config.long_docs == "split" and used < length:  # the rest comes back
                 self.came[key] = length, row
         return long_tokens
 
@@ -215,7 +216,7 @@ def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
         per_step = [sum(lane.next_row() for lane in found for _ in range(rows // lanes)) for _ in range(args.steps)]
         tenths = [float(np.mean(part)) / rows / (T + 1) for part in np.array_split(np.array(per_step), 10)]
         consumed = sum(lane.consumed for lane in found)
-        shares = {"long_in_data": float(lengths[lengths > T + 1].sum() / lengths.sum()), "tenths": tenths,
+        shares: dict[str, Any] = {"long_in_data": float(lengths[lengths > T + 1].sum() / lengths.sum()), "tenths": tenths,
                   "long_cut_in_data": float(np.minimum(lengths, T + 1)[lengths > T + 1].sum()
                                             / np.minimum(lengths, T + 1).sum()),
                   "cropped_percent": 100 * sum(lane.packer.cropped for lane in found) / consumed,

@@ -216,12 +216,13 @@ def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
         per_step = [sum(lane.next_row() for lane in found for _ in range(rows // lanes)) for _ in range(args.steps)]
         tenths = [float(np.mean(part)) / rows / (T + 1) for part in np.array_split(np.array(per_step), 10)]
         consumed = sum(lane.consumed for lane in found)
-        shares: dict[str, Any] = {"long_in_data": float(lengths[lengths > T + 1].sum() / lengths.sum()), "tenths": tenths,
-                  "long_cut_in_data": float(np.minimum(lengths, T + 1)[lengths > T + 1].sum()
-                                            / np.minimum(lengths, T + 1).sum()),
-                  "cropped_percent": 100 * sum(lane.packer.cropped for lane in found) / consumed,
-                  "floor_percent": 100 * sum(lane.floor for lane in found) / consumed,
-                  "longest_wait_rows": max(lane.longest_wait for lane in found)}
+        long, held = lengths > T + 1, np.minimum(lengths, T + 1)
+        shares: dict[str, Any] = {
+            "tenths": tenths, "long_in_data": float(lengths[long].sum() / lengths.sum()),
+            "long_cut_in_data": float(held[long].sum() / held.sum()),
+            "cropped_percent": 100 * sum(lane.packer.cropped for lane in found) / consumed,
+            "floor_percent": 100 * sum(lane.floor for lane in found) / consumed,
+            "longest_wait_rows": max(lane.longest_wait for lane in found)}
         result[f"T={T} {long_docs}"] = shares
         print(f"  T = {T}, {long_docs}, {args.steps} steps of {rows} rows, {lanes} lanes: longest wait "
               f"{shares['longest_wait_rows']} rows")

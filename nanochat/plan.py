@@ -1,25 +1,33 @@
 """
-The plan: what a run will take from each bucket, and the exact step at which one runs dry, before the first step.
+The plan: what a run will take from each bucket, and at which step one runs dry, before it starts.
 
-    phases x lanes --Mixer.counts--> rows asked of each feed     totals --> rows that it can certainly give
-                                              |                       |
-                            asked more than certain?  rehearse the feed: rows that it can give
-                                              |
-             follow each lane: where its due bucket is dry it halts, or drops the bucket and asks the others more
+    phase   from step         tokens   web      code     math
+    1               0      5,000,000   60.0 %   30.0 %   10.0 %
+    2           2,441      5,000,000   30.0 %   30.0 %   40.0 %
 
-The bucket of any row is known without history (curriculum.py) and the rows that a feed can give do not depend on
-the mix (nanochat/rehearsal.py), so a run of any length is followed from one dry bucket to the next by bisection. Only
-feeds that come near their end are packed at all. For shards the plan is exact, halting step and accounts included; for
-text it is an estimate.
+    bucket   tokens there       asked     trained      usable   passes   cropped   dry at step
+    code        4,120,388   4,500,000   4,083,712   4,083,712     0.99     1.1 %         4,312
 
-Accounts (cropped, repeated, ...) need packing even where nothing runs dry. Up to a budget of tokens every feed is
-packed; above it only some lanes are and the sums are scaled, which `exact_accounts` says.
+Placements come from lengths alone. So a feed of the stream that is given lengths in place of tokens
+packs the very same rows, and a plan is each lane followed through the mix, row by row, with such
+feeds:
+
+    lane 0, row k --Mixer--> bucket --rehearsed feed--> a row, or dry: the lane halts or drops it
+    lane 1 ...               all lanes in a few processes; the first halt of any is the run's
+
+For token files this is what will happen, halting step and accounts included. Text has no lengths
+before it is tokenized: they are drawn from a few hundred of its documents, and what comes of that is
+an estimate, and is called one. A bucket that has far more than is asked of it (as a few documents of
+each lane's share tell), or has no limit, cannot run dry. It is not rehearsed, and what is told of
+its cropping is that of a few thousand rows.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -28,43 +36,42 @@ from tqdm import tqdm
 from nanochat.common import hash_json
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
-from nanochat.rehearsal import (
-    Lengths,
-    SampledLengths,
-    Task,
-    Totals,
-    open_rehearsals,
-    packed_up,
-    share_totals,
-    unit_totals,
-)
-from nanochat.stream import Cursor, Stream, ledger
-from nanochat.workers import run_tasks
+from nanochat.sources import Manifest, Source, open_source
+from nanochat.stream import Cursor, Feed, feed_json, ledger
 
-VERSION = 1
-BUDGET = 2_000_000_000  # tokens packed for accounts alone
-PARALLEL = 1_000_000_000  # tokens from which processes pay for their start
-ENDLESS = 1 << 62  # rows
-NO_ROW = "no bucket"  # in counts: rows for which all buckets of their phase are dropped
-Feeds = dict[tuple[str, int], int]  # by (bucket, lane)
+VERSION = 2
+FAR = 4  # times what is asked: half may be dropped, and shares differ
+SHARE_DOCUMENTS, SHARE_UNITS = 1024, 16  # least documents of a share to judge it by so many units
+SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
+PARALLEL = 300_000_000  # tokens from which processes pay for their start
+DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without it "
+            "where it is dry (--allow-bucket-exhaustion)")
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket. Tokens without BOS and overlap where they are read, rows * T where trained."""
+    """What a run takes from a bucket, in tokens. What is trained on is rows * T."""
 
     documents: int  # in one pass
-    tokens: int  # in one pass
+    tokens: int  # stored, in one pass
     max_epochs: int  # passes allowed, 0 = no limit
-    asked: int  # tokens that the mix asks for, had it all
-    trained: int  # tokens that the run gets
-    passes: float  # over the bucket, by the end
-    usable: int | None  # tokens to be had before the first lane is dry; None = without end
-    usable_exact: bool  # otherwise there are at least so many
+    asked: int  # that the mix asks for, had it all
+    trained: int  # that the run gets
+    usable: int | None  # to be had before the first lane is dry; None: more than is asked
     dry_step: int | None  # at which the first lane is dry
     dry_lanes: int  # that are dry by the end
-    account: dict[str, int]  # see nanochat.stream.ledger
-    other_lanes: dict[str, int] = field(default_factory=dict)  # {number of lanes: about so many usable tokens}
+    account: dict[str, int]  # see nanochat.stream.ledger; `exact` or of some rows
+    exact: bool
+
+    @property
+    def passes(self) -> float:
+        """Over the bucket, by the end."""
+        return self.trained / max(1, self.tokens)
+
+    def share(self, name: str) -> float:
+        """What part of the tokens that left the buffers was cropped or repeated."""
+        account = self.account
+        return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,6 @@ class Plan:
 
     key: str  # of what it was made for
     estimate: bool  # lengths are those of a sample
-    exact_accounts: bool
     T: int
     V: int
     rows_per_step: int
@@ -81,9 +87,10 @@ class Plan:
     steps: int  # that the run will take
     halt: str  # why it takes no more; empty if it does not halt
     allowed: bool  # whether dry buckets are dropped
+    crops: bool  # whether --long-docs=split would use more
     phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
     buckets: dict[str, BucketPlan]
-    samples: dict[str, Any] | None = None  # of Megatron's order, see nanochat.sample_plan; None for lanes
+    samples: dict[str, Any] | None = None  # of Megatron's order; None for lanes
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
@@ -92,277 +99,329 @@ class Plan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
         """The inverse of `to_json`."""
-        return cls(**{**value, "buckets": {name: BucketPlan(**b) for name, b in value["buckets"].items()}})
+        buckets = {name: BucketPlan(**bucket) for name, bucket in value["buckets"].items()}
+        return cls(**{**value, "buckets": buckets})
+
+
+# ---- lengths in place of tokens ------------------------------------------------------------------
+
+class SampledLengths:
+    """Text as a source of lengths: those of 64 documents from each of up to 8 groups, in turn."""
+
+    def __init__(self, source: Source):
+        self.groups, self.fingerprint = source.groups, source.fingerprint
+        spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
+        self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
+            group, np.arange(min(64, int(self.groups[group]))))[0]])
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        """As `Source.lengths`."""
+        drawn = self.sample[(rows * 7919 + group * 104729) % len(self.sample)]
+        return drawn.tolist(), [0] * len(rows)
 
     @property
-    def short(self) -> list[str]:
-        """The buckets of which some lane runs dry, first the one that does so first."""
-        dry = [(b.dry_step, name) for name, b in self.buckets.items() if b.dry_step is not None]
-        return [name for _, name in sorted(dry)]
-
-
-def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int, tokenizer: str,
-             drop_dry: bool, begun: Any = None) -> str:
-    """The fingerprint of all that a plan depends on: the same key, the same plan. `begun`: how the run began, where not
-    with the first rows."""
-    return hash_json({"version": VERSION, "config": config.identity(), "tokenizer": tokenizer, "steps": num_steps,
-                      "rows": rows_per_step, "drop": drop_dry, "begun": begun,
-                      "phases": config.curriculum and [p.duration_tokens for p in config.curriculum.phases],
-                      "data": {name: source.fingerprint for name, source in sorted(sources.items())}})
-
-
-# ---- a lane, from one dry bucket to the next ------------------------------------------------------------------------
-
-class _Lanes:
-    """Follows lanes through the mix, given how many rows each of their feeds can give."""
-
-    def __init__(self, mixer: Mixer | None, bucket: str, capacity: Feeds, certain: set[tuple[str, int]],
-                 drop_dry: bool):
-        self.mixer, self.only = mixer, bucket
-        self.capacity, self.certain, self.drop_dry = capacity, certain, drop_dry  # certain: it gives no more than that
-
-    def counts(self, lane: int, rows: range, dropped: frozenset[str]) -> dict[str, int]:
-        """Rows due of each bucket, and NO_ROW."""
-        found = {} if self.only in dropped else {self.only: len(rows)}
-        if self.mixer is not None:
-            found = self.mixer.counts(lane, rows, dropped)
-        return {**found, NO_ROW: len(rows) - sum(found.values())}
-
-    def follow(self, lane: int, start: "_Position", stop: int) -> "_Position":
-        """Go on to row `stop`, or to where the lane halts (`halted`), or to where a feed must be rehearsed before
-        anyone can say (`unknown`)."""
-        row, dropped, used, dry = start.row, start.dropped, dict(start.used), list(start.dry)
-        while row < stop:
-            due = self.counts(lane, range(row, stop), dropped)
-            room = {bucket: self._room(bucket, lane, used) for bucket in due}
-            short = [bucket for bucket, n in due.items() if n > room[bucket]]
-            unknown = [bucket for bucket in short if bucket != NO_ROW and (bucket, lane) not in self.certain]
-            if unknown:
-                return _Position(row, dropped, used, dry, unknown=unknown)
-            end, bucket = min(((self._first(lane, b, room[b], range(row, stop), dropped), b) for b in short),
-                              default=(stop, ""))
-            for b, n in self.counts(lane, range(row, end), dropped).items():
-                used[b] = used.get(b, 0) + n
-            row = end
-            if bucket == NO_ROW:
-                return _Position(row, dropped, used, dry, halted="all buckets of its phase are dry")
-            if bucket:
-                dry.append((row, bucket))
-                if not self.drop_dry:
-                    return _Position(row, dropped, used, dry, halted=f"bucket {bucket!r} is dry")
-                dropped |= {bucket}
-        return _Position(row, dropped, used, dry)
-
-    def _room(self, bucket: str, lane: int, used: dict[str, int]) -> int:
-        return 0 if bucket == NO_ROW else self.capacity[bucket, lane] - used.get(bucket, 0)
-
-    def _first(self, lane: int, bucket: str, room: int, rows: range, dropped: frozenset[str]) -> int:
-        """The row that is due of a bucket after `room` others were."""
-        return rows[bisect_left(rows, room + 1, key=lambda row: self.counts(
-            lane, range(rows.start, row + 1), dropped).get(bucket, 0))]
-
-
-@dataclass
-class _Position:
-    """Where a lane is."""
-
-    row: int
-    dropped: frozenset[str]
-    used: dict[str, int]  # rows of each bucket, from the beginning of the run
-    dry: list[tuple[int, str]]  # (row, bucket): what ran dry where
-    halted: str = ""
-    unknown: Sequence[str] = ()
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
-
-def make_plan(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int, tokenizer: str,
-              drop_dry: bool = False, cursors: Sequence[Cursor] | None = None, start_step: int = 0,
-              budget: int | None = BUDGET, num_workers: int = 1, other_lanes: Sequence[int] = (), begun: Any = None
-              ) -> Plan:
-    """The plan of a run of `num_steps` steps in all.
-
-    `sources`: ShardSource, or SampledLengths for an estimate; `cursors`: of all lanes, to plan the rest of a run that
-    has done `start_step` steps; `begun`: for the key; `budget`: tokens that may be packed for accounts alone, None =
-    any; `other_lanes`: numbers of lanes whose usable tokens are told besides. Raises ValueError for what the stream
-    would refuse.
-    """
-    n = rows_per_step // config.V
-    planner = _Planner(config, sources, Clock(n, cursors[0]["row"] if cursors else 0, start_step), num_steps, tokenizer,
-                       drop_dry, cursors, num_workers)
-    ends = planner.follow()
-    halts = [(planner.clock.step(end.row), lane, end.halted) for lane, end in ends.items() if end.halted]
-    steps, lane, why = min(halts, default=(num_steps, 0, ""))
-    accounts, exact = planner.accounts(planner.positions(planner.clock.row(steps)), budget)
-    phases = planner.phases()
-    return Plan(
-        key=plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps, tokenizer=tokenizer,
-                     drop_dry=drop_dry, begun=begun),
-        estimate=any(isinstance(s, SampledLengths) for s in planner.sources.values()), exact_accounts=exact,
-        T=config.T, V=config.V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
-        halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry, phases=phases,
-        buckets={bucket: planner.bucket(bucket, ends, steps, asked=sum(phase["asked"][bucket] for phase in phases),
-                                        account=accounts[bucket], other_lanes=other_lanes)
-                 for bucket in planner.sources})
+    def num_tokens(self) -> int:
+        return round(float(self.sample.mean()) * int(self.groups.sum()))
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Which step a row of a lane belongs to, n rows to a step, from where the run is now."""
+class _Vocabulary:
+    """What a source of lengths asks of a tokenizer."""
 
-    n: int
-    first_row: int
-    first_step: int
+    fingerprint: str
+    bos: int
+    size: int
 
-    def step(self, row: int) -> int:
-        """The step of a row."""
-        return max(0, self.first_step + (row - self.first_row) // self.n)
+    def get_bos_token_id(self) -> int:
+        return self.bos
 
-    def row(self, step: int) -> int:
-        """The first row of a step."""
-        return self.first_row + (step - self.first_step) * self.n
+    def get_vocab_size(self) -> int:
+        return self.size
+
+    def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[Any, Any]:
+        raise NotImplementedError("lengths are known without a token")
 
 
-class _Planner:
-    """What the parts of a plan share: feeds as they stand at the start, and how many rows each can give."""
+class Rehearsal(Feed):
+    """A feed whose documents are their lengths."""
 
-    def __init__(self, config: StreamConfig, sources: Mapping[str, Any], clock: Clock, num_steps: int, tokenizer: str,
-                 drop_dry: bool, cursors: Sequence[Cursor] | None, num_workers: int):
-        stream = Stream(config, sources, range(config.V), tokenizer=tokenizer, cursors=cursors, num_threads=1)
-        # it knows which buckets are mixed, and checks cursors
-        stream.close()
-        self.config, self.clock, self.stop, self.tokenizer = config, clock, clock.row(num_steps), tokenizer
-        self.drop_dry, self.num_workers = drop_dry, num_workers
-        self.mixer, self.parked = stream.mixer, dict[int, dict[str, Any]]()
-        self.sources: dict[str, Lengths] = {bucket: sources[bucket] for bucket in stream.feeds}
-        self.orders = {b: Order(source.groups, bucket=b, config=config) for b, source in self.sources.items()}
-        self.totals = {b: unit_totals(source, self.orders[b], config.T) for b, source in self.sources.items()}
-        begun = {cursor["lane"]: cursor["buckets"] for cursor in cursors or ()}
-        self.states = {(b, lane): begun.get(lane, {}).get(b) for b in self.sources for lane in stream.lanes}
-        self.start = {lane: _Position(
-            stream.rows[lane], stream.dropped[lane],
-            {b: (self.states[b, lane] or {"row": 0})["row"] for b in self.sources}, []) for lane in stream.lanes}
-        self.capacity: Feeds = {}
-        self.certain: set[tuple[str, int]] = set()  # feeds whose capacity is no lower bound
-        for bucket in self.sources:
-            self._bound(bucket)
+    def _fetch(self, epoch: int, unit: int) -> tuple[int, list[int], list[Any], list[int]]:
+        group, rows, _ = self.order.unit(epoch, unit, self.order.share(self.lane, epoch).stop)
+        lengths, repeated = self.source.lengths(group, rows)
+        return group, rows.tolist(), [range(n) for n in lengths], repeated
 
-    # -- rows that feeds can give
+    def _kept(self, ids: Any, repeated: int) -> Any:
+        """Nothing."""
 
-    def _spans(self, bucket: str, epoch: int) -> list[range]:
-        """The units of an epoch that each lane has yet to read."""
-        spans = [self.orders[bucket].share(lane, epoch) for lane in self.start]
-        for lane, span in enumerate(spans):
-            state = self.states[bucket, lane]
-            if state is not None and epoch <= state["epoch"]:
-                spans[lane] = range(state["unit"] if epoch == state["epoch"] else span.stop, span.stop)
-        return spans
+    def _fetch_again(self, group: int, lengths: Mapping[Any, int]) -> dict[Any, Any]:
+        return dict.fromkeys(lengths)
 
-    def _bound(self, bucket: str) -> None:
-        """Lower bounds of a bucket's feeds, from totals."""
-        limit, begun = self.config.epochs(bucket), [start.used[bucket] for start in self.start.values()]
-        rows, sums, epoch = np.array(begun), None, 0
-        while limit and epoch < limit and rows.min() < self.stop:
-            share = share_totals(self.totals[bucket], self.orders[bucket], epoch, self._spans(bucket, epoch))
-            sums = share if sums is None else sums + share
-            rows, epoch = begun + sums.rows(self.config), epoch + 1
-        for lane in self.start:
-            self.capacity[bucket, lane] = int(rows[lane]) if limit else ENDLESS
-            if limit == epoch and Totals.exact(self.config) and self.states[bucket, lane] is None:
-                self.certain.add((bucket, lane))
 
-    def _rehearse(self, tasks: Sequence[Task]) -> dict[tuple[str, int], dict[str, int]]:
-        """The accounts of some feeds after their tasks, several processes at work where that is worth it."""
-        rows = sum(min(task.rows, self.stop) - (task.state or {"row": 0})["row"] for task in tasks)
-        workers = self.num_workers if rows * self.config.T > PARALLEL else 1
-        found: dict[tuple[str, int], dict[str, int]] = {}
-        packed = packed_up(self.config, self.sources, self.tokenizer)
-        with tqdm(total=rows * self.config.T, unit="tok", unit_scale=True, desc="rehearse", delay=2) as bar:
-            for event in run_tasks(open_rehearsals, packed, tasks, num_workers=workers):
-                if event.kind == "failed":
-                    raise ValueError(event.value)
-                if event.kind == "done":
-                    found[tasks[event.task].bucket, tasks[event.task].lane] = event.value
-                else:
-                    bar.update(event.value * self.config.T)
-        return found
+# ---- lanes ---------------------------------------------------------------------------------------
 
-    # -- lanes
+@dataclass
+class _Lane:
+    """Where a lane is when it halts, or has done what was asked."""
 
-    def positions(self, stop: int) -> dict[int, "_Position"]:
-        """Where each lane is at row `stop`, or where it halts or must be looked into before."""
-        lanes = _Lanes(self.mixer, next(iter(self.sources)), self.capacity, self.certain, self.drop_dry)
-        return {lane: lanes.follow(lane, start, stop) for lane, start in self.start.items()}
+    lane: int
+    row: int
+    used: dict[str, int]  # rows of each bucket
+    dry: list[tuple[int, str]]  # (row, bucket): what ran dry where
+    halted: str
+    feeds: dict[str, dict[str, Any]]  # of the rehearsed buckets, as in a cursor
 
-    def follow(self) -> dict[int, "_Position"]:
-        """Where each lane is when it has no more to do. Rehearses feeds that come near their end."""
-        while True:
-            ends = self.positions(self.stop)
-            unknown = [(bucket, lane) for lane, end in ends.items() for bucket in end.unknown]
-            if not unknown:
-                return ends
-            tasks = [Task(bucket, lane, ENDLESS, state=self.states[bucket, lane]) for bucket, lane in unknown]
-            self.capacity.update({feed: account["row"] for feed, account in self._rehearse(tasks).items()})
-            self.certain |= set(unknown)
 
-    def accounts(self, ends: Mapping[int, "_Position"], budget: int | None) -> tuple[dict[str, dict[str, int]], bool]:
-        """(the accounts of each bucket, whether they are exact) with lanes where they are."""
-        wanted = [Task(bucket, lane, end.used[bucket], flush=any(bucket == dry for _, dry in end.dry),
-                       state=self.states[bucket, lane]) for lane, end in ends.items() for bucket in self.sources]
-        rows = sum(task.rows - (task.state or {"row": 0})["row"] for task in wanted)
-        share = 1.0 if budget is None else min(1.0, budget / max(1, rows * self.config.T))
-        lanes = set(np.linspace(0, self.config.V - 1, max(1, int(self.config.V * share))).astype(int).tolist())
-        part = min(1.0, share * self.config.V / len(lanes))  # of each of these lanes
-        tasks = wanted if share == 1 else [replace(task, rows=int(task.rows * part), flush=False) for task in wanted
-                                           if task.lane in lanes]
-        done = self._rehearse(tasks)
-        accounts = {}
-        for bucket in self.sources:
-            mine = [{"buckets": {bucket: done[feed]}} for feed in done if feed[0] == bucket]
-            account = ledger(mine, self.config.T)[bucket]
-            if share < 1:
-                scale = sum(t.rows for t in wanted if t.bucket == bucket) / max(1, account["rows"])
-                account = {name: value if name == "epochs" else round(value * scale) for name, value in account.items()}
-            accounts[bucket] = account
-        return accounts, share == 1
+@dataclass(frozen=True)
+class _Lanes:
+    """All that it takes to follow lanes, in this process or in another."""
 
-    # -- what people ask
+    config: StreamConfig
+    sources: dict[str, Manifest | SampledLengths]
+    tokenizer: _Vocabulary
+    drop_dry: bool
+    cursors: Mapping[int, Cursor]  # by lane; empty at the beginning
 
-    def phases(self) -> list[dict[str, Any]]:
-        """Each phase with the tokens that its mix asks for."""
-        curriculum, T, V = self.config.curriculum, self.config.T, self.config.V
-        lengths = [self.stop] if curriculum is None else curriculum.phase_rows(T, V)
-        edges = [0, *np.cumsum(lengths[:-1]).tolist(), self.stop]
-        lanes = _Lanes(self.mixer, next(iter(self.sources)), {}, set(), False)
+    def open(self, bucket: str) -> Any:
+        """The bucket's source."""
+        source = self.sources[bucket]
+        if isinstance(source, SampledLengths):
+            return source
+        return open_source(source, self.tokenizer, as_stored=not self.config.framed)
+
+    def feed(self, bucket: str, lane: int, source: Any) -> Rehearsal:
+        """A bucket's feed as it is at the start."""
+        order = Order(source.groups, bucket=bucket, config=self.config)
+        feed = Rehearsal(self.config, bucket=bucket, lane=lane, source=source, order=order, pool=None)
+        begun = self.cursors[lane]["buckets"].get(bucket) if self.cursors else None
+        if begun is not None:
+            feed.restore(begun)
+        return feed
+
+    def follow(self, lanes: Sequence[int], stop: int, rehearsed: Sequence[str]) -> list[_Lane]:
+        """Go on to row `stop` of each lane, or to where it halts. Buckets that are not `rehearsed`
+        have a row whenever one is due."""
+        config = self.config
+        sources = {bucket: self.open(bucket) for bucket in rehearsed}
+        mixer = None if config.curriculum is None else Mixer(config.curriculum, T=config.T, V=config.V,
+                                                             seed=config.seed)
         found = []
-        for first, end in pairwise(edges):
-            rows = range(min(first, self.stop), min(end, self.stop))
-            counts = [lanes.counts(lane, rows, frozenset()) for lane in range(V)]
-            found.append({"first_step": self.clock.step(first), "tokens": len(rows) * V * T,
-                          "asked": {b: T * sum(count.get(b, 0) for count in counts) for b in self.sources}})
+        for lane in lanes:
+            feeds = {bucket: self.feed(bucket, lane, source) for bucket, source in sources.items()}
+            cursor = self.cursors.get(lane, {"row": 0, "dropped": [], "buckets": {}})
+            row, dropped = cursor["row"], frozenset(cursor["dropped"])
+            used = {bucket: cursor["buckets"].get(bucket, {"row": 0})["row"] for bucket in self.sources}
+            dry, halted = [], ""
+            while row < stop and not halted:
+                left = (bucket for bucket in self.sources if bucket not in dropped)
+                bucket = mixer.bucket(lane, row, dropped) if mixer else next(left, None)
+                if bucket is None:
+                    halted = "all buckets of its phase are dry"
+                elif bucket not in feeds or feeds[bucket].pack() is not None:
+                    used[bucket] += 1
+                    row += 1
+                else:
+                    dry.append((row, bucket))
+                    dropped |= {bucket}
+                    halted = "" if self.drop_dry else f"bucket {bucket!r} is dry"
+            states = {b: {**feed_json(feed.state()), "waiting": []} for b, feed in feeds.items()}
+            found.append(_Lane(lane, row, used, dry, halted, states))
         return found
 
-    def bucket(self, bucket: str, ends: Mapping[int, "_Position"], steps: int, *, asked: int, account: dict[str, int],
-               other_lanes: Sequence[int]) -> BucketPlan:
-        """What there is to say of one bucket."""
-        T, V, totals = self.config.T, self.config.V, self.totals[bucket]
-        one_pass = int((totals.tokens - totals.repeated - totals.entries * self.config.framed).sum())
-        dry = [step for end in ends.values() for row, name in end.dry
-               if name == bucket and (step := self.clock.step(row)) <= steps]
-        least, lane = min((self.capacity[bucket, lane], lane) for lane in self.start)
-        usable = None if least == ENDLESS else least * V * T
-        return BucketPlan(
-            documents=int(totals.entries.sum()), tokens=one_pass, max_epochs=self.config.epochs(bucket), asked=asked,
-            trained=account["rows"] * T, passes=account["read"] / max(1, one_pass), usable=usable,
-            usable_exact=(bucket, lane) in self.certain, dry_step=min(dry, default=None), dry_lanes=len(dry),
-            account=account, other_lanes={} if usable is None else {
-                str(V2): round(usable * self._evenness(bucket, V2) / self._evenness(bucket, V)) for V2 in other_lanes})
+    def follow_all(self, stop: int, rehearsed: Sequence[str], num_workers: int) -> list[_Lane]:
+        """`follow` every lane, several processes at work where that is worth it."""
+        V = self.config.V
+        if num_workers == 1 or not rehearsed or stop * V * self.config.T < PARALLEL:
+            return self.follow(range(V), stop, rehearsed)
+        parts = [range(V)[i::4 * num_workers] for i in range(min(V, 4 * num_workers))]
+        with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
+            found = pool.map(partial(self.follow, stop=stop, rehearsed=rehearsed), parts)
+            told = tqdm(found, desc="rehearse", total=len(parts), unit="part", delay=2)
+            return [lane for part in told for lane in part]
 
-    def _evenness(self, bucket: str, V: int) -> float:
-        """The tokens of the smallest of V shares, times V."""
-        config = replace(self.config, V=V)
-        order = Order(self.sources[bucket].groups, bucket=bucket, config=config)
-        totals = self.totals[bucket] if V == self.config.V else unit_totals(self.sources[bucket], order, config.T)
-        epochs = [share_totals(totals, order, epoch, [order.share(lane, epoch) for lane in range(V)])
-                  for epoch in range(min(self.config.epochs(bucket), 8))]
-        return V * float(np.sum([share.tokens for share in epochs], axis=0).min())
+    def plenty(self, bucket: str, asked: np.ndarray) -> bool:
+        """Whether a bucket has no limit, or each lane's share far more than the rows `asked` of each
+        lane."""
+        config, source = self.config, self.open(bucket)
+        order = Order(source.groups, bucket=bucket, config=config)
+        limit = config.epochs(bucket)
+        if limit == 0:
+            return True
+        for lane in range(config.V):
+            share = order.share(lane, 0)
+            documents = len(share) * int(source.groups.sum()) // order.num_units
+            if documents < SHARE_DOCUMENTS:
+                return False
+            lengths = np.concatenate([
+                source.lengths(*order.unit(0, unit, share.stop)[:2])[0]
+                for unit in np.linspace(share.start, share.stop - 1, SHARE_UNITS).astype(int).tolist()])
+            if config.layout == "bestfit" and config.long_docs == "crop":
+                lengths = np.minimum(lengths, config.T + 1)
+            rows = documents * float(lengths.mean()) / (config.T + 1) if config.pack else documents
+            if limit * rows < FAR * asked.max():
+                return False
+        return True
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int,
+             drop_dry: bool, begun: Any = None) -> str:
+    """The fingerprint of all that a plan depends on: the same key, the same plan. `begun`: how the
+    run began, where not with the first rows."""
+    tokenizer = next(iter(sources.values())).tokenizer.fingerprint
+    return hash_json({
+        "version": VERSION, "config": config.identity(), "tokenizer": tokenizer, "steps": num_steps,
+        "rows": rows_per_step, "drop": drop_dry, "begun": begun,
+        "phases": config.curriculum and [p.duration_tokens for p in config.curriculum.phases],
+        "data": {name: source.fingerprint for name, source in sorted(sources.items())}})
+
+
+def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
+              num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
+              start_step: int = 0, num_workers: int = 1, begun: Any = None) -> Plan:
+    """The plan of a run of `num_steps` steps in all. `cursors`: of all lanes, to plan the rest of a
+    run that has done `start_step` steps. `begun`: for the key. Raises ValueError for bad files."""
+    V, n = config.V, rows_per_step // config.V
+    buckets = config.curriculum.buckets if config.curriculum else list(sources)
+    given = {b: sources[b].manifest if sources[b].lengths_known else SampledLengths(sources[b])
+             for b in buckets}
+    one = sources[buckets[0]].tokenizer
+    vocabulary = _Vocabulary(one.fingerprint, one.get_bos_token_id(), one.get_vocab_size())
+    begun_at = cursors[0]["row"] if cursors else 0
+    first, stop = begun_at - start_step * n, begun_at + (num_steps - start_step) * n
+    phases = _phases(config, buckets, first, stop, n)
+    asked = {b: np.sum([phase["asked"][b] for phase in phases], axis=0) for b in buckets}
+    most = np.full(V, stop - first) if drop_dry else 0  # what one bucket gives where others are dry
+    lanes = _Lanes(config, given, vocabulary, drop_dry, {c["lane"]: c for c in cursors or ()})
+    rehearsed = [b for b in buckets if not lanes.plenty(b, np.maximum(asked[b], most))]
+    ends = lanes.follow_all(stop, rehearsed, num_workers)
+    halts = [((end.row - first) // n, end.lane, end.halted) for end in ends if end.halted]
+    steps, lane, why = min(halts, default=(num_steps, 0, ""))
+    done = lanes.follow_all(first + steps * n, rehearsed, num_workers) if why else ends
+
+    def of_bucket(bucket: str) -> BucketPlan:
+        """What there is to say of one bucket."""
+        source = lanes.open(bucket)
+        feeds = [end.feeds[bucket] for end in done if bucket in end.feeds]
+        if not feeds:
+            feed = lanes.feed(bucket, 0, source)
+            for _ in range(min(SAMPLE_ROWS, int(asked[bucket][0]))):
+                feed.pack()
+            feeds = [feed_json(feed.state())]
+        dry = [(row, end.used[bucket]) for end in ends for row, name in end.dry if name == bucket]
+        dry_steps = [step for row, _ in dry if (step := (row - first) // n) <= steps]
+        return BucketPlan(
+            documents=int(source.groups.sum()), tokens=_stored(source),
+            max_epochs=config.epochs(bucket), asked=int(asked[bucket].sum()) * config.T,
+            trained=sum(end.used[bucket] for end in done) * config.T,
+            usable=min(used for _, used in dry) * V * config.T if dry else None,
+            dry_step=min(dry_steps, default=None), dry_lanes=len(dry_steps),
+            account=ledger([{"buckets": {bucket: feed}} for feed in feeds], config.T)[bucket],
+            exact=bucket in rehearsed)
+
+    return Plan(
+        key=plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
+                     drop_dry=drop_dry, begun=begun),
+        estimate=any(isinstance(source, SampledLengths) for source in given.values()),
+        T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
+        halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry,
+        crops=config.layout == "bestfit" and config.long_docs == "crop",
+        phases=[{**phase, "asked": {b: int(rows.sum()) * config.T
+                                    for b, rows in phase["asked"].items()}} for phase in phases],
+        buckets={bucket: of_bucket(bucket) for bucket in buckets})
+
+
+def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int,
+            ) -> list[dict[str, Any]]:
+    """Each phase: its first step, its tokens, and how many rows of each bucket its mix asks of each
+    lane."""
+    V, mixer, lengths = config.V, None, [stop]
+    if config.curriculum is not None:
+        mixer = Mixer(config.curriculum, T=config.T, V=V, seed=config.seed)
+        lengths = config.curriculum.phase_rows(config.T, V)
+    edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
+    found = []
+    for begin, end in pairwise(edges):
+        rows = range(begin, end)
+        counts = [mixer.counts(lane, rows) if mixer else {buckets[0]: len(rows)} for lane in range(V)]
+        found.append({
+            "first_step": (begin - first) // n, "tokens": len(rows) * V * config.T,
+            "asked": {b: np.array([count.get(b, 0) for count in counts]) for b in buckets}})
+    return found
+
+
+def _stored(source: Any) -> int:
+    """Tokens of one pass, each document's delimiter included."""
+    if isinstance(source, SampledLengths):
+        return source.num_tokens
+    each = (source.lengths(group, np.arange(n)) for group, n in enumerate(source.groups.tolist()))
+    return sum(sum(lengths) - sum(repeated) for lengths, repeated in each)
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+def problem(plan: Plan) -> str:
+    """What keeps the run from its last step, in a sentence; empty where nothing does. An estimate
+    never says so."""
+    if not plan.halt or plan.estimate:
+        return ""
+    about = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
+    if plan.allowed:
+        return f"{about}; shorten the run, or allow more passes (max_epochs)"
+    return f"{about}; {DRY_WAYS}, or train until there with --plan warn"
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What a person should know before starting, a sentence each."""
+    found = []
+    for name, bucket in plan.buckets.items():
+        if bucket.dry_step is None or bucket.usable is None:
+            continue
+        probably = "probably " if plan.estimate else ""
+        line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: {bucket.asked:,} "
+                f"tokens are asked of it, {bucket.usable:,} are usable with {plan.V} lanes")
+        if plan.crops and bucket.share("cropped") > 0.005:
+            line += (f"; {bucket.share('cropped'):.1%} are cropped, which --long-docs=split would "
+                     "train on")
+        found.append(f"{line}; fewer --lanes may use more of it")
+    if plan.estimate and plan.halt:
+        found.append(f"the run would halt there; {DRY_WAYS}")
+    return found
+
+
+def describe(plan: Plan) -> list[str]:
+    """The plan as lines of text."""
+    lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
+             f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
+    if plan.samples is not None:
+        lines += [f"Megatron's order: {plan.samples['taken']:,} samples of {plan.T:,} tokens, "
+                  f"{plan.samples['there']:,} are there over {plan.samples['epochs']} epochs of the "
+                  "prefixes"]
+    if len(plan.phases) > 1 or len(plan.buckets) > 1:
+        rows = [["phase", "from step", "tokens", *plan.buckets]]
+        for number, phase in enumerate(plan.phases, 1):
+            shares = [phase["asked"][name] / max(1, phase["tokens"]) for name in plan.buckets]
+            rows.append([str(number), f"{phase['first_step']:,}", f"{phase['tokens']:,}",
+                         *(f"{share:.1%}" for share in shares)])
+        lines += _table(rows)
+    rows = [["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes", "cropped",
+             "repeated", "padded", "dry at step"]]
+    for name, bucket in plan.buckets.items():
+        guess, about = "~" * plan.estimate, "~" * (plan.estimate or not bucket.exact)
+        padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
+        limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
+        enough = "enough" if bucket.max_epochs else "any number"
+        rows.append([
+            name, f"{bucket.documents:,}", f"{guess}{bucket.tokens:,}", f"{bucket.asked:,}",
+            f"{bucket.trained:,}", enough if bucket.usable is None else f"{guess}{bucket.usable:,}",
+            f"{guess}{bucket.passes:.2f}{limit}", f"{about}{bucket.share('cropped'):.2%}",
+            f"{about}{bucket.share('repeated'):.2%}", f"{about}{padded:.2%}",
+            "-" if bucket.dry_step is None else f"{guess}{bucket.dry_step:,}"])
+    return lines + _table(rows)
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Columns side by side, the first flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  " + "   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows]

@@ -26,12 +26,12 @@ def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_pe
         epoch = part.num_tokens_per_epoch
         buckets[name] = BucketPlan(
             documents=len(part.indices), tokens=epoch, max_epochs=part.order.num_epochs, asked=count * T,
-            trained=count * T, passes=count * T / epoch, usable=len(part) * T, usable_exact=True, dry_step=None,
-            dry_lanes=0, account=ledger([{"buckets": {name: account(count, count * T // epoch, T)}}], T)[name])
+            trained=count * T, usable=len(part) * T, dry_step=None, dry_lanes=0, exact=True,
+            account=ledger([{"buckets": {name: account(count, count * T // epoch, T)}}], T)[name])
     phase = {"first_step": 0, "tokens": taken * T, "asked": {name: b.trained for name, b in buckets.items()}}
     told = {"taken": taken, "there": config.num_samples, "epochs": [part.order.num_epochs for part in samples.datasets]}
     key = hash_json([config.identity(), samples.identity(), rows_per_step, num_steps, taken,
                      [source.fingerprint for source in sources.values()]])
-    return Plan(key=key, estimate=False, exact_accounts=True, T=T, V=config.V, rows_per_step=rows_per_step,
+    return Plan(key=key, estimate=False, crops=False, T=T, V=config.V, rows_per_step=rows_per_step,
                 num_steps=num_steps, steps=num_steps, halt="", allowed=False, phases=[phase], buckets=buckets,
                 samples=told)

@@ -16,7 +16,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +31,9 @@ from nanochat.dataset import DEFAULT_DATASET
 from nanochat.dist import autodetect_device_type, get_compute_dtype
 from nanochat.gpt import GPT
 from nanochat.job import command_settings, find_tokenizer, resolve
-from nanochat.plan import BUDGET, Plan
+from nanochat.plan import Plan, describe, problem, warnings
 from nanochat.run_dir import is_run_dir, run_path
-from nanochat.run_plan import describe, make_run_plan, problem, warnings
+from nanochat.run_plan import make_run_plan
 from nanochat.start_run import begin, settle_samples
 from scripts import base_train
 
@@ -47,7 +46,6 @@ def parser() -> argparse.ArgumentParser:
     p.prog, p.description, p.epilog = "python -m scripts.validate", "Check a run before it starts.", __doc__
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="processes of the run")
-    g.add_argument("--exact", action="store_true", help="pack all, so that what is cropped is exact for long runs too")
     g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that rehearse")
     g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes (needs matplotlib)")
     return p
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.model_tag = args.model_tag or f"d{args.depth}"
     run_dir = run_path(args.model_tag)
     device = torch.device(args.device_type or autodetect_device_type())
-    flags = {k: v for k, v in vars(args).items() if k not in ("world_size", "exact", "workers", "plot")}
+    flags = {k: v for k, v in vars(args).items() if k not in ("world_size", "workers", "plot")}
     settings = command_settings(flags, tokenizer, args.world_size, device.type)
     start = begin(run_dir, settings, resume=args.resume, force=args.force)
     settings, horizon, model = resolve(start.settings, args.world_size, get_compute_dtype(device, args.dtype))
@@ -78,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if start.halted:
         print(f"note: it has halted ({start.halted}); {base_train.WAY_ON}")
     check_disk(run_dir, model, horizon.num_iterations, args.save_every)
-    plan = make_run_plan(run_dir, start, settings, tokenizer, horizon.num_iterations, num_workers=args.workers,
-                         budget=None if args.exact else BUDGET, other_lanes=neighbours(settings))
+    plan = make_run_plan(run_dir, start, settings, tokenizer, horizon.num_iterations, num_workers=args.workers)
     ok("files")
     print("\n".join(describe(plan)))
     if args.plot:
@@ -96,13 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ok(what: str) -> None:
     """A check that passed."""
     print(f"ok: {what}")
-
-
-def neighbours(settings: dict[str, Any]) -> list[int]:
-    """Numbers of lanes that the batch allows, about half and about twice as many as there are."""
-    rows, lanes = settings["total_batch_size"] // settings["max_seq_len"], settings["lanes"]
-    divisors = [v for v in range(1, rows + 1) if rows % v == 0]
-    return [*(v for v in divisors if v <= lanes // 2)][-1:] + [*(v for v in divisors if v >= 2 * lanes)][:1]
 
 
 def check_disk(run_dir: Path, model: GPT, num_steps: int, save_every: int) -> None:

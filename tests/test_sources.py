@@ -47,10 +47,17 @@ def open_source(path, tokenizer=None):
     return ParquetSource(scan(path), tokenizer or ByteTokenizer())
 
 
+def texts_of(source, group, rows, keep=0):
+    """Those documents of a group, as texts."""
+    ids, repeated = source.read(group, np.array(rows), keep)
+    assert all(found[0] == BOS and found.base is None for found in ids) and not any(repeated)
+    return [ByteTokenizer().decode(found) for found in ids]
+
+
 def all_texts(source, unit_size=4):
-    """[texts of each group], by fetching unit after unit."""
-    return [[text.decode() for unit in range(-(-int(n) // unit_size)) for text in source.fetch(g, unit, unit_size)]
-            for g, n in enumerate(source.groups)]
+    """[texts of each group], unit after unit, each announcing the rest of its group."""
+    return [[text for at in range(0, n, unit_size) for text in
+             texts_of(source, g, range(at, min(at + unit_size, n)), n)] for g, n in enumerate(source.groups.tolist())]
 
 
 def grouped(texts, size=GROUP):
@@ -219,7 +226,7 @@ def test_nulls_without_statistics_are_found_when_read(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "bad.parquet", write_statistics=False)
     source = open_source(tmp_path)
     with pytest.raises(ValueError, match=r"bad\.parquet: 1 null\(s\) in column `text` of row group 0"):
-        source.fetch(0, 0, 64)
+        texts_of(source, 0, [0])
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all, but long enough to look into"])
@@ -237,9 +244,7 @@ def test_a_broken_page_is_named_when_read(tmp_path):
     path.write_bytes(data)
     assert check(manifest) == manifest, "the case: size and footer are as they were"
     with pytest.raises(ValueError, match=r"bad\.parquet: "):
-        source = ParquetSource(manifest, ByteTokenizer())
-        for unit in range(50):
-            source.encode(source.fetch(0, unit, 4))
+        all_texts(ParquetSource(manifest, ByteTokenizer()))
 
 
 @pytest.mark.parametrize("bad", [b"\xff\xfe broken", b"\xed\xa0\x80 a lone surrogate", b"cut \xe6\xbc"])
@@ -247,7 +252,7 @@ def test_invalid_utf8_in_parquet_is_a_value_error_that_names_the_file(tmp_path, 
     write_binary(tmp_path / "bad.parquet", [b"fine", bad, b"fine"])
     source = open_source(tmp_path)
     with pytest.raises(ValueError, match=r"bad\.parquet: .*row group 0.*UTF-?8"):
-        source.encode(source.fetch(0, 0, 64))
+        texts_of(source, 0, [0])
 
 
 def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
@@ -289,13 +294,6 @@ def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(t
     assert [t for t in all_texts(gaps, 7) if t] == [expected[0], expected[1], expected[1], expected[2]]
 
 
-def test_encode_gives_bos_and_ids_in_memory_of_their_own(folder):
-    source = open_source(folder)
-    ids = source.encode(["añ".encode(), b"", b"b"])
-    assert [i.tolist() for i in ids] == [[BOS, *"añ".encode()], [BOS], [BOS, 98]]
-    assert all(i.dtype == ByteTokenizer.token_dtype and i.base is None for i in ids)
-
-
 def test_locate_says_file_and_row_group(folder):
     source = open_source(folder)
     assert [source.locate(g) for g in (0, 2, 3, 8)] == [("s0.parquet", 0), ("s0.parquet", 2), ("s1.parquet", 0),
@@ -303,73 +301,57 @@ def test_locate_says_file_and_row_group(folder):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_of_fetches_gives_the_same_texts(folder, kind, seed):
-    rng = random.Random(seed)
-    expected = all_texts(open_source(folder), 4)
+def test_any_order_of_reads_gives_the_same_texts(folder, kind, seed, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 3)
+    rng, expected, source = random.Random(seed), all_texts(open_source(folder), 4), open_source(folder)
+    for _ in range(60):
+        group = rng.randrange(len(source.groups))
+        rows = rng.sample(range(len(expected[group])), rng.randint(1, len(expected[group])))
+        keep = rng.choice([0, len(expected[group])])
+        assert texts_of(source, group, rows, keep) == [expected[group][row] for row in rows]
+
+
+@pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
+def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, kind, monkeypatch, unit_size):
+    monkeypatch.setattr(sources, "CHUNK", 3)
     source = open_source(folder)
-    units = [(g, u) for g, n in enumerate(source.groups) for u in range(-(-int(n) // 4))] * 2
-    rng.shuffle(units)
-    for g, u in units:
-        keep = set(rng.sample(range(-(-int(source.groups[g]) // 4)), 1))
-        assert [t.decode() for t in source.fetch(g, u, 4, lambda k=keep: k)] == expected[g][u * 4:u * 4 + 4]
+    all_texts(source, unit_size)
+    assert source.decoded == len(source.groups)
+    assert len(source._chunks) == (3 + 3 + 2) * 3 * source.small, "a large bucket's chunks go when they are read"
+    texts_of(source, 0, [0])
+    assert source.decoded == len(source.groups) + (not source.small)
 
 
-def test_fetch_with_keep_decodes_each_group_once(folder, kind):
-    source = open_source(folder)
-    num_groups = len(source.groups)
-    for g, n in enumerate(source.groups):
-        units = range(-(-int(n) // 2))
-        for u in units:
-            source.fetch(g, u, 2, lambda u=u, units=units: set(units[u:]))
-    assert source.decoded == num_groups
-    assert len(source._kept) == (4 + 4 + 2) * 3 * source.small, "a large bucket's units are let go when fetched"
-    for g in range(num_groups):
-        source.fetch(g, 0, 2)
-    assert source.decoded == (1 if source.small else 2) * num_groups
-
-
-def test_units_put_aside_are_not_taken_for_units_of_another_size(folder, kind):
-    """One source may serve two streams, one after another, that cut groups differently."""
-    source = open_source(folder)
-    source.fetch(0, 0, 2, lambda: {1, 2, 3})
-    assert [t.decode() for t in source.fetch(0, 1, 4)] == some_texts(20)[4:8]
-
-
-def test_threads_that_fetch_one_group_at_once_decode_it_once(folder, kind):
+def test_threads_that_read_one_group_at_once_decode_it_once(folder, kind, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 2)
     source, decode = open_source(folder), ParquetSource._decode
-    inside, go, started = threading.Event(), threading.Event(), []
+    inside, go, found = threading.Event(), threading.Event(), {}
 
     def slow_decode(*args):
         inside.set()
         go.wait(10)
         return decode(source, *args)
 
+    def read(unit):
+        found[unit] = texts_of(source, 0, [2 * unit, 2 * unit + 1], 8)
+
     source._decode = slow_decode
-    found = {}
-
-    def fetch(unit):
-        started.append(unit)
-        found[unit] = source.fetch(0, unit, 2, lambda: {0, 1, 2, 3})
-
-    threads = [threading.Thread(target=fetch, args=(unit,)) for unit in range(4)]
+    threads = [threading.Thread(target=read, args=(unit,)) for unit in range(4)]
     threads[0].start()
     assert inside.wait(10)
     for thread in threads[1:]:
         thread.start()
-    while len(started) < 4:
-        pass
     go.set()
     for thread in threads:
         thread.join(10)
-    assert [t.decode() for unit in range(4) for t in found[unit]] == some_texts(20)[:8]
-    assert source.decoded == 1
+    assert [text for unit in range(4) for text in found[unit]] == some_texts(20)[:8] and source.decoded == 1
 
 
 def test_a_file_that_goes_while_the_run_reads_is_named(folder):
     source = open_source(folder)
     (folder / "s1.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"s1\.parquet"):
-        source.fetch(3, 0, 4)
+        texts_of(source, 3, [0])
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.sample_data import has_own_val
 from nanochat.sample_index import blend_sources, cached
-from nanochat.sources import Manifest, check_format, scan
+from nanochat.sources import Manifest, Source, check_format, scan
 from nanochat.stream import FORMAT, Cursor, Row, check_cursors
 from nanochat.tokens import TokenFile
 
@@ -258,9 +258,8 @@ def _prefix(manifest: Manifest) -> str:
     return str(file).removesuffix(".bin")
 
 
-
-
-def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset | BlendedDataset:
+def open_samples(config: SampleConfig, sources: Mapping[str, Source]
+                 ) -> GPTDataset | BlendedDataset:
     """The data set whose sample i is row i of a run. `sources`: one of a single pair for each
     bucket. Looks at lengths; reads no token and shuffles nothing yet. ValueError where it cannot be
     made, or has fewer samples than the run takes."""
@@ -272,9 +271,8 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset
     try:
         wanted = GPTDatasetConfig(
             random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights),
-            split=config.split, tokenizer=SimpleNamespace(eod=next(iter(sources.values())).bos),
-            path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss,
-            mmap_bin_files=True)
+            split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].bos),
+            path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss)
         builder = BlendedMegatronDatasetBuilder(
             GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
         samples = builder.build_split(Split.train)
@@ -291,13 +289,14 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Any]) -> GPTDataset
 
 @dataclass(slots=True)
 class SampleRow(Row):
-    """A row: one sample."""
+    """A row that is one sample. It is made of pieces of documents, each up to its EOD."""
 
-    sample: int = -1  # which row of the run it is
-    eod: int = -1
+    sample: int  # which row of the run it is
+    eod: int
 
     def doc_ids(self) -> np.ndarray:
-        """As of `Row`; a document ends with its EOD."""
+        """As of `Row`. Megatron's reset_attention_mask; reset_position_ids has no counterpart, for
+        positions are rotary, so that inside a document only distances count."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
 
@@ -309,12 +308,13 @@ class SampleStream:
 
     mixer = None
 
-    def __init__(self, config: SampleConfig, sources: Mapping[str, Any], lanes: Sequence[int], *,
+    def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None):
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
-        first = next(iter(sources.values()))
-        self.eod, self.bound = first.bos, first.tokenizer.get_vocab_size()  # the bound of ids
+        any_source = next(iter(sources.values()))
+        self.far = in_store(any_source.manifest["root"])  # where a read takes a while
+        self.eod, self.vocab_size = any_source.bos, any_source.tokenizer.get_vocab_size()
         self.identity = {
             **config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
             "samples": hash_json(self.samples.identity()),
@@ -335,40 +335,36 @@ class SampleStream:
         for part in self.samples.datasets:
             _ = part.shuffle_index  # before the first step, where nobody waits with a time-out
 
-    def next_rows(self, num_rows: int) -> list[SampleRow]:
+    def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are
         used up."""
-        if self.taken + num_rows * self.config.V > self.config.num_samples:
+        step = num_rows * self.config.V
+        if self.taken + step > self.config.num_samples:
             return []
-        wanted = [self.taken + lane * num_rows + j
-                  for lane in self.lanes for j in range(num_rows)]
-        far = in_store(self.samples.datasets[0].dataset.path_prefix)  # then a read takes a while
-        of = self.samples.row
-        read = each(of, wanted, at_once=64) if far else map(of, wanted)
-        rows = []
-        for at, lane in enumerate(self.lanes):
-            for j in range(num_rows):
-                sample = self.taken + lane * num_rows + j
-                number, _ = self.samples.locate(sample)
-                ids, live = next(read)
-                row = SampleRow(lane, self.row + j, self.buckets[number], ids, live, [],
-                                sample, self.eod)
-                self._check_ids(row)
-                rows.append(row)
-                self.counts[at, number] += 1
-        self.taken += num_rows * self.config.V
+        wanted = [lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
+        row_of, samples = self.samples.row, [self.taken + i for i in wanted]
+        read = each(row_of, samples, at_once=64) if self.far else map(row_of, samples)
+        rows: list[Row] = []
+        for i, (ids, live) in zip(wanted, read):
+            number, _ = self.samples.locate(self.taken + i)
+            row = SampleRow(i // num_rows, self.row + i % num_rows, self.buckets[number], ids, live,
+                            [], self.taken + i, self.eod)
+            self._check_ids(row)
+            self.counts[len(rows) // num_rows, number] += 1
+            rows.append(row)
+        self.taken += step
         self.row += num_rows
         return rows
 
     def _check_ids(self, row: SampleRow) -> None:
         """ValueError for an id that no embedding may see."""
         ids = row.tokens
-        if ids.view(f"u{ids.itemsize}").max() < self.bound:  # what is negative is outside too
+        if ids.view(f"u{ids.itemsize}").max() < self.vocab_size:  # what is negative is outside too
             return
-        at = int(np.flatnonzero((ids < 0) | (ids >= self.bound))[0])
+        at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
         place = next(place for place in reversed(self.describe(row)) if place["at"] <= at)
         raise ValueError(f"{place['file']}: document {place['document']:,} holds the id "
-                         f"{ids[at]:,}, outside the vocabulary of {self.bound:,}; python -m "
+                         f"{ids[at]:,}, outside the vocabulary of {self.vocab_size:,}; python -m "
                          f"scripts.verify tells which there are; make the pair again, or name its "
                          f"tokenizer with --tokenizer-dir")
 
@@ -381,10 +377,9 @@ class SampleStream:
     # ---- state
 
     def state(self) -> list[tuple[Any, ...]]:
-        """The state of all lanes, for `cursors`; cheap enough for every step."""
-        counts = self.counts.tolist()
-        return [(lane, self.row, frozenset(), (self.taken, counts[i]))
-                for i, lane in enumerate(self.lanes)]
+        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
+        return [(lane, self.row, frozenset(), (self.taken, counts))
+                for lane, counts in zip(self.lanes, self.counts.tolist())]
 
     def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
         """The cursors of these lanes, now or as `state` told: JSON values."""

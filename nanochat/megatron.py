@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.common import hash_json
+from nanochat.common import LAUNCH, hash_json, in_store
 from nanochat.sample_index import Arrays, cached, find_samples, hash_array, plan_order
 from nanochat.token_writer import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
@@ -331,6 +331,8 @@ class GPTDataset:
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         """The files of a prefix."""
+        if config.object_storage_cache_path is not None and in_store(dataset_path):
+            LAUNCH.cache = config.object_storage_cache_path
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
 
     def identity(self) -> dict[str, Any]:

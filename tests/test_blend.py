@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import readers, sample_index
+from nanochat import sample_index
 from nanochat.blend import (
     BlendedDataset,
     BlendedMegatronDatasetBuilder,
-    DocumentRange,
     SampleConfig,
     SampleStream,
     find_prefixes,
@@ -25,12 +24,14 @@ from nanochat.dataloader import DataLoader, Dry
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
 from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.sample_index import blend_sources
+from nanochat.sources import Source, open_source
 from nanochat.stream import ledger
-from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
+from nanochat.tokens import READER
+from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps
 
 T, V, R = 12, 4, 8
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
-Sources = dict[str, DocumentRange]
+Sources = dict[str, Source]
 
 
 def plain_blend(weights: list[float], n: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
@@ -214,7 +215,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def sources_of(data_path: str, split: str = DEFAULT_SPLIT, part: str = "train") -> Sources:
     manifests = find_prefixes(data_path, None, split)[part]
-    return {bucket: DocumentRange(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
+    return {bucket: open_source(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
 
 
 def config_of(**changed: Any) -> SampleConfig:
@@ -228,11 +229,8 @@ def stream_of(config: SampleConfig, sources: Sources, **more: Any) -> SampleStre
 
 def rows_of(stream: SampleStream, num: int) -> list[tuple[list[int], list[int]]]:
     """[(tokens, live targets)] of the next rows."""
-    found = []
-    for row in stream.next_rows(num):
-        tokens, live = row_arrays(row, T)
-        found.append((tokens.tolist(), live[1:].tolist()))
-    return found
+    return [(row.tokens.tolist(), [1] * T if row.live is None else row.live[1:].tolist())
+            for row in stream.next_rows(num)]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
     tokenizer.get_bos_token_id = lambda: golden["config"]["eod"]  # type: ignore[method-assign]
     tokenizer.get_vocab_size = lambda: 32768  # type: ignore[method-assign]
     manifests = find_prefixes(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
-    sources = {name: DocumentRange(manifest, tokenizer) for name, manifest in manifests.items()}
+    sources = {name: open_source(manifest, tokenizer) for name, manifest in manifests.items()}
     asked = expected.get("num_samples_asked") or expected["size"]
     config = SampleConfig(T=128, V=4, seed=1234, num_samples=asked, split="98,1,1", weights=weights)
     with DataLoader(config, sources, tokenizer=tokenizer, rows_per_step=16, device_batch_size=16) as loader:
@@ -347,7 +345,7 @@ def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
 
 def test_files_that_are_read_and_not_mapped_give_the_same_rows(pairs, monkeypatch):
     expected = rows_of(stream_of(config_of(), sources_of(pairs)), 20)
-    monkeypatch.setenv(readers.ENVIRONMENT, "pread")
+    monkeypatch.setenv(READER, "pread")
     monkeypatch.setattr("nanochat.tokens.MappedReader", None)
     assert rows_of(stream_of(config_of(), sources_of(pairs)), 20) == expected
 
@@ -401,7 +399,7 @@ def test_a_row_says_of_which_documents_it_is(pairs):
                         zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
                  for name, part in zip(sources, stream.samples.datasets)}
     for row in stream.next_rows(20):
-        tokens, _ = row_arrays(row, T)
+        tokens = row.tokens
         for place in stream.describe(row):
             assert place["file"] == f"{row.bucket}.bin"
             document = documents[row.bucket][place["document"]]
@@ -439,7 +437,7 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
         stored = [np.append(BOS, np.concatenate(part.dataset[edges[d]:edges[d + 1]])[:-1]).tolist()
                   if edges[d + 1] > edges[d] and sum(part.dataset.sequence_lengths[edges[d]:edges[d + 1]]) else [BOS]
                   for d in expected]
-        found = [d.tolist() for g in range(len(val[name].groups)) for d in val[name].fetch(g, 0, 1024)]
+        found = [d.tolist() for g, n in enumerate(val[name].groups) for d in val[name].read(g, np.arange(n))[0]]
         assert found == stored and len(found) > 1
         cut = [d for d in range(len(edges) - 1) if edges[d] < begins < edges[d + 1]]
         assert int(train[name].groups.sum()) + len(cut) == expected[0]

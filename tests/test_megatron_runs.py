@@ -119,21 +119,6 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
     assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-5)
 
 
-def test_with_another_batch_size_the_next_sample_goes_on(made, workplace):
-    take_over(made, "checkpoint-4")
-    assert "would take 128 samples and has 80" in training.refuse(**{**workplace, "total_batch_size": 2 * R * T})
-    succeed(**{**workplace, "total_batch_size": 2 * R * T, "num_iterations": 7})
-    assert digests_of(4) == [*digests_from(made, 4 * R, 2 * R, 3), *digests_of(7, folder=made / "runs" / "run")]
-
-
-def test_steps_are_passed_over_and_the_run_is_that_much_shorter(made, workplace):
-    take_over(made, "checkpoint-4")
-    assert f"end at --num-iterations {STEPS - 2}" in training.refuse(**workplace, skip_steps="5:7")
-    succeed(**{**workplace, "num_iterations": STEPS - 2}, skip_steps="5:7")
-    everything = digests_of(folder=made / "runs" / "run")
-    assert [steps()[step]["digest"] for step in range(8)] == [*everything[:5], *everything[7:]]
-
-
 def test_a_new_run_goes_on_with_the_data_of_another(made, workplace):
     take_over(made, "checkpoint-4", tag="origin")
     more = {"init_from": "origin", "init_data": "continue"}

@@ -1,31 +1,37 @@
 """
-Object storage: paths, bytes and local copies of objects, so that the rest of the code reads a bucket like a folder.
+Object storage: paths, bytes and local copies of objects, so that a bucket is read like a folder.
 
-    place("s3://b/set")  a StorePath: exists, is_file, is_dir, rglob, stat, open of pathlib, answered by one listing
-    path.local()         a local copy of what is mapped or read whole: indices, manifests, tokenizers
-    StoreReader(path)    the ids of a .bin.   lanes read on from where they are: parts of 256 KiB, the newest are kept
-                                                  file  |----|----|####|----|
-                         samples of a shuffle lie all over it: their bytes only, neighbours by one request
-                                                  file  .#....##..........#.#.#.
+    place("s3://b/set")  a StorePath: pathlib's exists, is_file, is_dir, rglob, stat, open,
+                         answered by one listing
+    path.local()         a local copy of what is mapped or read whole: indices, manifests
+    StoreReader(path)    the ids of a .bin
+        lanes read on from where they are: parts of 256 KiB, those used last are kept
+            file  |----|----|####|----|
+        samples of a shuffle lie all over it: exactly their bytes
+            file  .#....##..........#.#.#.
 
-**Pinned.** A listing, made once a launch, tells size and ETag of every object. Each range is asked for with If-Match,
-and the size, ETag, range and length of the answer are held against what was asked. So bytes of two versions of an
-object never mix, not even where a proxy drops If-Match: an object that changed is an error that names it.
+**Pinned.** A listing, made once a launch, tells size and ETag of every object. Each range is asked
+for with If-Match, and the size, ETag, range and length of the answer are held against what was
+asked. So bytes of two versions of an object never mix, not even where a proxy drops If-Match: an
+object that changed is an error that names it.
 
-**Waiting.** A request has a thread of its own, a daemon. Whoever needs its answer looks every 0.1 s whether the launch
-should stop, and raises `StopAsked` then; so a store that stalls holds up neither a signal nor the end of Python.
+**Waiting.** A request has a thread of its own, a daemon. Whoever needs its answer looks ten times a
+second whether the launch should stop, and raises `StopAsked` then. So a store that stalls holds up
+neither a signal nor the end of Python.
 
-    reader --Question--> [thread: ask, back off, ask again ...] --> answer     after 10 s without: a line in the log
+    reader --Question--> [thread: ask, back off, ask again ...] --> answer
 
-What another try cannot help fails at once. The rest is asked again for 300 s; but for 12 s only while the store has
-never answered, because then the endpoint is wrong. (obstore's own retries know neither a wrong range, nor 429, nor a
-store of multi-storage-client, and cannot say what they wait for.)
+What another try cannot help fails at once. The rest is asked again for 300 s; but for 12 s only
+while the store has never answered, because then the endpoint is wrong. (obstore's own retries know
+neither a wrong range, nor 429, nor another package's store, and cannot say what they wait for.)
 
-**Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed on: all sentences
-are ours, with the HTTP status and the S3 code at most. A path that may hold credentials is refused and never printed.
+**Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
+on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
+credentials is refused and never printed.
 
-obstore reads s3:// gs:// az://, multi-storage-client what its profiles say: msc://PROFILE/KEY. Of obstore, pyarrow.fs
-and s3fs, obstore took the least processor time; it alone sends If-Match and tells ETag, size and range of an answer.
+obstore reads s3:// gs:// az://, multi-storage-client what its profiles say: msc://PROFILE/KEY. Of
+obstore, pyarrow.fs and s3fs, obstore took the least processor time; it alone sends If-Match and
+tells ETag, size and range of an answer.
 """
 
 import atexit
@@ -56,19 +62,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 4 << 20  # the most that is asked for at once
-PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read: 256 MB, and a request a MB of text
-GAP_BYTES = 1 << 16  # 32 requests of 50 ms are 1.6 ms each, in which a line of 100 MB/s brings 160 KB
+PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
 MAX_REQUESTS = 64  # under way at once
 LOOK_EVERY_S = 0.1
 GONE = "bring the old object back, or start a new run (--model-tag)"
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL")
-CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-               "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")  # any of which lets a client try
-KEYS_HINT = {"s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-             "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-TROUBLES = (("Received non-partial", "it sent the whole object for a range"), ("Requested", "it sent another range"),
-            ("Eof", "its answer broke off"), ("Interrupted", "its answer broke off"), ("dns error", "unknown name"),
-            ("Time", "no answer in time"), ("error sending request", "no connection"))  # what a text shows, our words
+ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
+CREDENTIALS = (  # any of which lets a client try
+    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+KEYS_HINT = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
+TROUBLES = (  # what an error without a status shows, and our words for it
+    ("Received non-partial", "it sent the whole object for a range"), ("Eof", "its answer broke off"),
+    ("Requested", "it sent another range"), ("Interrupted", "its answer broke off"),
+    ("dns error", "nobody knows that name"), ("Time", "no answer in time"),
+    ("error sending request", "no connection"))
 
 
 @dataclass(frozen=True)
@@ -98,30 +108,33 @@ class Stat:
     etag: str  # "" where the store has none
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
+# ---- names --------------------------------------------------------------------------------------
 
 def url(path: str) -> str:
-    """A path, or several with commas between them, with the two slashes that a pathlib.Path loses."""
+    """A path, or several with commas between them, with the slashes that a pathlib.Path loses."""
     return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
-    """(scheme, bucket, key) of a path. ValueError for one without a bucket, and for one that may hold a secret."""
+    """(scheme, bucket, key) of a path. ValueError for one without a bucket, and for one that may
+    hold a secret, which is not shown."""
     if re.match(r"\w+:/+([^/]*@|[^@]*:[^@]*@|[^?]*\?)", url(path)):
-        raise ValueError("a path of object storage with user information (@) or a query (?): credentials do not belong "
-                         "into a path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        raise ValueError("a path of object storage with user information (@) or a query (?): "
+                         "credentials do not belong into a path, which is logged; set "
+                         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     match = re.fullmatch(r"(s3|gs|az|msc)://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
-        raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY or msc://PROFILE/KEY")
+        raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY "
+                         f"or msc://PROFILE/KEY")
     return match[1], match[2], match[3]
 
 
 def is_odd(key: str) -> bool:
-    """Whether no path names this object: a part of its key is empty, "." or "..", or looks like a query."""
+    """Whether no path can name this object: a part of its key is empty, . or .., or a query."""
     return "?" in key or bool({"", ".", ".."} & set(key.rstrip("/").split("/")))
 
 
-# ---- questions ------------------------------------------------------------------------------------------------------
+# ---- questions ----------------------------------------------------------------------------------
 
 class Passing(Exception):
     """What went wrong, and may not go wrong the next time."""
@@ -138,7 +151,7 @@ _told_at = [float("-inf")]  # when the log last told of a wait
 
 @atexit.register
 def _end() -> None:
-    """Requests under way are given a second: none may come back into a Python that is being torn down."""
+    """Requests under way are given a second: none may come back into a Python that is torn down."""
     end = time.monotonic() + 1.0
     for _ in range(MAX_REQUESTS):
         if not _free.acquire(timeout=max(0.0, end - time.monotonic())):
@@ -146,11 +159,13 @@ def _end() -> None:
 
 
 class Question(Generic[T]):
-    """`ask` called in a thread, with the client of the path's bucket and the key, until it answers."""
+    """`ask` called in a thread, with the client of a path's bucket and the key, until it answers."""
 
-    def __init__(self, path: str, ask: "Callable[[Bucket, str], T]", *, what: str = "", upload: bool = False):
+    def __init__(self, path: str, ask: "Callable[[Bucket, str], T]", *, what: str = "",
+                 upload: bool = False):
         scheme, bucket, self.key = split(path)
-        self.bucket = open_bucket(scheme, bucket, PATIENCE.upload_s if upload else PATIENCE.silence_s)
+        silence_s = PATIENCE.upload_s if upload else PATIENCE.silence_s
+        self.bucket = open_bucket(scheme, bucket, silence_s)
         self.path, self.ask, self.what = path, ask, what or path
         self.tries, self.trouble = 0, ""
         self.future: Future[T] = Future()
@@ -164,86 +179,89 @@ class Question(Generic[T]):
                 self.future.set_exception(e)
 
     def _try(self) -> T:
-        began = time.monotonic()
+        began, bucket = time.monotonic(), self.bucket
         while True:
             self.tries += 1
             try:
-                answer = self.ask(self.bucket, self.key)
-                self.bucket.answered = True
+                answer = self.ask(bucket, self.key)
+                bucket.answered = True
                 return answer
+            except (Passing, Changed) as e:
+                error: Exception = e
             except BaseException as e:  # a panic of obstore's is no Exception
-                error = e if isinstance(e, Passing | Changed) else self.bucket.explain(e, self.path)
+                error = bucket.explain(e, self.path)
             if not isinstance(error, Passing):
                 raise error from None
             self.trouble, away_s = str(error), time.monotonic() - began
-            if away_s > (PATIENCE.give_up_s if self.bucket.answered else PATIENCE.first_answer_s):
-                raise OSError(f"{self.what}: no answer from {self.bucket.host} in {away_s:,.0f} s ({self.tries} tries; "
-                              f"the last: {self.trouble}); check the network and {self.bucket.where}, then start again:"
-                              f" a run goes on from its last checkpoint") from None
-            ceiling = min(PATIENCE.max_backoff_s, PATIENCE.first_backoff_s * 2.0 ** min(self.tries - 1, 30))
-            time.sleep(ceiling * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
+            if away_s > (PATIENCE.give_up_s if bucket.answered else PATIENCE.first_answer_s):
+                raise OSError(f"{self.what}: no answer from {bucket.host} in {away_s:,.0f} s "
+                              f"({self.tries} tries; the last: {self.trouble}); check the network "
+                              f"and {bucket.where}, then start again: a run goes on from its last "
+                              f"checkpoint") from None
+            backoff_s = PATIENCE.first_backoff_s * 2.0 ** min(self.tries - 1, 30)
+            spread = random.SystemRandom().uniform(0.5, 1.0)  # not all ranks at once
+            time.sleep(min(PATIENCE.max_backoff_s, backoff_s) * spread)
 
     def answer(self) -> T:
         """Wait for the answer, or raise what became of the question."""
-        began = time.monotonic()
-        tell_at, told = PATIENCE.log_after_s, False
+        began, tell_after_s = time.monotonic(), PATIENCE.log_after_s
         while not wait([self.future], timeout=LOOK_EVERY_S).done:
-            waited_s = time.monotonic() - began
-            if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):  # a pool's threads are joined at exit
-                raise StopAsked(f"{self.what}: not waited for any longer, for this program is to stop")
-            if waited_s > tell_at:
-                tell_at += PATIENCE.log_every_s
+            # a pool's threads are joined when Python ends, before anybody could tell them to stop
+            if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
+                raise StopAsked(f"{self.what}: not waited for any longer, as the program is to stop")
+            now = time.monotonic()
+            if now - began > tell_after_s:
+                tell_after_s += PATIENCE.log_every_s
                 with _lock:
-                    if time.monotonic() - _told_at[0] > PATIENCE.log_after_s / 2:  # one line for all that wait
-                        told, _told_at[0] = True, time.monotonic()
-                        log.warning("%s: waiting for the store for %.0f s (try %d%s)", self.what, waited_s, self.tries,
-                                    f"; the last: {self.trouble}" if self.trouble else "")
-        if told:
-            log.warning("%s: answered after %.0f s", self.what, time.monotonic() - began)
+                    tell = now - _told_at[0] > PATIENCE.log_after_s / 2  # one line for all that wait
+                    _told_at[0] = now if tell else _told_at[0]
+                if tell:
+                    log.warning("%s: waiting for the store for %.0f s (try %d; the last: %s)",
+                                self.what, now - began, self.tries, self.trouble or "no answer yet")
         return self.future.result()
 
 
-# ---- clients --------------------------------------------------------------------------------------------------------
+# ---- clients ------------------------------------------------------------------------------------
 
 class Bucket:
-    """The client of one bucket. Credentials come from the environment."""
+    """The client of one bucket. Credentials come from the environment. ValueError where that makes
+    no sense or a package is missing, PermissionError where there are no credentials."""
 
     def __init__(self, scheme: str, bucket: str, silence_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
-        self.answered = False  # whether the store ever said anything
         self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
-        self.obs: Any = None  # obstore, or who speaks like it
+        self.answered = False  # whether the store ever said anything
+        self.obs: Any = None  # obstore, or what has its functions
         self.store: Any = None
         if scheme == "msc":
             self.obs = Msc(bucket)
-        else:
-            self._open(silence_s)
-
-    def _open(self, silence_s: float) -> None:
+            return
         try:
             import obstore
             from obstore.store import from_url
         except ImportError:
-            raise ValueError(f"{self.name}: object storage needs obstore; pip install 'nanochat[s3]'") from None
-        endpoint = endpoint_url() if self.scheme == "s3" else ""
+            raise ValueError(f"{self.name}: object storage needs obstore; pip install "
+                             f"'nanochat[s3]'") from None
+        endpoint = endpoint_url() if scheme == "s3" else ""
         if endpoint:
-            match = re.fullmatch(r"https?://([\w.-]+(:\d{1,5})?|\[[\w:.]+\](:\d{1,5})?)(/[\w.~/-]*)?", endpoint)
+            match = ENDPOINT.fullmatch(endpoint)
             if match is None:
-                raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected http://HOST:PORT "
-                                 f"or https://HOST, without credentials or a query")
+                raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected "
+                                 f"http://HOST:PORT or https://HOST, without credentials or a query")
             self.host, self.where = match[1], "AWS_ENDPOINT_URL"
             if not any(os.environ.get(name) for name in CREDENTIALS):
-                raise self._no_credentials()  # a store that is not Amazon's knows no role of this machine
+                raise self._no_credentials()  # such a store knows no role of this machine
         options = {"allow_http": endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
         open_store: Any = from_url  # its types want each option by name
         try:
-            self.obs = obstore
-            self.store = open_store(self.name, client_options=options, retry_config={"max_retries": 0},
-                                    **({"endpoint": endpoint} if endpoint else {}))
+            self.obs, self.store = obstore, open_store(
+                self.name, client_options=options, retry_config={"max_retries": 0},
+                **({"endpoint": endpoint} if endpoint else {}))
         except BaseException:
-            raise ValueError(f"{self.name}: the environment does not say how to reach it; check {self.where}") from None
+            raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
+                             f"{self.where}") from None
 
     def stat(self, meta: Any) -> Stat:
         """What the store says of an object."""
@@ -253,44 +271,50 @@ class Bucket:
         """Look at an object; None where it is not there."""
         try:
             return self.stat(self.obs.head(self.store, key))
-        except (FileNotFoundError, self.obs.exceptions.NotFoundError):
-            self.list(key)  # raises for a missing bucket, which a HEAD does not tell from a missing object
+        except FileNotFoundError:
+            self.list(key)  # raises for a missing bucket, which looks like a missing object
             return None
 
     def list(self, prefix: str) -> list[Stat]:
         """All objects below a prefix that a path can name."""
         try:
-            found = [self.stat(meta) for chunk in self.obs.list(self.store, prefix or None) for meta in chunk]
+            chunks = self.obs.list(self.store, prefix or None)
+            found = [self.stat(meta) for chunk in chunks for meta in chunk]
             return [stat for stat in found if not is_odd(split(stat.path)[2])]
-        except self.obs.exceptions.InvalidPathError:
-            if self.scheme != "s3" or is_odd(prefix or "/"):
+        except Exception as e:
+            if kind(e) != "InvalidPathError" or self.scheme != "s3":
                 raise
         # obstore refuses the whole listing for one odd key; pyarrow does not, but tells no ETags
         from pyarrow import fs
 
         scheme, _, host = endpoint_url().rpartition("://")
-        s3 = fs.S3FileSystem(endpoint_override=host or None, scheme=scheme or "https",
-                             region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
-                             anonymous=bool(os.environ.get("AWS_SKIP_SIGNATURE")),
-                             connect_timeout=PATIENCE.connect_s, request_timeout=PATIENCE.silence_s)
-        infos = s3.get_file_info(fs.FileSelector(f"{self.bucket}/{prefix}".rstrip("/"), recursive=True))
-        keys = [info.path.removeprefix(f"{self.bucket}/") for info in infos if info.type == fs.FileType.File]
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        s3 = fs.S3FileSystem(
+            endpoint_override=host or None, scheme=scheme or "https", region=region,
+            anonymous=bool(os.environ.get("AWS_SKIP_SIGNATURE")),
+            connect_timeout=PATIENCE.connect_s, request_timeout=PATIENCE.silence_s)
+        below = fs.FileSelector(f"{self.bucket}/{prefix}".rstrip("/"), recursive=True)
+        keys = [info.path.removeprefix(f"{self.bucket}/") for info in s3.get_file_info(below)
+                if info.type == fs.FileType.File]
         odd = [key for key in keys if is_odd(key)]
-        log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the key is empty, . or ..); "
-                    "the first: %r", self.name, prefix, len(odd), min(odd, default=""))
+        log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the key "
+                    "is empty, . or ..); the first: %r", self.name, prefix, len(odd), min(odd))
         looked = [self.head(key) for key in keys if not is_odd(key)]
         return [stat for stat in looked if stat is not None]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes of an object that must be what it was."""
-        options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
-        answer = self.obs.get(self.store, key, options=options)
-        data, found = memoryview(answer.bytes()), self.stat(answer.meta)
-        for name, then, now in (("size", pinned.size, found.size), ("ETag", pinned.etag, found.etag)):
+        if_match = {"if_match": pinned.etag} if pinned.etag else {}
+        answer = self.obs.get(self.store, key, options={"range": (begin, end), **if_match})
+        data, found, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
+        then_and_now = ("size", pinned.size, found.size), ("ETag", pinned.etag, found.etag)
+        for name, then, now in then_and_now:
             if then != now:
-                raise Changed(f"{pinned.path}: it changed since this run began ({name} {then} then, {now} now); {GONE}")
-        if (answer.range[0], len(data)) != (begin, end - begin):
-            raise Passing(f"it sent {len(data):,} bytes from {answer.range[0]:,} for {end - begin:,} from {begin:,}")
+                raise Changed(f"{pinned.path}: it changed since this run began ({name} {then} then, "
+                              f"{now} now); {GONE}")
+        if (first, len(data)) != (begin, end - begin):
+            raise Passing(f"it sent {len(data):,} bytes from {first:,} for {end - begin:,} from "
+                          f"{begin:,}")
         return data
 
     def _no_credentials(self) -> PermissionError:
@@ -298,38 +322,47 @@ class Bucket:
         return PermissionError(f"{self.name}: no credentials; set {KEYS_HINT[self.scheme]}{public}")
 
     def explain(self, e: BaseException, path: str) -> Exception:
-        """What became of a question, without a word of the store's own; Passing where another try may help."""
-        text, kinds = str(e), self.obs.exceptions
-        status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,40})</Code>", text)
-        number, name = int(status[1]) if status else 0, code[1] if code else ""
-        said = f"HTTP {number} {name}".rstrip()
-        self.answered |= number > 0
-        if name == "NoSuchBucket":
-            return FileNotFoundError(f"{path}: there is no bucket {self.bucket}; check the path and {self.where}")
-        if isinstance(e, FileNotFoundError | kinds.NotFoundError):
+        """What became of a question, without a word of the store's own; Passing where another try
+        may help."""
+        text, name = str(e), kind(e)
+        status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
+        code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
+        said = f"HTTP {status} {code}".rstrip()
+        self.answered |= status > 0
+        if code == "NoSuchBucket":
+            return FileNotFoundError(f"{path}: there is no bucket {self.bucket}; check the path and "
+                                     f"{self.where}")
+        if isinstance(e, FileNotFoundError):
             return FileNotFoundError(f"{path}: no such object")
-        if isinstance(e, kinds.PreconditionError):
+        if name == "PreconditionError":
             return Changed(f"{path}: it changed since this run began (another ETag); {GONE}")
-        if isinstance(e, kinds.InvalidPathError | ValueError):
-            return ValueError(f"{path}: no key may have an empty, . or .. part, here or below; name such objects anew")
-        if isinstance(e, PermissionError | kinds.PermissionDeniedError | kinds.UnauthenticatedError):
-            return PermissionError(f"{path}: the store refuses it ({said}); check {KEYS_HINT[self.scheme]} and what "
-                                   f"they may do with {self.bucket}")
-        if "169.254.169.254" in text or "metadata.google.internal" in text:
-            return Passing("no answer from the role of this machine") if self.answered else self._no_credentials()
+        if isinstance(e, ValueError) or name == "InvalidPathError":
+            return ValueError(f"{path}: no key may have an empty, . or .. part, here or below; name "
+                              f"such objects anew")
+        if name in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError"):
+            return PermissionError(f"{path}: the store refuses it ({said}); check "
+                                   f"{KEYS_HINT[self.scheme]} and what they may do with "
+                                   f"{self.bucket}")
+        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", text) and not self.answered:
+            return self._no_credentials()
         if "redirect" in text.split("\n")[0]:
             return ValueError(f"{path}: the bucket lies in another region; set AWS_DEFAULT_REGION")
-        if 400 <= number < 500 and number not in (408, 429) and name != "RequestTimeout":
-            return OSError(f"{path}: the store refuses it ({said}); check {KEYS_HINT[self.scheme]}, and {self.where}")
-        trouble = next((trouble for shown, trouble in TROUBLES if shown in text), "no usable answer")
-        return Passing(said if number else trouble)
+        if 400 <= status < 500 and status not in (408, 429) and code != "RequestTimeout":
+            return OSError(f"{path}: the store refuses it ({said}); check "
+                           f"{KEYS_HINT[self.scheme]}, and {self.where}")
+        trouble = next((words for shown, words in TROUBLES if shown in text), "no usable answer")
+        return Passing(said if status else trouble)
 
 
 @functools.cache
 def open_bucket(scheme: str, bucket: str, silence_s: float) -> Bucket:
-    """The client of a bucket, one for all who ask. ValueError where a package is missing or the environment makes no
-    sense, PermissionError where there are no credentials."""
+    """The client of a bucket, one for all who ask."""
     return Bucket(scheme, bucket, silence_s)
+
+
+def kind(e: BaseException) -> str:
+    """The name of an error's class: obstore, which has them, may not be installed."""
+    return type(e).__name__
 
 
 def endpoint_url() -> str:
@@ -337,29 +370,25 @@ def endpoint_url() -> str:
     return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
 
 
-class _Never(Exception):
-    """In place of errors that multi-storage-client has not."""
-
-
 class Msc:
-    """A profile of multi-storage-client, by the functions that obstore has. It tells no range and no ETag of an answer:
-    the object is looked at anew after each."""
+    """A profile of multi-storage-client, by obstore's functions. It tells no range and no ETag of
+    an answer, so the object is looked at anew after each."""
 
     def __init__(self, profile: str):
         try:
-            import multistorageclient
+            import multistorageclient as msc
         except ImportError:
-            raise ValueError(f"msc://{profile}: needs multi-storage-client; pip install multi-storage-client") from None
-        self.profile, self.span = profile, multistorageclient.types.Range
-        names = ("NotFound", "Precondition", "InvalidPath", "PermissionDenied", "Unauthenticated")
-        self.exceptions = SimpleNamespace(**{f"{name}Error": _Never for name in names})
+            raise ValueError(f"msc://{profile}: needs multi-storage-client; pip install "
+                             f"multi-storage-client") from None
+        self.root, self.span = f"msc://{profile}/", msc.types.Range
         try:
-            self.client, _ = multistorageclient.resolve_storage_client(f"msc://{profile}/")
+            self.client, _ = msc.resolve_storage_client(self.root)
         except Exception:
-            raise ValueError(f"msc://{profile}: no such profile; MSC_CONFIG names the file of profiles") from None
+            raise ValueError(f"msc://{profile}: no such profile; MSC_CONFIG names the file of "
+                             f"profiles") from None
 
     def _meta(self, found: Any) -> dict[str, Any]:
-        path = found.key.removeprefix(f"msc://{self.profile}/")
+        path = found.key.removeprefix(self.root)
         return {"path": path, "size": found.content_length, "e_tag": found.etag}
 
     def head(self, _: Any, key: str) -> dict[str, Any]:
@@ -383,10 +412,10 @@ class Msc:
         self.client.delete(key)
 
 
-# ---- objects --------------------------------------------------------------------------------------------------------
+# ---- objects ------------------------------------------------------------------------------------
 
 def find(path: str) -> Stat | None:
-    """Look at an object; None where it is not there. FileNotFoundError where its bucket is not."""
+    """Look at an object; None where it is not there. FileNotFoundError without a bucket."""
     return Question(path, Bucket.head).answer()
 
 
@@ -400,8 +429,8 @@ def write(path: str, data: bytes | Path, *, part_bytes: int = 4 * REQUEST_BYTES)
     """Put bytes, or what a file holds, there as an object: whole, or not at all."""
     size = len(data) if isinstance(data, bytes) else data.stat().st_size
     Question(path, lambda bucket, key: bucket.obs.put(
-        bucket.store, key, data, use_multipart=size > part_bytes, chunk_size=part_bytes, max_concurrency=4),
-        upload=True).answer()
+        bucket.store, key, data, use_multipart=size > part_bytes, chunk_size=part_bytes,
+        max_concurrency=4), upload=True).answer()
 
 
 def delete(path: str) -> None:
@@ -417,8 +446,8 @@ def ask_range(stat: Stat, begin: int, end: int) -> Question[memoryview]:
 
 
 def data_of(questions: Sequence[Question[memoryview]]) -> bytes:
-    """The bytes of ranges, joined. FileNotFoundError where the object is gone, ValueError where it is another one by
-    now, and what else `Question` raises."""
+    """The bytes of ranges, joined. FileNotFoundError where the object is gone, ValueError where it
+    is another one by now, OSError where the store stays away or refuses."""
     try:
         return b"".join(question.answer() for question in questions)
     except FileNotFoundError as e:
@@ -427,14 +456,16 @@ def data_of(questions: Sequence[Question[memoryview]]) -> bytes:
 
 def read_bytes(stat: Stat, begin: int, end: int) -> bytes:
     """Bytes begin .. end - 1 of an object, all requests under way at once."""
-    return data_of([ask_range(stat, at, min(at + REQUEST_BYTES, end)) for at in range(begin, end, REQUEST_BYTES)])
+    starts = range(begin, end, REQUEST_BYTES)
+    return data_of([ask_range(stat, at, min(at + REQUEST_BYTES, end)) for at in starts])
 
 
-_parts: OrderedDict[tuple[Stat, int], Question[memoryview]] = OrderedDict()  # the one used longest ago first
+# of each (object, begin of a part): the part, or its request; the one used longest ago first
+_parts: OrderedDict[tuple[Stat, int], Question[memoryview]] = OrderedDict()
 
 
 def read_parts(stat: Stat, begin: int, end: int) -> bytes:
-    """`read_bytes` for who reads on from there: by parts, of which this process keeps those used last."""
+    """`read_bytes` for who reads on from there: by parts, of which those used last are kept."""
     asked, first = [], begin // PART_BYTES * PART_BYTES
     with _lock:
         for at in range(first, end, PART_BYTES):
@@ -449,57 +480,43 @@ def read_parts(stat: Stat, begin: int, end: int) -> bytes:
 
 
 class StoreReader:
-    """The ids of a .bin in a store, see `nanochat.tokens.Reader`."""
+    """The ids of a .bin in a store, see `nanochat.tokens.Reader`. What is read has memory of its
+    own: a view would keep a part for as long as one of its documents waits for a row."""
 
     def __init__(self, path: "StorePath", dtype: np.dtype):
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements begin .. end - 1, (end - begin,), read-only. ValueError outside the file, or where the object
-        changed; OSError where the store stays away or refuses."""
+        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `data_of`, and
+        ValueError outside the file."""
         return np.frombuffer(read_parts(self.pinned, *self._bytes(begin, end)), self.dtype)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range, in their order, all requests under way at once. Neighbours are one request; no other
-        byte is fetched, and none is kept."""
+        """`read` of each range, in their order, all requests under way at once. No other byte is
+        fetched, and none is kept."""
         spans = [self._bytes(begin, end) for begin, end in ranges]
-        runs: list[tuple[int, int]] = []  # bytes that are asked for
-        run_of = {}
-        for span in sorted(spans):
-            first, stop = runs[-1] if runs else (0, 0)
-            if runs and span[0] <= stop + GAP_BYTES and max(stop, span[1]) - first <= REQUEST_BYTES:
-                runs[-1] = first, max(stop, span[1])
-            else:
-                runs.append(span)
-            run_of[span] = len(runs) - 1
-        asked = [[ask_range(self.pinned, first, stop)] if first < stop else [] for first, stop in runs]
-        data = [data_of(questions) for questions in asked]
-        found = []
-        for begin, end in spans:
-            first = runs[run_of[begin, end]][0]
-            found.append(np.frombuffer(data[run_of[begin, end]][begin - first:end - first], self.dtype))
-        return found
+        asked = [[ask_range(self.pinned, a, b)] if a < b else [] for a, b in spans]
+        return [np.frombuffer(data_of(questions), self.dtype) for questions in asked]
 
     def _bytes(self, begin: int, end: int) -> tuple[int, int]:
         size, there = self.dtype.itemsize, self.pinned.size
         if not 0 <= begin <= end or end * size > there:
-            raise ValueError(f"{self.pinned.path}: elements {begin:,} to {end:,} wanted, it has {there // size:,}; its "
-                             f"index is of another file")
+            raise ValueError(f"{self.pinned.path}: elements {begin:,} to {end:,} wanted, it has "
+                             f"{there // size:,}; its index is of another file")
         return begin * size, end * size
 
 
-# ---- paths ----------------------------------------------------------------------------------------------------------
+# ---- paths --------------------------------------------------------------------------------------
 
-_below: dict[str, dict[str, Stat]] = {}  # of each folder that was listed in this launch: all objects below it
+_below: dict[str, dict[str, Stat]] = {}  # of each folder that was listed: all objects below it
 _single: dict[str, Stat | None] = {}  # objects that were looked at one by one
 
 
 def forget() -> None:
     """A launch begins: look anew."""
     with _lock:
-        _below.clear()
-        _single.clear()
-        _parts.clear()
+        for known in (_below, _single, _parts):
+            known.clear()
         open_bucket.cache_clear()
 
 
@@ -516,8 +533,7 @@ class StorePath(PosixPath):
     def __str__(self) -> str:
         return url(super().__str__())
 
-    def __fspath__(self) -> str:
-        return str(self)
+    __fspath__ = __str__
 
     def is_dir(self, **_: Any) -> bool:
         """Whether there are objects below it."""
@@ -534,29 +550,33 @@ class StorePath(PosixPath):
     def rglob(self, pattern: str, **_: Any) -> Iterator["StorePath"]:  # type: ignore[override]
         """The objects below it whose names match."""
         start = f"{str(self).rstrip('/')}/"
-        if "," in start or len(self.parts) == 1:  # several paths; or "s3:", of which nobody lists the buckets
+        if "," in start or len(self.parts) == 1:  # several paths; "s3:", whose buckets nobody lists
             return iter(())
         with _lock:
             listed = self._listing((self, *self.parents))
             if listed is None:
-                listed = _below[str(self)] = {stat.path: stat for stat in list_files(str(self))}
-        return (path for path in map(StorePath, listed) if str(path).startswith(start) and path.match(pattern))
+                listed = {stat.path: stat for stat in list_files(str(self))}
+                _below[str(self)] = listed
+        found = (StorePath(path) for path in listed if path.startswith(start))
+        return (path for path in found if path.match(pattern))
 
     def pinned(self) -> Stat:
-        """The object as it was when this launch first looked. FileNotFoundError if it was not there."""
+        """The object as it was when this launch first looked. FileNotFoundError if it was not
+        there."""
         stat = self._look()
         if stat is None:
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Its size, in a form that others understand. FileNotFoundError if it is not there."""
+        """Its size, in a form that others understand."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
-    def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+    def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
         """The object, to be read as bytes, `buffering` at once if that is given."""
         if mode != "rb":
-            raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, as bytes")
+            raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, "
+                             f"as bytes")
         file = StoreFile(self.pinned())
         return io.BufferedReader(file, buffering) if buffering > 1 else file
 
@@ -565,34 +585,36 @@ class StorePath(PosixPath):
 
     absolute = expanduser = resolve
 
-    def mkdir(self, *args: Any, **kwargs: Any) -> None:
+    def mkdir(self, *_: Any, **__: Any) -> None:
         raise ValueError(f"{self}: nothing is written there; name a folder of this machine")
 
     def local(self) -> Path:
-        """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of the ETag, so it is never a copy of
-        another version, and whoever makes one at the same time makes the same."""
+        """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of the ETag, so it is
+        never one of another version, and whoever makes one at the same time makes the same."""
         stat = self.pinned()
-        folder = Path(LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
+        cache = LAUNCH.cache or get_base_dir() / "object_storage"
+        folder = Path(cache, *split(str(self.parent))[1:])
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
                 for at in range(0, stat.size, 8 * REQUEST_BYTES):
                     f.write(read_bytes(stat, at, min(at + 8 * REQUEST_BYTES, stat.size)))
-            for old in set(folder.glob(f"{'[0-9a-f]' * 12}-{glob.escape(self.name)}")) - {copy}:
-                old.unlink(missing_ok=True)
+            old = set(folder.glob(f"{'[0-9a-f]' * 12}-{glob.escape(self.name)}")) - {copy}
+            for path in old:
+                path.unlink(missing_ok=True)
         return copy
 
     def _look(self) -> Stat | None:
+        name = str(self)
         with _lock:
             listed = self._listing(self.parents)
             if listed is not None:
-                return listed.get(str(self))
-            if "," in str(self) or _below.get(str(self)):
-                return None  # several paths, or a folder
-            if str(self) not in _single:
-                _single[str(self)] = find(str(self)) if split(str(self))[2] else None
-            return _single[str(self)]
+                return listed.get(name)
+            if name not in _single:
+                several = "," in name or _below.get(name) or not split(name)[2]
+                _single[name] = None if several else find(name)
+            return _single[name]
 
     @staticmethod
     def _listing(folders: Sequence[Path]) -> dict[str, Stat] | None:
@@ -600,7 +622,8 @@ class StorePath(PosixPath):
 
 
 class StoreFile(io.RawIOBase):
-    """An object as a file that pyarrow reads. Its last bytes are kept, for to read a group begins at the footer."""
+    """An object as a file that pyarrow reads. Its last bytes are kept: to read a group begins at
+    the footer."""
 
     def __init__(self, pinned: Stat):
         super().__init__()
@@ -609,8 +632,7 @@ class StoreFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def tell(self) -> int:
         return self._at
@@ -623,7 +645,7 @@ class StoreFile(io.RawIOBase):
         begin, end = self._at, min(self._at + len(buffer), self.pinned.size)
         if begin >= end:
             return 0
-        data = (read_parts if begin >= self.pinned.size - PART_BYTES else read_bytes)(self.pinned, begin, end)
-        buffer[:len(data)] = data
+        read = read_parts if begin >= self.pinned.size - PART_BYTES else read_bytes
+        buffer[:end - begin] = read(self.pinned, begin, end)
         self._at = end
-        return len(data)
+        return end - begin

@@ -159,10 +159,8 @@ def test_lanes_ask_once_for_each_part_and_samples_for_their_bytes_only(store):
     asked = [s.range for s in store.proxy.gets()]
     assert len(asked) == len(set(asked)) == -(-TOKENS.nbytes // PART) and len(asked) > 16
     store.proxy.seen.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "GAP_BYTES", 64)
-        r.read_many([(50_000, 50_100), (10, 20), (50_120, 50_300), (15, 40)])
-    assert sorted(s.range for s in store.proxy.gets()) == [(20, 80), (100_000, 100_600)]  # and no byte more
+    r.read_many([(50_000, 50_100), (10, 20), (7, 7)])
+    assert sorted(s.range for s in store.proxy.gets()) == [(20, 40), (100_000, 100_200)]  # and no byte more
     assert all(s.if_match == r.pinned.etag for s in store.proxy.gets())
 
 
@@ -262,7 +260,6 @@ def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatc
         for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):
             assert (ids == TOKENS[a:a + 9]).all()
     assert sum("waiting for the store" in m for m in caplog.messages) == 1
-    assert sum("answered after" in m for m in caplog.messages) == 1
 
 
 def test_waits_grow_and_are_spread(store, monkeypatch):

@@ -1,78 +1,55 @@
 """
-Why and when a run should stop.
+How a run ends, where it stands, and which launch owns it.
 
     signal: its handler notes it --.
-    flag file: rank 0 looks -------+--> stop.wanted(): '' or why --> 0 or 1 --> the step's all-rank sum --> all stop
+    flag file: rank 0 looks -------+--> stop.wanted(): '' or why --> into the step's sum --> all stop
     walltime: every rank ----------'
 
-One `StopWatch` for each process, entered before anything slow, so that a signal which arrives during set-up,
-compilation, an evaluation or a save is noted and honoured at the next look. It never interrupts: a handler that
-raised would leave collectives half done on one rank. It decides for its own process only. The caller adds the answer
-to a sum that all ranks make anyway, so one rank's signal stops all of them after the same step.
+    RUN/.shutdown_requested    written by scripts.stop; it counts by being there
+    RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by a thread of rank 0
+    RUN/.owner-000007.json     which launch may write here; the highest number counts
 
-**Walltime.** The end is one instant of the monotonic clock, worked out once; a wall clock that jumps moves nothing.
+**Stopping.** One `StopWatch` for each process, entered before anything slow, so that a signal which
+arrives during set-up, an evaluation or a save is noted and honoured at the next look. It never
+interrupts: a handler that raised would leave collectives half done on one rank. It decides for its own
+process only; the caller adds the answer to a sum that all ranks make anyway, so one rank's signal stops
+all of them after the same step. A run stops for its walltime when the next look would come too late to
+save:
 
-    started                                        look     next look     deadline
-    |----------------------------------------------|--step--|---reserve---|
-                                                   ahead too, where more than a step comes before the next look
+    started                                      look        next look      deadline
+    |---------------------------------------------|--step, looks--|--reserve--|
 
-A run stops when the next look would come too late to save. Kept back for saving is the larger of what was asked for
-and 1.5 times the slowest save so far plus one step; a step is the longest of the recent ones. What is done between
-looks now and then (an evaluation, a save) is told with `note`, so that it counts as no step, and announced as
-`ahead` when it is due.
+**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run that says
+it is running and whose process is gone is dead. The state is not forced to disk, which may take as long
+as a step, and nothing that goes wrong in writing it stops training.
 
-**Signals.** SIGTERM, SIGINT, SIGUSR1, SIGUSR2 are all the same request. A second SIGINT, a second or more after the
-first, ends the process at once with exit code 130; one that comes sooner is the same Ctrl-C on a second way (from
-the terminal and from a launcher that passes it on).
+**One owner.** Two launches that write the same run would mix two histories, so each first claims it:
 
-**What torchrun makes of this** (2.13, tried out).
-- Workers have sessions of their own, so a terminal's Ctrl-C reaches them only through torchrun.
-- On SIGTERM, SIGINT, SIGHUP or SIGQUIT it sends that signal to all workers of its node, waits `--shutdown-timeout`
-  seconds (30 by default) and kills those that are left. It exits with 1, however well they ended. The timeout must
-  exceed a step and a save.
-- Any other signal kills torchrun alone and orphans its workers, hence `--signals-to-handle
-  SIGTERM,SIGINT,SIGUSR1,SIGUSR2`.
-- A second signal, while it waits, makes it send SIGTERM and wait anew: a second Ctrl-C ends nothing at once there;
-  scripts.stop --force does.
-- Where one node of several is signalled all ranks save and end, but the torchruns of the other nodes wait up to five
-  minutes for the one that was signalled before they end. Signal all of them, as srun does, or use scripts.stop.
-- A worker that exits with another code than 0 makes it send SIGTERM to the others and exit with 1. So exit codes
-  pass only from a plain python; with torchrun ask `scripts.status --exit-code`.
+    .owner-000007  (A, dead)     B and C both find A dead; both try to create .owner-000008
+    .owner-000008  (B)           one of them does; the other looks again, finds B alive, and gives up
 
-The live state of a run: a small file that says where it stands, and the right to write into its directory.
+A number is never used twice: an owner that ends marks its record as released and leaves it. So a launch
+that was delayed between its look and its claim finds its number taken, or a higher one. A lock that is
+deleted at the end has no such memory. The owner looks at its record every second; where the record is
+gone or another's (the run directory was removed; the owner slept and was taken for dead), it ends itself.
 
-    RUN/.run_state.json        rewritten by rank 0 about once a second while there is news, else as a heartbeat
-    RUN/.owner-000007.json     which launch owns the run; the highest number counts
+**Alive** means, in the same place (boot of the machine and process namespace): the process exists and
+started when the record says. From any other place: the heartbeat changes while we watch. Clocks of two
+machines are not compared for that, so a clock that is hours off neither locks a run nor lets two in.
 
-Status: starting -> running -> stopping -> one of stopped, halted, completed, failed. `liveness` holds that against
-the world: a run that says "running" and whose process is gone is dead.
-
-**One owner.** Two launches that write the same run would mix two histories, so a launch first claims the run:
-
-    .owner-000007  (A, dead)       B and C both find A dead; both try to link their own, whole file to .owner-000008
-    .owner-000008  (B)             one link succeeds, the other launch looks again, finds B alive, and gives up
-
-A number is never used twice: an owner that ends marks its file as released and leaves it. So a launch that was
-delayed between its look and its claim finds its number taken, or, where the file has been tidied away since, a
-higher one. A lock that is deleted at the end, or renamed away when it is stale, has no such memory: the delayed
-launch would rename a living owner's lock. An owner that finds a higher number (it slept for minutes; it was taken
-for dead) ends itself.
-
-**Alive** means, in the same place (boot of the machine and process namespace): the process exists and started when
-the record says. From any other place: the heartbeat changes while we watch. Clocks are not compared for that, so
-neither a heartbeat from the future nor a clock that is minutes off can lock a run for ever or let two in; the age of
-the heartbeat only shortens the watching, which lasts from 25 to 60 s where the owner is gone, and until its next
-heartbeat where not.
-
-Nothing that goes wrong in writing the state stops training: it is told once. The file is renamed into place but not
-forced to disk (that may take a training step's time, and after a power cut the state is dead anyway).
+**What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes the
+signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds (which must
+exceed a step and a save), and exits with 1 however well they ended; any other signal kills torchrun alone
+and orphans its workers, hence `--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Workers have sessions
+of their own: a terminal's Ctrl-C reaches them through torchrun only, and a second one ends nothing at
+once (scripts.stop --force does). Where one node of several is signalled all ranks save and end, but the
+other torchruns wait for minutes: signal all, as srun does, or use scripts.stop. A worker's exit code
+becomes 1: with torchrun ask `scripts.status --exit-code`.
 """
 
 import contextlib
-import errno
 import json
 import logging
-import math
 import os
 import re
 import signal
@@ -88,360 +65,30 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from nanochat.common import check_shape, read_json
+from nanochat.run_dir import finite
+
 log = logging.getLogger(__name__)
-
-STATE_NAME = ".run_state.json"
-FORMAT_VERSION = 1
-ACTIVE = ("starting", "running", "stopping")
-ENDED = ("stopped", "halted", "completed", "failed")
-EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}
-EXIT_ALIVE = 20
-HEARTBEAT_S = 10.0
-HEARTBEAT_LIMIT_S = 60.0  # older: dead, as far as another host can tell
-WRITE_EVERY_S = 1.0
-OWNER_NAME = re.compile(r"\.owner-(\d{6,})\.json")
-
-
-# ---- processes ------------------------------------------------------------------------------------------------------
-
-def process_start(pid: int) -> str | None:
-    """When a process of this machine started, as an opaque text; None if there is none (or only its corpse is)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None if Path("/proc/self/stat").exists() else _process_start_by_ps(pid)
-    fields = stat[stat.rindex(")") + 2:].split()  # behind the name, which may hold anything
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _process_start_by_ps(pid: int) -> str | None:
-    found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return found or None
-
-
-def place() -> str:
-    """Where process ids mean the same: this boot of this machine, this process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def identify() -> dict[str, Any]:
-    """This process, so that others can tell whether it lives: host, place, pid, start. Plain values."""
-    return {"host": socket.gethostname(), "place": place(), "pid": os.getpid(), "start": process_start(os.getpid())}
-
-
-def is_alive_here(process: dict[str, Any]) -> bool | None:
-    """Whether a process that `identify` described lives; None if it is in another place, so that we cannot tell."""
-    if process.get("place") != place():
-        return None
-    return process_start(process["pid"]) == process["start"]
-
-
-# ---- reading --------------------------------------------------------------------------------------------------------
-
-def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """The state of a run, None if it has none. ValueError if the file is not one of ours."""
-    path = run_dir / STATE_NAME
-    try:
-        state = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as e:
-        raise ValueError(f"{path}: not valid JSON ({e}); the next launch of the run writes it anew") from e
-    if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION or (
-            state.get("status") not in ACTIVE + ENDED):
-        raise ValueError(f"{path}: expected a state of format_version {FORMAT_VERSION}; it was written by another "
-                         f"version of this program")
-    return state
-
-
-def heartbeat_age_s(state: dict[str, Any], now: float | None = None) -> float:
-    """How old the heartbeat is by our clock, seconds; negative if it is from the future. `now`: unix seconds."""
-    return (time.time() if now is None else now) - state["heartbeat"]
-
-
-def liveness(state: dict[str, Any], now: float | None = None) -> str:
-    """ended (it says so), alive, or dead (it says it is active, but its process is gone; from another place: its
-    heartbeat is further away than the limit, in either direction)."""
-    if state["status"] in ENDED:
-        return "ended"
-    here = is_alive_here(state["ranks"][0])
-    if here is None:
-        here = abs(heartbeat_age_s(state, now)) <= HEARTBEAT_LIMIT_S
-    return "alive" if here else "dead"
-
-
-def exit_code(state: dict[str, Any], now: float | None = None) -> int:
-    """What scripts.status --exit-code answers: 0 completed, 10 stopped (the same command goes on with it), 3 halted
-    (a person must decide), 1 failed or dead, 20 alive."""
-    known = liveness(state, now)
-    return EXIT_CODES[state["status"]] if known == "ended" else EXIT_ALIVE if known == "alive" else 1
-
-
-# ---- owning a run ---------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Owner:
-    """The right of one launch to write into a run directory."""
-
-    run_dir: Path
-    generation: int
-    launch: str
-
-    def superseded(self) -> bool:
-        """Whether another launch has taken over, believing this one dead."""
-        return _highest(self.run_dir) > self.generation
-
-    def release(self) -> None:
-        """Give the right up. Twice is fine, and so is being superseded."""
-        path = _owner_path(self.run_dir, self.generation)
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads(path.read_bytes())
-            _replace(path, {**record, "released": True})
-
-
-def check_free(run_dir: Path) -> int:
-    """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must be told. Watches a
-    launch in another place for up to a minute.
-
-    ValueError names the launch that owns it: host, pid, since when, age of its heartbeat."""
-    generation = _highest(run_dir)
-    try:
-        record = json.loads(_owner_path(run_dir, generation).read_bytes()) if generation else {"released": True}
-    except FileNotFoundError:  # tidied away by a launch that has just taken over
-        return check_free(run_dir)
-    except ValueError:
-        record = {}  # half written, on a file system without hard links
-    if not record.get("released") and _owner_lives(run_dir, record):
-        raise ValueError(f"{run_dir}: another launch is at work on this run: {_describe(run_dir, record)}; end it "
-                         f"with python -m scripts.stop {run_dir.name}, or name another run with --model-tag")
-    if not record.get("released"):
-        log.warning("%s: taking over from a launch that is gone: %s", run_dir, _describe(run_dir, record))
-    return generation
-
-
-def claim(run_dir: Path, generation: int) -> Owner:
-    """Become the owner, in succession to the generation that `check_free` returned. ValueError if another launch has
-    become it since."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    owner = Owner(run_dir, generation + 1, uuid.uuid4().hex)
-    record = {"launch": owner.launch, "since": time.time(), "released": False, **identify()}
-    if not _link_whole(_owner_path(run_dir, owner.generation), record) or owner.superseded():
-        check_free(run_dir)  # refuses, naming it
-        raise ValueError(f"{run_dir}: another launch was at work on this run a moment ago; start the command again")
-    for path in _owner_files(run_dir):
-        if path != _owner_path(run_dir, owner.generation) and not owner.superseded():
-            path.unlink(missing_ok=True)
-    return owner
-
-
-def acquire(run_dir: Path) -> Owner:
-    """`check_free`, then `claim`."""
-    return claim(run_dir, check_free(run_dir))
-
-
-def _owner_path(run_dir: Path, generation: int) -> Path:
-    return run_dir / f".owner-{generation:06d}.json"
-
-
-def _owner_files(run_dir: Path) -> list[Path]:
-    return [p for p in run_dir.iterdir() if OWNER_NAME.fullmatch(p.name)] if run_dir.is_dir() else []
-
-
-def _highest(run_dir: Path) -> int:
-    """The generation that counts, 0 if the run was never owned."""
-    return max((int(p.name[len(".owner-"):-len(".json")]) for p in _owner_files(run_dir)), default=0)
-
-
-def _link_whole(path: Path, record: dict[str, Any]) -> bool:
-    """Make a file appear with all its content, or return False because it is there."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    data = json.dumps(record).encode()
-    temporary.write_bytes(data)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return os.stat(temporary).st_nlink == 2  # NFS: it was ours, the first answer was lost
-    except OSError as e:
-        if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        return _create_exclusive(path, data)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
-
-
-def _create_exclusive(path: Path, data: bytes) -> bool:
-    """The same where there are no hard links; for an instant the file is there and not whole."""
-    try:
-        with open(path, "xb") as f:
-            f.write(data)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _owner_lives(run_dir: Path, record: dict[str, Any]) -> bool:
-    here = is_alive_here(record)
-    if here is not None:
-        return here
-    first = _state_of(run_dir, record)
-    if first is not None and first["status"] in ENDED:
-        return False
-    age = heartbeat_age_s(first) if first else 0.0
-    patience = min(max(HEARTBEAT_LIMIT_S - age, 2.5 * HEARTBEAT_S), HEARTBEAT_LIMIT_S)
-    log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for up to %.0f s", run_dir,
-                _describe(run_dir, record), patience)
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        time.sleep(min(2.0, HEARTBEAT_S / 5))
-        with contextlib.suppress(OSError):
-            _replace(run_dir / ".look.tmp", None)  # a change in the folder: network file systems look afresh
-        now = _state_of(run_dir, record)
-        if (now and now["writes"]) != (first and first["writes"]):
-            return now is None or now["status"] not in ENDED
-    return False
-
-
-def _state_of(run_dir: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The state, if the launch of this record wrote it (any launch, if the record cannot be read)."""
-    try:
-        state = read_state(run_dir)
-    except ValueError:
-        return None
-    return state if state and record.get("launch") in (None, state["launch"]) else None
-
-
-def _describe(run_dir: Path, record: dict[str, Any]) -> str:
-    since = record.get("since")
-    state = _state_of(run_dir, record)
-    return (f"host {record.get('host', 'unknown')}, pid {record.get('pid', 'unknown')}, since "
-            + (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if since else "unknown")
-            + (f", heartbeat {heartbeat_age_s(state):,.0f} s ago" if state else ", no heartbeat yet"))
-
-
-def _replace(path: Path, value: Any) -> None:
-    """Rewrite a small JSON file by a rename, without forcing it to disk; None removes it at once."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_text(json.dumps(value) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if value is None:
-        path.unlink()
-
-
-# ---- writing --------------------------------------------------------------------------------------------------------
-
-FIELDS: dict[str, Any] = {  # what `update` takes, and what it is until it is told
-    "status": "starting", "reason": "", "step": None, "num_iterations": None, "loss": None, "tokens": None,
-    "tokens_per_s": None, "eta_s": None, "checkpoint": None, "phase": None}
-
-
-class RunState:
-    """Rank 0's writer of the state. A context: leaving it without a final status makes the status failed, with the
-    exception as reason. `ranks`: what `identify` gave on each rank, in rank order.
-
-    A daemon thread writes what `update` was told and the heartbeat, so that a step never waits for a disk, and a long
-    compilation is not taken for death. All methods may be called from any thread."""
-
-    def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **fields: Any) -> None:
-        self._owner, self._path = owner, owner.run_dir / STATE_NAME
-        now = time.time()
-        self._state = {"format_version": FORMAT_VERSION, **FIELDS, "launch": owner.launch, "world_size": len(ranks),
-                       "ranks": list(ranks), "started": now, "heartbeat": now, "writes": 0}
-        self._lock = threading.Lock()  # of the file
-        self._news, self._warned, self._written_at = True, False, -math.inf
-        self._over = threading.Event()
-        self.update(**fields)
-        self._write()
-        self._thread = threading.Thread(target=self._keep_up, name="run-state", daemon=True)
-        self._thread.start()
-
-    @property
-    def status(self) -> str:
-        return self._state["status"]
-
-    def update(self, **fields: Any) -> None:
-        """Take in news (the names in FIELDS). A new status or checkpoint is written before this returns, other news
-        within about a second. After a final status nothing changes any more."""
-        if unknown := fields.keys() - FIELDS:
-            raise TypeError(f"RunState.update: no such field {', '.join(sorted(unknown))}; expected "
-                            f"{', '.join(FIELDS)}")
-        if fields.get("status", "starting") not in ACTIVE + ENDED:
-            raise ValueError(f"RunState.update: status {fields['status']!r}, expected one of {ACTIVE + ENDED}")
-        if self.status in ENDED:
-            return
-        changed = any(name in fields and fields[name] != self._state[name] for name in ("status", "checkpoint"))
-        self._state.update(fields)
-        self._news = True
-        if changed:
-            self._write()
-
-    def close(self, status: str, reason: str = "") -> None:
-        """Say how the run ended, and give up owning it. The first final status stays."""
-        self.update(status=status, reason=reason)
-        self._over.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
-        self._owner.release()
-
-    def __enter__(self) -> "RunState":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        told = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-        self.close("failed", "ended without saying how" if error is None else told)
-
-    def _keep_up(self) -> None:
-        while not self._over.wait(WRITE_EVERY_S):
-            if self._news or time.monotonic() - self._written_at >= HEARTBEAT_S:
-                self._end_if_superseded()
-                self._write()
-
-    def _end_if_superseded(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._owner.superseded():
-                os.write(2, f"error: {self._owner.run_dir}: another launch took this run over, believing this one "
-                            f"dead; ended at once so that only one writes\n".encode())
-                os._exit(1)
-
-    def _write(self) -> None:
-        if not self._lock.acquire(timeout=5):  # another thread is stuck in a write
-            return
-        try:
-            self._news, self._written_at = False, time.monotonic()
-            self._state.update(heartbeat=time.time(), writes=self._state["writes"] + 1)
-            _replace(self._path, {key: _finite(value) for key, value in list(self._state.items())})
-        except OSError as e:
-            if not self._warned:
-                log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for dead",
-                            self._path, e.strerror)
-            self._warned = True
-        finally:
-            self._lock.release()
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities are not JSON."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 FLAG_NAME = ".shutdown_requested"
-LOOK_EVERY_S = 1.0  # how often the flag file is looked for
+STATE_NAME = ".run_state.json"
+OWNER_NAME = re.compile(r"\.owner-(\d{6,})\.json")
+FORMAT_VERSION = 1
+ACTIVE = ("starting", "running", "stopping")
+EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # of runs that have ended
+EXIT_ALIVE = 20
+
+LOOK_EVERY_S = 1.0  # for the flag file, and whether we still own the run
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
 RECENT_LOOKS = 16
 SAVE_MARGIN = 1.5
+HEARTBEAT_S = 10.0
+HEARTBEAT_LIMIT_S = 60.0  # older: dead, as far as another host can tell
+WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
 
 
-# ---- walltime -------------------------------------------------------------------------------------------------------
+# ---- when to stop -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Deadline:
@@ -454,55 +101,48 @@ class Deadline:
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float, *,
              wall: Callable[[], float] = time.time,
              monotonic: Callable[[], float] = time.monotonic) -> Deadline | None:
-    """The end of a process's walltime, None if it has none. The first that is set counts: `max_runtime_seconds`
-    (-1: not set), SLURM_JOB_END_TIME (unix seconds), NANOCHAT_MAX_RUNTIME (seconds). `started`: monotonic seconds.
+    """The end of a process's walltime, None if it has none. The first that is set counts:
+    `max_runtime_seconds` (-1: not set), SLURM_JOB_END_TIME (unix seconds), NANOCHAT_MAX_RUNTIME
+    (seconds). `started`: monotonic seconds. ValueError for what is no such number, and for an end
+    that has passed."""
+    asked = {"--max-runtime-seconds": "" if max_runtime_seconds == -1 else str(max_runtime_seconds),
+             **{name: env.get(name, "") for name in ("SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME")}}
+    for name, text in asked.items():
+        if not text:
+            continue
+        with contextlib.suppress(ValueError):
+            seconds = float(text)
+            if 0 < seconds < float("inf"):
+                break
+        raise ValueError(f"{name}: got {text!r}, expected a positive number of seconds")
+    else:
+        return None
+    if name != "SLURM_JOB_END_TIME":
+        return Deadline(started + seconds, seconds)
+    left = seconds - wall()
+    if left <= 0:
+        raise ValueError(f"SLURM_JOB_END_TIME: that was {-left:,.0f} s ago, expected the end of this job; unset it "
+                         f"where it is left over from another, or give --max-runtime-seconds")
+    at = monotonic() + left
+    return Deadline(at, at - started)
 
-    ValueError for what is no such number, and for an end that has passed."""
-    if max_runtime_seconds != -1:
-        return _after("--max-runtime-seconds", max_runtime_seconds, started)
-    if env.get("SLURM_JOB_END_TIME"):
-        left = _number("SLURM_JOB_END_TIME", env["SLURM_JOB_END_TIME"]) - wall()
-        if left <= 0:
-            raise ValueError(f"SLURM_JOB_END_TIME: that was {-left:,.0f} s ago, expected the end of this job; unset "
-                             f"it where it is left over from another, or give --max-runtime-seconds")
-        at = monotonic() + left
-        return Deadline(at, at - started)
-    if env.get("NANOCHAT_MAX_RUNTIME"):
-        return _after("NANOCHAT_MAX_RUNTIME", _number("NANOCHAT_MAX_RUNTIME", env["NANOCHAT_MAX_RUNTIME"]), started)
-    return None
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name}: got {text!r}, expected a number of seconds") from None
-
-
-def _after(name: str, seconds: float, started: float) -> Deadline:
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{name}: got {seconds}, expected a positive number of seconds")
-    return Deadline(started + seconds, seconds)
-
-
-# ---- the flag file ------------------------------------------------------------------------------------------------
 
 def request_stop(run_dir: Path) -> None:
-    """Ask the run in `run_dir` to stop, by a file that counts by being there; the time in it is for people."""
-    with open(run_dir / FLAG_NAME, "w") as f:
-        f.write(json.dumps({"time": time.time()}) + "\n")
+    """Ask the run in `run_dir` to stop, by a file that counts by being there; the time in it is
+    for people."""
+    (run_dir / FLAG_NAME).write_text(json.dumps({"time": time.time()}) + "\n")
 
 
 def stop_requested(run_dir: Path) -> bool:
-    """Whether the flag file is there: a run that has stopped leaves it, the next launch removes it."""
+    """Whether the flag file is there: a run that has stopped leaves it, the next launch removes
+    it."""
     return os.path.lexists(run_dir / FLAG_NAME)
 
 
-# ---- the watch ------------------------------------------------------------------------------------------------------
-
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context signals are noted, behind it their previous
-    handlers are back. Entered in another thread than the main one, it leaves signals alone (Python's rule)."""
+    """Collects the reasons for this process to stop. Inside the context signals are noted, behind
+    it their previous handlers are back. Entered in another thread than the main one, it leaves
+    signals alone (Python's rule)."""
 
     def __init__(self, deadline: Deadline | None = None, *, reserve_s: float = 0.0) -> None:
         if not 0 <= reserve_s < float("inf"):
@@ -511,7 +151,7 @@ class StopWatch:
         self._signals: list[int] = []
         self._first_int: float | None = None
         self._previous: dict[int, Any] = {}
-        self._flag: Path | None = None
+        self._run_dir: Path | None = None  # where rank 0 looks for the flag file
         self._next_flag_look = 0.0
         self._last_look: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT_LOOKS)
@@ -543,13 +183,15 @@ class StopWatch:
         self._signals.append(number)
 
     def clear(self, run_dir: Path) -> None:
-        """For rank 0, once it owns the run: remove a flag that was left over, and look for a new one from now on."""
-        self._flag = run_dir / FLAG_NAME
-        self._flag.unlink(missing_ok=True)
+        """For rank 0, once it owns the run: remove a flag that was left over, and look for a new
+        one from now on."""
+        self._run_dir = run_dir
+        (run_dir / FLAG_NAME).unlink(missing_ok=True)
 
     def note(self, what: str, seconds: float) -> None:
-        """Something other than a step took so long since the last look: it is no part of the step, and `wanted`
-        may be told that it is ahead."""
+        """Something other than a step took so long since the last look: it is no part of the step,
+        and the time for it is kept free from now on, since it may come again before the next
+        look."""
         self._told_s += seconds
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
 
@@ -557,45 +199,352 @@ class StopWatch:
         """A save took so long: the last one must have the time for it."""
         self.note("save", seconds)
 
-    def wanted(self, now: float | None = None, *, ahead: Sequence[str] = ()) -> str:
-        """'' or why to stop, in words; the first reason stays. Called once a step. `now`: monotonic seconds; `ahead`:
-        what will be done before the next look besides a step, by the names given to `note`."""
+    def asked(self, now: float | None = None) -> str:
+        """'' or who asked this process to stop: a signal or the flag file. May be called at any
+        time, wherever the process waits. `now`: monotonic seconds."""
+        now = time.monotonic() if now is None else now
+        if not self._reason and self._signals:
+            self._reason = signal.Signals(self._signals[0]).name
+        if not self._reason and self._run_dir is not None and now >= self._next_flag_look:
+            self._next_flag_look = now + LOOK_EVERY_S
+            self._reason = "asked by scripts.stop" if stop_requested(self._run_dir) else ""
+        return self._reason
+
+    def wanted(self, now: float | None = None) -> str:
+        """'' or why to stop, in words; the first reason stays. Called once a step. `now`:
+        monotonic seconds."""
         now = time.monotonic() if now is None else now
         if self._last_look is not None:
             self._steps.append(now - self._last_look - self._told_s)
         self._last_look, self._told_s = now, 0.0
-        if not self._reason:
-            self._reason = self._of_signals() or self._of_flag(now) or self._of_walltime(now, ahead)
+        if not self.asked(now) and self._deadline is not None:
+            step = max(self._steps, default=0.0)
+            looks = sum(seconds for what, seconds in self._slowest.items() if what != "save")
+            reserve = max(self._reserve_s, SAVE_MARGIN * self._slowest.get("save", 0.0) + step)
+            left = self._deadline.at - now
+            if step + looks + reserve > left:
+                self._reason = f"walltime: {left:,.0f} s left of {self._deadline.total_s:,.0f}"
         return self._reason
-
-    def _of_signals(self) -> str:
-        return signal.Signals(self._signals[0]).name if self._signals else ""
-
-    def _of_flag(self, now: float) -> str:
-        if self._flag is None or now < self._next_flag_look:
-            return ""
-        self._next_flag_look = now + LOOK_EVERY_S
-        return "asked by scripts.stop" if os.path.lexists(self._flag) else ""
-
-    def _of_walltime(self, now: float, ahead: Sequence[str]) -> str:
-        if self._deadline is None:
-            return ""
-        step = max(self._steps, default=0.0)
-        reserve = max(self._reserve_s, SAVE_MARGIN * self._slowest.get("save", 0.0) + step)
-        if now + step + sum(self._slowest.get(what, 0.0) for what in ahead) + reserve <= self._deadline.at:
-            return ""
-        return f"walltime: {self._deadline.at - now:,.0f} s left of {self._deadline.total_s:,.0f}"
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All ranks' reasons (rank order, '' for none) as one text, each reason once: 'SIGUSR1', 'SIGTERM (rank 3)'."""
-    by_reason: dict[str, list[int]] = {}
-    for rank, reason in enumerate(reasons):
-        if reason:
-            by_reason.setdefault(reason.partition(":")[0], []).append(rank)
-    told = []
-    for key, ranks in by_reason.items():
-        text = reasons[ranks[0]]
-        some = key.startswith("SIG") and len(ranks) < len(reasons)
-        told.append(f"{text} (rank {', '.join(map(str, ranks))})" if some else text)
-    return "; ".join(told)
+    """All ranks' reasons to stop (rank order, '' for none) as one: 'SIGUSR1', 'SIGTERM (rank 1, 3)'."""
+    ranks = [rank for rank, reason in enumerate(reasons) if reason]
+    told = reasons[ranks[0]] if ranks else ""
+    some = told.startswith("SIG") and len(ranks) < len(reasons)
+    return f"{told} (rank {', '.join(map(str, ranks))})" if some else told
+
+
+# ---- processes --------------------------------------------------------------------------------------
+
+PROCESS = {"host": str, "place": str, "pid": int, "start": (str, None)}  # what `identify` gives
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine started, as an opaque text; None if there is none (or only
+    its corpse is)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self/stat").exists():
+            return None
+        command = ["ps", "-o", "lstart=", "-p", str(pid)]  # not Linux
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    fields = stat[stat.rindex(")") + 2:].split()  # behind the name, which may hold anything
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def place() -> str:
+    """Where process ids mean the same: this boot of this machine, this process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def identify() -> dict[str, Any]:
+    """This process, so that others can tell whether it lives: host, place, pid, start. Plain
+    values."""
+    return {"host": socket.gethostname(), "place": place(), "pid": os.getpid(), "start": process_start(os.getpid())}
+
+
+def is_alive_here(process: Mapping[str, Any]) -> bool | None:
+    """Whether a process that `identify` described lives; None if it is in another place, so that
+    we cannot tell."""
+    return process_start(process["pid"]) == process["start"] if process["place"] == place() else None
+
+
+# ---- where a run stands -----------------------------------------------------------------------------
+
+NUMBER = (int, float, None)
+NEWS = {  # what a run tells of itself while it goes on, and the shape of each
+    "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
+    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": (str, None), "phase": (int, str, None)}
+STATE = {**NEWS, "launch": str, "world_size": int, "ranks": [PROCESS], "started": float, "heartbeat": float}
+
+
+def read_state(run_dir: Path) -> dict[str, Any] | None:
+    """The state of a run, None if it has none. ValueError, which names file and field, if it is
+    broken."""
+    path = run_dir / STATE_NAME
+    way_out = "the next launch of the run writes it anew"
+    try:
+        state = read_json(path, {"format_version": int}, way_out=way_out)
+    except FileNotFoundError:
+        return None
+    if state["format_version"] != FORMAT_VERSION or state.get("status") not in (*ACTIVE, *EXIT_CODES):
+        raise ValueError(f"{path}: expected a state of format_version {FORMAT_VERSION}; it was written by another "
+                         f"version of this program; {way_out}")
+    check_shape(state, STATE, path)
+    if not state["ranks"]:
+        raise ValueError(f"{path}: ranks: expected at least one; {way_out}")
+    return state
+
+
+def heartbeat_age_s(state: Mapping[str, Any], now: float | None = None) -> float:
+    """How old the heartbeat is by our clock, seconds; negative if it is from the future. `now`:
+    unix seconds."""
+    return (time.time() if now is None else now) - state["heartbeat"]
+
+
+def liveness(state: Mapping[str, Any], now: float | None = None) -> str:
+    """ended (it says so), alive, or dead (it says it is active, but its process is gone; from
+    another place: its heartbeat is further away than the limit, in either direction)."""
+    if state["status"] in EXIT_CODES:
+        return "ended"
+    here = is_alive_here(state["ranks"][0])
+    if here is None:
+        here = abs(heartbeat_age_s(state, now)) <= HEARTBEAT_LIMIT_S
+    return "alive" if here else "dead"
+
+
+def exit_code(state: Mapping[str, Any], now: float | None = None) -> int:
+    """What scripts.status --exit-code answers: 0 completed, 10 stopped (the same command goes on
+    with it), 3 halted (a person must decide), 1 failed or dead, 20 alive."""
+    known = liveness(state, now)
+    return EXIT_CODES[state["status"]] if known == "ended" else EXIT_ALIVE if known == "alive" else 1
+
+
+def _replace(path: Path, value: Any) -> None:
+    """Rewrite a small JSON file by a rename, without forcing it to disk. One process and thread
+    does so."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(value) + "\n")
+    os.replace(temporary, path)
+
+
+# ---- who owns it ------------------------------------------------------------------------------------
+
+OWNER = {"launch": str, "since": float, "released": bool, **PROCESS}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The right of one launch to write into a run directory."""
+
+    run_dir: Path
+    generation: int
+    record: dict[str, Any]
+
+    @property
+    def launch(self) -> str:
+        return self.record["launch"]
+
+    def lost(self) -> str:
+        """'' as long as this launch owns the run, else a sentence that says what has happened."""
+        try:
+            record = read_json(_owner_path(self.run_dir, self.generation), {"launch": str})
+        except FileNotFoundError:
+            record = {}
+        except (OSError, ValueError):
+            return ""  # nobody can tell now; the next look may
+        if record.get("launch") == self.launch:
+            return ""
+        return (f"{self.run_dir}: this launch does not own the run any more: "
+                + ("another launch took it over, believing this one dead" if _owners(self.run_dir) else
+                   "its files were removed while it trains") + "; ended at once, so that only one writes")
+
+    def release(self) -> None:
+        """Give the right up. Twice is fine, and so is having lost it."""
+        with contextlib.suppress(OSError):
+            if not self.lost():
+                _replace(_owner_path(self.run_dir, self.generation), {**self.record, "released": True})
+
+
+def check_free(run_dir: Path) -> int:
+    """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must be told.
+    Watches a launch in another place for a while. ValueError names the launch that owns it."""
+    generation = max(_owners(run_dir), default=0)
+    record = _read_owner(run_dir, generation)
+    if record is None or record["released"]:
+        return generation
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+    told = f"host {record['host']}, pid {record['pid']}, since {since}"
+    here = is_alive_here(record)
+    if _beats(run_dir, record, told) if here is None else here:
+        raise ValueError(f"{run_dir}: another launch is at work on this run: {told}; end it with python -m "
+                         f"scripts.stop {run_dir.name}, or name another run with --model-tag")
+    log.warning("%s: taking over from a launch that is gone: %s", run_dir, told)
+    return generation
+
+
+def claim(run_dir: Path, generation: int) -> Owner:
+    """Become the owner, in succession to the generation that `check_free` returned. ValueError if
+    another launch has become it since."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    record = {"launch": uuid.uuid4().hex, "since": time.time(), "released": False, **identify()}
+    owner = Owner(run_dir, generation + 1, record)
+    path = _owner_path(run_dir, owner.generation)
+    try:
+        with open(path, "x") as f:
+            f.write(json.dumps(record) + "\n")
+        if max(_owners(run_dir)) > owner.generation:
+            path.unlink()
+            raise FileExistsError
+    except FileExistsError:
+        check_free(run_dir)  # refuses, naming it
+        raise ValueError(f"{run_dir}: another launch was at work on this run a moment ago; start the command "
+                         f"again") from None
+    for older in _owners(run_dir):
+        if older < owner.generation:
+            _owner_path(run_dir, older).unlink(missing_ok=True)
+    return owner
+
+
+def acquire(run_dir: Path) -> Owner:
+    """`check_free`, then `claim`."""
+    return claim(run_dir, check_free(run_dir))
+
+
+def _owner_path(run_dir: Path, generation: int) -> Path:
+    return run_dir / f".owner-{generation:06d}.json"
+
+
+def _owners(run_dir: Path) -> list[int]:
+    """The generations whose records are there."""
+    names = os.listdir(run_dir) if run_dir.is_dir() else []
+    return [int(match[1]) for name in names if (match := OWNER_NAME.fullmatch(name))]
+
+
+def _read_owner(run_dir: Path, generation: int) -> dict[str, Any] | None:
+    """The record of an owner, None if there is none. One that is broken is told of and counts as none: it
+    is no dead end. (A launch that is writing it this moment finds itself succeeded, and ends.)"""
+    for is_last in (False, True):
+        try:
+            return read_json(_owner_path(run_dir, generation), OWNER, way_out="it is replaced")
+        except FileNotFoundError:
+            return None
+        except ValueError as e:
+            if is_last:
+                log.warning("%s", e)
+            time.sleep(0.3 * (not is_last))
+    return None
+
+
+def _beats(run_dir: Path, record: dict[str, Any], told: str) -> bool:
+    """Whether the heartbeat of a launch in another place changes while we watch."""
+    first = _state_of(run_dir, record)
+    if first is not None and first["status"] in EXIT_CODES:
+        return False
+    log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for %.0f s",
+                run_dir, told, WATCH_S)
+    end = time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        time.sleep(HEARTBEAT_S / 5)
+        os.listdir(run_dir)  # network file systems look afresh
+        now = _state_of(run_dir, record)
+        if (now and now["heartbeat"]) != (first and first["heartbeat"]):
+            return now is None or now["status"] not in EXIT_CODES
+    return False
+
+
+def _state_of(run_dir: Path, record: dict[str, Any]) -> dict[str, Any] | None:
+    """The state, if the launch of this record wrote it."""
+    try:
+        state = read_state(run_dir)
+    except ValueError as e:
+        log.warning("%s", e)
+        return None
+    return state if state and state["launch"] == record["launch"] else None
+
+
+# ---- telling ----------------------------------------------------------------------------------------
+
+class RunState:
+    """Rank 0's writer of the state. A context: leaving it without a final status makes the status
+    failed, with the exception as reason. `ranks`: what `identify` gave on each rank, in rank
+    order.
+
+    A daemon thread writes what `update` was told and the heartbeat, so that a step never waits for
+    a disk, and a long compilation is not taken for death. The same thread looks whether this
+    launch still owns the run, and ends the process where it does not. All methods may be called
+    from any thread."""
+
+    def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
+        self._owner, self._path = owner, owner.run_dir / STATE_NAME
+        empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
+        self._state: dict[str, Any] = {**empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
+                       "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
+        self._told = False  # that the state cannot be written
+        self._news, self._over = threading.Event(), threading.Event()
+        self.update(**news)
+        self._write()
+        self._thread = threading.Thread(target=self._keep_up, name="run-state", daemon=True)
+        self._thread.start()
+
+    @property
+    def status(self) -> str:
+        return self._state["status"]
+
+    def update(self, **news: Any) -> None:
+        """Take in news (the names in NEWS). A new status is written at once, by the thread, other
+        news within about a second. After a final status nothing changes any more."""
+        assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
+        if self.status in EXIT_CODES:
+            return
+        changed = any(news.get(name, self._state[name]) != self._state[name] for name in ("status", "checkpoint"))
+        self._state.update(news)
+        if changed:
+            self._news.set()
+
+    def close(self, status: str, reason: str = "") -> None:
+        """Say how the run ended, and give up owning it. The first final status stays."""
+        self.update(status=status, reason=reason)
+        self._over.set()
+        self._news.set()
+        self._thread.join(timeout=5)  # it writes the last state; a disk that hangs holds nobody up
+        self._owner.release()
+
+    def __enter__(self) -> "RunState":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        told = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        self.close("failed", "ended without saying how" if error is None else told)
+
+    def _keep_up(self) -> None:
+        """Every second: does this launch still own the run, and is there anything to tell?"""
+        written, told, over = time.monotonic(), dict(self._state), False
+        while not over:
+            self._news.wait(LOOK_EVERY_S)
+            self._news.clear()
+            over = self._over.is_set()  # then this is the last round
+            if lost := self._owner.lost():
+                if over:
+                    return  # the run says itself why it ends
+                os.write(2, f"error: {lost}\n".encode())
+                os._exit(1)
+            if self._state != told or time.monotonic() - written >= HEARTBEAT_S:
+                written, told = time.monotonic(), dict(self._state)
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            _replace(self._path, finite({**self._state, "heartbeat": time.time()}))
+        except OSError as e:
+            if not self._told:
+                log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for dead",
+                            self._path, e.strerror)
+            self._told = True

@@ -57,6 +57,8 @@ class Watch:
     def __init__(self, run_dir: Path, progress: Progress, *, rank: int, run: str, settings: dict[str, Any],
                  wandb_id: str | None, state: RunState | None = None):
         self.progress, self.state = progress, state
+        if state is not None:
+            state.update(val_bpb=progress.val_bpb)
         path = run_dir / "logs" / "train.jsonl"
         self.log = TrainLog(path, first_step=progress.step) if rank == 0 else None
         self.past = Past(path, first_step=progress.step) if rank == 0 else None
@@ -75,6 +77,8 @@ class Watch:
         self.wandb.log({"step": self.progress.step, **{f"{name}/{key}": value for key, value in record.items()}})
         if name == "saved" and self.state is not None:
             self.state.update(checkpoint=record["checkpoint"])
+        if name == "val" and self.state is not None:
+            self.state.update(val_bpb=record["bpb"])
 
     def check_digest(self, digest: str, *, tokens: int) -> None:
         """ValueError if the step that was just computed had another digest when this run was there before. (Not if it

@@ -73,7 +73,6 @@ from nanochat.watchdog import Watchdog, open_store
 log = logging.getLogger(__name__)
 
 LONG_S = 1800.0  # what an evaluation or a save may take
-LOOKS = ("eval_every", "sample_every")
 WAY_ON = "--allow-bucket-exhaustion goes on without what ran dry, --allow-curriculum-change with another curriculum"
 SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water boils when", "import os\n",
                   "If 3*x + 2 = 11, then x is")
@@ -150,8 +149,7 @@ def one_step(run: Run) -> None:
             sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
     except Dry as e:
         dry, none_left = str(e), e.bucket is None
-    reason = run.stop.wanted(ahead=[name for name in LOOKS if run.settings[name] > 0
-                                    and (p.step + 1) % run.settings[name] == 0])
+    reason = run.stop.wanted()
     saved = told_save(run)
     run.dog.beat(p.step, "reduction")
     totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
@@ -350,8 +348,9 @@ def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int,
 
     with ExitStack() as stack:
         everyone = gather(identify())
-        state = stack.enter_context(RunState(owner, everyone, num_iterations=horizon.num_iterations,
-                                             step=start.step)) if rank == 0 else None
+        state = stack.enter_context(RunState(
+            owner, everyone, num_iterations=horizon.num_iterations, step=start.step,
+            checkpoint=start.checkpoint and start.checkpoint.name)) if rank == 0 else None
         dog = stack.enter_context(Watchdog(
             open_store(world_size), rank=rank, world_size=world_size, timeout_s=args.collective_timeout_seconds,
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))

@@ -26,7 +26,6 @@ from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness,
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
 WATCH_EVERY_S = 2.0
-TAIL_BYTES = 1 << 22  # of the log, in which the last validation is looked for: some ten thousand steps
 COLUMNS = ("run", "status", "step", "loss", "bits per byte", "tok/s", "eta", "checkpoint", "heartbeat", "why")
 
 
@@ -50,27 +49,12 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     return max(times, key=lambda name: times[name], default=None)
 
 
-def last_val_bpb(run_dir: Path) -> float | None:
-    """Bits per byte of the last validation that the log tells of."""
-    path = run_dir / "logs" / "train.jsonl"
-    if not path.is_file():
-        return None
-    with open(path, "rb") as f:
-        f.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = f.read().splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # a torn line
-            if b'"val"' in line and json.loads(line)["event"] == "val":
-                return json.loads(line)["bpb"]
-    return None
-
-
 def look(run_dir: Path) -> dict[str, Any]:
     """All that can be told of a run: its state, what follows from it, and what lies on disk. `status` is None where
     the state is missing or cannot be read; `shown` is a word for people."""
     log = run_dir / "logs" / "train.jsonl"
     facts = {"run": str(run_dir), "status": None, "shown": "unknown", "liveness": None,
-             "val_bpb": last_val_bpb(run_dir),
+             "val_bpb": None,
              "reason": f"{run_dir / STATE_NAME} is missing, so no launch told how the run stands; see {log}"}
     try:
         state = read_state(run_dir)

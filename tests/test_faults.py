@@ -249,7 +249,7 @@ def jump(step: int, flag: Path, now: Callable[[], float] = time.time) -> None:
             flag.touch()
             wait_until(lambda: not flag.exists())
 
-    lifecycle.WRITE_EVERY_S = 0.05
+    lifecycle.LOOK_EVERY_S = 0.05
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
@@ -260,7 +260,7 @@ def test_a_clock_that_jumps_moves_neither_walltime_nor_heartbeat_nor_lock(
     group = training.start(hook=partial(jump, 3, flag))
     wait_until(flag.exists)
     seen: list[dict[str, Any]] = []
-    while len({state["writes"] for state in seen}) < 6:  # it beats
+    while len({state["heartbeat"] for state in seen}) < 6:  # it beats
         state = lifecycle.read_state(training.run_dir())
         assert state is not None and lifecycle.liveness(state) == "alive"
         seen.append(state)

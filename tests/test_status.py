@@ -105,8 +105,8 @@ def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
     """A run of this process in a state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
-    told = {**lifecycle.FIELDS, "format_version": 1, "launch": name, "world_size": 1, "ranks": [identify()],
-            "started": time.time() - 3000, "heartbeat": time.time(), "writes": 1, "status": status, **fields}
+    told = {**dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "launch": name, "world_size": 1,
+            "ranks": [identify()], "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}
     (path / ".run_state.json").write_text(json.dumps(told))
     return path
 
@@ -116,11 +116,8 @@ def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
 def test_one_run_at_a_glance(base, capsys):
     ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
     path = made_up(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000,
-                   eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", phase="2 of 3", ranks=ranks,
-                   world_size=3)
-    (path / "logs").mkdir()
-    (path / "logs" / "train.jsonl").write_text('{"event": "val", "step": 0, "bpb": 3.5}\n{"step": 1, "loss": 9.0}\n'
-                                               '{"event": "val", "step": 1000, "bpb": 1.25}\n{"event": "val", "st')
+                   eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", val_bpb=1.25,
+                   phase="2 of 3", ranks=ranks, world_size=3)
     assert status.main(["d1"]) == 0
     told = capsys.readouterr().out
     for fact in ("d1   running", "step 1,234/5,000 (24.7 %)", "loss 3.215", "647,000,000 tokens", "412,346 tok/s",

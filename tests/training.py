@@ -263,10 +263,10 @@ def a_step_is_a_second() -> None:
     """The walltime passes by one second each time that the run looks at it, however long steps take."""
     wanted = StopWatch.wanted
 
-    def watched(self: Any, now: float | None = None, *, ahead: Any = ()) -> str:
+    def watched(self: Any, now: float | None = None) -> str:
         self.looks = getattr(self, "looks", 0) + 1
         began = 0.0 if self._deadline is None else self._deadline.at - self._deadline.total_s
-        return wanted(self, began + self.looks, ahead=ahead)
+        return wanted(self, began + self.looks)
 
     StopWatch.wanted = watched  # type: ignore[method-assign]
 

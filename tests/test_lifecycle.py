@@ -1,0 +1,614 @@
+"""How a run ends, where it stands, who owns it: reasons to stop are honoured at the next look, what is told is read,
+life and death are told apart, and one launch at most owns a run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import lifecycle
+from nanochat.lifecycle import (
+    LOOK_EVERY_S,
+    SIGNALS,
+    STATE_NAME,
+    Deadline,
+    RunState,
+    StopWatch,
+    acquire,
+    check_free,
+    claim,
+    deadline,
+    exit_code,
+    identify,
+    join_reasons,
+    liveness,
+    process_start,
+    read_state,
+    request_stop,
+    stop_requested,
+)
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A minute becomes a second."""
+    for name, seconds in (("HEARTBEAT_S", 0.1), ("WATCH_S", 0.6), ("LOOK_EVERY_S", 0.02)):
+        monkeypatch.setattr(lifecycle, name, seconds)
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(condition) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ---- signals ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_the_first_one_is_the_reason(number):
+    with StopWatch() as stop:
+        assert stop.wanted() == stop.asked() == ""
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert [stop.asked(), stop.wanted(), stop.wanted()] == [number.name] * 3
+
+
+def test_previous_handlers_are_back_afterwards_even_after_an_error():
+    heard = []
+    before = {number: signal.signal(number, lambda n, frame: heard.append(n)) for number in SIGNALS}
+    try:
+        with pytest.raises(RuntimeError):
+            with StopWatch() as stop:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                raise RuntimeError
+        assert stop.wanted() == "SIGUSR1" and heard == []
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        assert sorted(heard) == sorted(SIGNALS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_entered_in_another_thread_it_leaves_signals_alone():
+    seen = []
+
+    def work() -> None:
+        with StopWatch() as stop:
+            seen.extend([signal.getsignal(signal.SIGUSR1), stop.wanted()])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL, ""]
+
+
+SLEEPER = """
+import sys, time
+from nanochat.lifecycle import StopWatch
+with StopWatch() as stop:
+    print("torch" in sys.modules, flush=True)
+    while True:
+        time.sleep(0.01)
+        if sys.argv[1:] and stop.wanted():
+            sys.exit(f"stopped: {stop.wanted()}")
+"""
+
+
+def test_a_second_sigint_ends_the_process_at_once_with_130():
+    process = python(SLEEPER)
+    assert process.stdout.readline() == "False\n", "looking at runs needs no PyTorch"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)  # the same Ctrl-C, on a second way
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.3)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert process.stderr.read().count("\n") == 1
+
+
+def test_signals_in_a_storm_are_one_clean_stop():
+    process = python(SLEEPER, "stop")
+    process.stdout.readline()
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1):
+        process.send_signal(number)
+    assert process.wait(30) == 1
+    assert "stopped: SIG" in process.stderr.read()
+
+
+# ---- walltime and the flag file ---------------------------------------------------------------------
+
+def test_the_first_limit_that_is_set_counts():
+    env = {"SLURM_JOB_END_TIME": "5000", "NANOCHAT_MAX_RUNTIME": "70"}
+    clocks = {"wall": lambda: 4000.0, "monotonic": lambda: 130.0}
+    assert deadline(60, env, 100.0, **clocks) == Deadline(160.0, 60)
+    assert deadline(-1, env, 100.0, **clocks) == Deadline(1130.0, 1030.0)
+    assert deadline(-1, {**env, "SLURM_JOB_END_TIME": ""}, 100.0, **clocks) == Deadline(170.0, 70.0)
+    assert deadline(-1, {}, 100.0, **clocks) is None
+
+
+@pytest.mark.parametrize("seconds, env, told", [
+    *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
+    (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),
+    (-1, {"NANOCHAT_MAX_RUNTIME": "-5"}, "NANOCHAT_MAX_RUNTIME"), (-1, {"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END"),
+    (-1, {"SLURM_JOB_END_TIME": "10"}, "SLURM_JOB_END_TIME: that was")])
+def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
+    with pytest.raises(ValueError, match=told):
+        deadline(seconds, env, 0.0)
+    with pytest.raises(ValueError, match="--walltime-reserve-seconds: got -1"):
+        StopWatch(reserve_s=-1)
+
+
+def test_a_wall_clock_that_jumps_moves_nothing():
+    wall = [4000.0]
+    end = deadline(-1, {"SLURM_JOB_END_TIME": "5000"}, 100.0, wall=lambda: wall[0], monotonic=lambda: 100.0)
+    stop = StopWatch(end, reserve_s=10)
+    wall[0] = 1e12
+    assert stop.wanted(101.0) == ""
+    assert stop.wanted(1095.0).startswith("walltime")
+
+
+def look(stop: StopWatch, times) -> list[str]:
+    return [stop.wanted(now) for now in times]
+
+
+def test_it_stops_while_a_step_and_the_reserve_still_fit():
+    stop = StopWatch(Deadline(1000.0, 1000.0), reserve_s=100)
+    assert look(stop, [0, 10, 880, 890]) == ["", "", "walltime: 120 s left of 1,000", "walltime: 120 s left of 1,000"]
+    stop = StopWatch(Deadline(1000.0, 1000.0), reserve_s=100)
+    assert look(stop, [860, 875, 885]) == ["", "", ""]  # 885 + 15 + 100 = 1000: just fits
+    assert stop.wanted(885.5) == "walltime: 114 s left of 1,000"
+
+
+def test_steps_are_forgotten_but_the_slowest_save_is_not():
+    stop = StopWatch(Deadline(1000.0, 1000.0))
+    assert look(stop, [0, 300, *range(301, 317)]) == [""] * 18  # the step of 300 s is out of sight
+    stop.note_save(200)
+    assert look(stop, [517]) == [""]
+    stop.note_save(2)
+    assert look(stop, [530, *range(540, 680, 10)]) == [""] * 15  # 11 + 1.5 * 200 + 11 fit behind 678
+    assert stop.wanted(680) == "walltime: 320 s left of 1,000"
+
+
+def test_what_is_noted_is_no_step_and_has_its_time_kept_free():
+    stop = StopWatch(Deadline(1000.0, 1000.0), reserve_s=100)
+    stop.wanted(290.0)
+    stop.note("evaluation", 300.0)
+    assert stop.wanted(591.0) == ""  # a step of 1 s: 591 + 1 + 300 + 100 = 992
+    assert stop.wanted(599.0).startswith("walltime: 401 s left")  # one of 8 s: 1,007
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.5, 50), min_size=1, max_size=60), st.floats(0, 100), st.floats(0, 40))
+def test_whatever_the_steps_the_save_fits_if_no_step_is_longer_than_those_before(steps, reserve_s, save_s):
+    steps = sorted(steps, reverse=True)
+    stop = StopWatch(Deadline(500.0, 500.0), reserve_s=reserve_s)
+    stop.note_save(save_s)
+    now, looks = 0.0, 0
+    stop.wanted(now)
+    while not stop.wanted(now) and now < 1000:
+        now += steps[min(looks, len(steps) - 1)]
+        looks += 1
+    assert stop.wanted().startswith("walltime")
+    if looks > 1:  # the first step is longer than anything known before
+        assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
+
+
+def test_a_stale_flag_is_removed_and_a_new_one_is_seen_within_its_second(tmp_path):
+    request_stop(tmp_path)
+    stop = StopWatch()
+    assert stop.wanted(0.0) == ""
+    stop.clear(tmp_path)
+    assert not stop_requested(tmp_path) and stop.wanted(10.0) == ""
+    (tmp_path / ".shutdown_requested").touch()  # by hand: it counts by being there
+    assert stop_requested(tmp_path)
+    assert stop.asked(10.0 + 0.9 * LOOK_EVERY_S) == ""  # not looked for again so soon
+    assert stop.wanted(10.0 + LOOK_EVERY_S) == "asked by scripts.stop"
+
+
+def test_reasons_of_all_ranks_become_one_text():
+    assert join_reasons(["", "", ""]) == ""
+    assert join_reasons(["SIGUSR1", "SIGUSR1"]) == "SIGUSR1"
+    assert join_reasons(["", "SIGTERM", "", "SIGTERM"]) == "SIGTERM (rank 1, 3)"
+    assert join_reasons(["walltime: 118 s left of 3,600", "walltime: 117 s left of 3,600"]) == (
+        "walltime: 118 s left of 3,600")
+
+
+# ---- the state --------------------------------------------------------------------------------------
+
+def told(run_dir: Path, **news: object) -> bool:
+    """Whether the state that is on disk says so."""
+    state = read_state(run_dir)
+    return all(state[name] == value for name, value in news.items())
+
+
+def test_what_is_told_is_read(tmp_path):
+    assert read_state(tmp_path) is None
+    with RunState(acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2") as state:
+        first = read_state(tmp_path)
+        assert first["ranks"] == [identify()] and first["world_size"] == 1
+        assert told(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2", val_bpb=None)
+        state.update(status="running", step=3, loss=float("nan"), val_bpb=1.5)
+        until(lambda: told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5))
+        assert liveness(read_state(tmp_path)) == "alive" and exit_code(read_state(tmp_path)) == 20
+        state.close("completed")
+    assert told(tmp_path, status="completed") and exit_code(read_state(tmp_path)) == 0
+
+
+def test_news_is_written_by_itself_but_not_at_every_step_and_never_by_halves(tmp_path, quick, monkeypatch):
+    writes, replace = [], lifecycle._replace
+    monkeypatch.setattr(lifecycle, "_replace", lambda path, value: (writes.append(path), replace(path, value)))
+    with RunState(acquire(tmp_path), [identify()], status="running") as state:
+        for step in range(10_000):
+            state.update(step=step, reason="x" * (step % 3000))
+            if step % 500 == 0:
+                assert read_state(tmp_path)["status"] == "running"
+        until(lambda: told(tmp_path, step=9_999))
+        assert len(writes) < 1_000
+        before, beats = len(writes), read_state(tmp_path)["heartbeat"]
+        time.sleep(0.5)  # the main thread is busy
+        assert read_state(tmp_path)["heartbeat"] > beats and 2 <= len(writes) - before < 20
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize("error, reason", [
+    (ValueError("disk ate it"), "disk ate it"), (KeyError("x"), "KeyError: 'x'"), (SystemExit(1), "SystemExit: 1"),
+    (KeyboardInterrupt(), "KeyboardInterrupt: "), (None, "ended without saying how")])
+def test_a_run_that_ends_without_saying_how_has_failed(tmp_path, error, reason):
+    try:
+        with RunState(acquire(tmp_path), [identify()], status="running"):
+            if error is not None:
+                raise error
+    except BaseException as e:
+        assert e is error
+    assert told(tmp_path, status="failed", reason=reason) and exit_code(read_state(tmp_path)) == 1
+    acquire(tmp_path)  # it was given up
+
+
+def test_the_first_final_status_stays(tmp_path):
+    with pytest.raises(ValueError, match="later"):
+        with RunState(acquire(tmp_path), [identify()]) as state:
+            state.close("halted", "bucket x ran dry")
+            state.update(status="running", step=5)
+            raise ValueError("later")
+    assert told(tmp_path, status="halted", reason="bucket x ran dry") and exit_code(read_state(tmp_path)) == 3
+
+
+def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch, caplog):
+    calls = []
+
+    def full(path: Path, value: object) -> None:
+        calls.append(path)
+        raise OSError(28, "No space left on device")
+
+    owner, replace = acquire(tmp_path), lifecycle._replace
+    monkeypatch.setattr(lifecycle, "_replace", full)
+    with RunState(owner, [identify()]) as state:
+        state.update(status="running", step=1)
+        until(lambda: len(calls) > 4)
+        assert caplog.text.count("No space left on device") == 1
+        monkeypatch.setattr(lifecycle, "_replace", replace)
+        state.close("stopped", "SIGTERM")
+    assert exit_code(read_state(tmp_path)) == 10
+
+
+def whole_state(run_dir: Path) -> dict:
+    with RunState(acquire(run_dir), [identify()], status="running") as state:
+        state.close("stopped")
+    return json.loads((run_dir / STATE_NAME).read_text())
+
+
+DAMAGE = [("{", "not valid JSON"), ("[" * 100_000, "nested too deep"), ("[]", "expected an object, got a list"),
+          ({"format_version": 2}, "another version"), ({"status": "odd"}, "another version"),
+          ({"ranks": {}}, "ranks: expected a list"), ({"ranks": []}, "ranks: expected at least one"),
+          ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
+          ({"step": "5"}, "step: expected"), ({"launch": 1}, "launch: expected a text")]
+
+
+@pytest.mark.parametrize("change, said", DAMAGE)
+def test_a_broken_state_is_named_and_no_dead_end(tmp_path, change, said, quick):
+    whole = whole_state(tmp_path)
+    text = change if isinstance(change, str) else json.dumps({**whole, **change})
+    (tmp_path / STATE_NAME).write_text(text)
+    with pytest.raises(ValueError, match=rf"{STATE_NAME}: .*{said}"):
+        read_state(tmp_path)
+    with RunState(acquire(tmp_path), [identify()]):
+        assert told(tmp_path, status="starting")
+
+
+# ---- life and death ---------------------------------------------------------------------------------
+
+def dead_process() -> dict:
+    """What `identify` said in a process that is gone."""
+    process = python("import json; from nanochat.lifecycle import identify; print(json.dumps(identify()))")
+    said = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+    assert said["pid"] == process.pid
+    return said
+
+
+def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
+    odd = tmp_path / "a) Z 1 2"
+    odd.symlink_to("/bin/sleep")
+    me = process_start(os.getpid())
+    assert me is not None and me == process_start(os.getpid())
+    child = subprocess.Popen([odd, "60"])
+    until(lambda: ") Z" in Path(f"/proc/{child.pid}/stat").read_text())
+    assert process_start(child.pid) not in (None, me) and process_start(child.pid).isdigit()
+    child.kill()
+    until(lambda: process_start(child.pid) is None)  # a corpse that nobody has fetched is dead
+    assert Path(f"/proc/{child.pid}").exists()
+    child.wait()
+    assert process_start(child.pid) is None
+
+
+def state_with(process: dict, *, status: str = "running", age: float = 0.0) -> dict:
+    return {"status": status, "ranks": [process], "heartbeat": 1000.0 - age}
+
+
+def test_life_in_the_same_place_is_the_process_and_nothing_else():
+    me = identify()
+    for age in (0, 5_000, -5_000):
+        assert liveness(state_with(me, age=age), now=1000.0) == "alive"
+        assert liveness(state_with({**me, "start": "1"}, age=age), now=1000.0) == "dead"  # the pid is another's now
+    assert liveness(state_with(dead_process())) == "dead"
+    assert liveness(state_with(me, status="halted")) == "ended"
+
+
+@pytest.mark.parametrize("age, known", [(0, "alive"), (59, "alive"), (61, "dead"), (-59, "alive"), (-61, "dead")])
+def test_life_elsewhere_is_a_young_heartbeat_and_the_far_future_is_no_youth(age, known):
+    elsewhere = {**identify(), "place": "another boot"}
+    assert liveness(state_with(elsewhere, age=age), now=1000.0) == known
+    assert exit_code(state_with(elsewhere, age=age), now=1000.0) == (20 if known == "alive" else 1)
+
+
+@pytest.mark.parametrize("status, code", [("completed", 0), ("stopped", 10), ("halted", 3), ("failed", 1),
+                                          ("starting", 1), ("running", 1), ("stopping", 1)])
+def test_exit_codes_of_runs_whose_process_is_gone(status, code):
+    assert exit_code(state_with({**identify(), "start": "1"}, status=status)) == code
+
+
+# ---- one owner --------------------------------------------------------------------------------------
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from nanochat import lifecycle
+run_dir = Path(sys.argv[1])
+lifecycle.HEARTBEAT_S, lifecycle.LOOK_EVERY_S = 0.1, 0.02
+with lifecycle.RunState(lifecycle.acquire(run_dir), [lifecycle.identify()], status="running") as state:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    state.close("stopped")
+"""
+
+
+def launch(run_dir: Path) -> subprocess.Popen:
+    process = python(LAUNCH, run_dir)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_second_launch_is_refused_until_the_first_has_ended(tmp_path, caplog):
+    first = launch(tmp_path)
+    before = sorted(p.name for p in tmp_path.iterdir() if "tmp" not in p.name)
+    with pytest.raises(ValueError, match=rf"another launch is at work .* pid {first.pid}, since 20\d\d-.*; end it with "
+                                         rf"python -m scripts.stop {tmp_path.name}"):
+        acquire(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir() if "tmp" not in p.name) == before
+    first.communicate("end\n", timeout=PATIENCE_S)
+    second = launch(tmp_path)
+    assert not caplog.records
+    second.kill()
+    second.wait()
+    assert liveness(read_state(tmp_path)) == "dead"
+    assert acquire(tmp_path).generation == 3
+    assert f"taking over from a launch that is gone: host {identify()['host']}, pid {second.pid}" in caplog.text
+
+
+def test_looking_changes_nothing(tmp_path):
+    assert check_free(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()
+    acquire(tmp_path).release()
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    assert check_free(tmp_path) == 1
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"launch": 1}', '{"released": false}'])
+def test_a_broken_record_of_an_owner_is_told_and_replaced(tmp_path, damage, caplog):
+    acquire(tmp_path)
+    (tmp_path / ".owner-000001.json").write_text(damage)
+    owner = acquire(tmp_path)
+    assert owner.generation == 2 and owner.lost() == ""
+    assert ".owner-000001.json: " in caplog.text and "it is replaced" in caplog.text
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from nanochat.lifecycle import acquire
+print("ready", flush=True)
+began = float(sys.stdin.readline())
+for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
+    time.sleep(max(0, began + i / 100 - time.time()))  # one that runs alone for a while waits for the others
+    try:
+        print(run_dir.name, acquire(run_dir).generation, flush=True)
+    except ValueError as e:
+        assert "another launch" in str(e), e
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def record(**changed: object) -> str:
+    return json.dumps({"launch": "x", "since": 0.0, "released": False, **identify(), **changed})
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
+    rounds = [tmp_path / f"{i:02d}" for i in range(30)]
+    gone = record(**dead_process())
+    for run_dir in rounds:
+        run_dir.mkdir()
+        if stale:
+            (run_dir / ".owner-000004.json").write_text(gone)
+    racers = [python(RACER, tmp_path) for _ in range(5)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    began = time.time() + 0.05
+    for racer in racers:
+        racer.stdin.write(f"{began}\n")
+        racer.stdin.flush()
+    wins = [[] for _ in racers]
+    for racer, won in zip(racers, wins):
+        while (line := racer.stdout.readline()) != "done\n":
+            assert line, racer.stderr.read()
+            won.append(line)
+    for racer in racers:
+        racer.communicate("end\n", timeout=PATIENCE_S)
+    winners = sorted(line for won in wins for line in won)
+    assert winners == [f"{run_dir.name} {5 if stale else 1}\n" for run_dir in rounds]
+    assert sum(bool(won) for won in wins) > 1, "no race happened"
+
+
+ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim", "release", "die"])), max_size=40)
+
+
+@settings(deadline=None)
+@given(ACTIONS)
+def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(actions):
+    living: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifecycle, "is_alive_here", lambda record: record["launch"] in living)
+        run_dir, looks, owners = Path(folder), {}, {}
+        for actor, action in actions:
+            if action == "look" and actor not in owners:
+                try:
+                    looks[actor] = check_free(run_dir)
+                    assert not owners
+                except ValueError:
+                    looks.pop(actor, None)
+                    assert owners
+            elif action == "claim" and actor in looks:
+                try:
+                    owners[actor] = claim(run_dir, looks.pop(actor))
+                    living.add(owners[actor].launch)
+                except ValueError:
+                    pass
+            elif action in ("release", "die") and actor in owners:
+                owner = owners.pop(actor)
+                living.discard(owner.launch)
+                assert owner.lost() == ""
+                if action == "release":
+                    owner.release()
+            assert len(owners) <= 1
+        living.clear()
+        acquire(run_dir)
+
+
+def test_a_launch_that_was_delayed_between_look_and_claim_gets_nothing(tmp_path):
+    late = check_free(tmp_path)
+    acquire(tmp_path).release()
+    acquire(tmp_path).release()  # by now the number that the late one would take has been tidied away
+    assert not (tmp_path / ".owner-000001.json").exists()
+    with pytest.raises(ValueError, match="a moment ago"):
+        claim(tmp_path, late)
+    assert acquire(tmp_path).generation == 3
+
+
+def elsewhere(run_dir: Path, *, age: float, **changed: object) -> dict:
+    """A run that a launch in another place owns: its state, whose heartbeat is so old."""
+    there = {**identify(), "host": "node7", "place": "another boot"}
+    state = {**whole_state(run_dir), "status": "running", "launch": "theirs", "ranks": [there],
+             "heartbeat": time.time() - age, **changed}
+    (run_dir / ".owner-000003.json").write_text(record(launch="theirs", **there))
+    lifecycle._replace(run_dir / STATE_NAME, state)
+    return state
+
+
+@pytest.mark.parametrize("age", [0, 3600, -3600, -10**9])
+def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp_path, quick, age):
+    state = elsewhere(tmp_path, age=age)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            lifecycle._replace(tmp_path / STATE_NAME, {**state, "heartbeat": time.time() - age})
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="another launch is at work on this run: host node7"):
+            acquire(tmp_path)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("changed, least_s", [
+    ({}, 0.5), ({"heartbeat": 0.0}, 0.5), ({"status": "stopped"}, 0.0),
+    ({"status": "stopped", "launch": "before theirs"}, 0.5)])  # says nothing about this owner
+def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_path, quick, changed, least_s):
+    elsewhere(tmp_path, age=0, **changed)
+    began = time.monotonic()
+    assert acquire(tmp_path).generation == 4
+    assert least_s <= time.monotonic() - began < least_s + 0.45
+
+
+@pytest.mark.parametrize("what, said", [
+    ("succeeded", "another launch took it over, believing this one dead"),
+    ("its record is gone", "its files were removed while it trains"),
+    ("the run directory is gone", "its files were removed while it trains"),
+    ("another run has its place", "another launch took it over")])
+def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_path, what, said):
+    run_dir = tmp_path / "run"
+    first, theirs = launch(run_dir), record(launch="theirs", released=True)
+    first.send_signal(signal.SIGSTOP)
+    if what in ("the run directory is gone", "another run has its place"):
+        shutil.rmtree(run_dir)
+    else:
+        (run_dir / ".owner-000001.json").unlink()
+    if what in ("succeeded", "another run has its place"):
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / f".owner-00000{1 if 'place' in what else 2}.json").write_text(theirs)
+    before = {p.name: p.read_bytes() for p in run_dir.iterdir()} if run_dir.exists() else None
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(PATIENCE_S) == 1
+    error = first.stderr.read()
+    assert error.startswith(f"error: {run_dir}: this launch does not own the run any more: {said}")
+    assert error.count("\n") == 1
+    after = {p.name: p.read_bytes() for p in run_dir.iterdir()} if run_dir.exists() else None
+    after, before = ({k: v for k, v in (x or {}).items() if not k.startswith(STATE_NAME)} for x in (after, before))
+    assert after == before and run_dir.exists() == (what != "the run directory is gone")
+
+
+def test_a_run_that_ends_after_it_was_removed_leaves_the_place_alone(tmp_path, quick):
+    run_dir = tmp_path / "run"
+    owner = acquire(run_dir)
+    shutil.rmtree(run_dir)
+    acquire(run_dir)
+    before = (run_dir / ".owner-000001.json").read_bytes()
+    owner.release()
+    assert [p.read_bytes() for p in run_dir.iterdir()] == [before]

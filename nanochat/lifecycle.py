@@ -484,8 +484,9 @@ class RunState:
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
         self._owner, self._path = owner, owner.run_dir / STATE_NAME
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
-        self._state: dict[str, Any] = {**empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
-                       "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
+        self._state: dict[str, Any] = {
+            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
+            "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
         self._told = False  # that the state cannot be written
         self._news, self._over = threading.Event(), threading.Event()
         self.update(**news)

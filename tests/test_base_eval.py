@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pydoc_data.topics
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,10 +187,10 @@ def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
 
 def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
     assert find_run(None) == run
-    (base / "runs" / "second" / "checkpoints").mkdir(parents=True)
+    second = base / "runs" / "second"
+    (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     try:
         with pytest.raises(ValueError, match=r"which run\? There are 2 in .*second, tiny\); name one"):
             base_eval.main(["--device-type=cpu"])
     finally:
-        (base / "runs" / "second" / "checkpoints").rmdir()
-        (base / "runs" / "second").rmdir()
+        shutil.rmtree(second)

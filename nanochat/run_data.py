@@ -23,6 +23,7 @@ from nanochat.common import (
     read_json,
     write_json,
 )
+from nanochat.config import Settings
 from nanochat.curriculum import Curriculum
 from nanochat.dataset import as_parquet, split_train_val
 from nanochat.order import StreamConfig
@@ -40,6 +41,7 @@ class RunData:
     tokenizer: RustBPETokenizer
     train: dict[str, Source]
     val: dict[str, Source]
+    manifests: Mapping[str, Mapping[str, Manifest]]
 
 
 def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, val_path: Path | str | None = None, *,
@@ -109,45 +111,40 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
                 raise ValueError(f"{path}: it changed since this launch began (ETag {entry['etag']} then, {found} now)")
 
 
-
-
 def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *, as_stored: bool = False
               ) -> RunData:
     """The sources of a run's manifests."""
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
-    return RunData(tokenizer, train, {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()})
+    val = {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()}
+    return RunData(tokenizer, train, val, manifests)
 
 
-def stream_config(settings: Mapping[str, Any], curriculum: Mapping[str, Any] | None = None
-                  ) -> Any:
-    """The stream of a run's resolved settings (config.json), by the names its flags have. `curriculum`: in place of the
-    one that the run began with."""
-    if settings.get("order") == "megatron":
+def stream_config(settings: Settings) -> Any:
+    """The stream of a run's resolved settings."""
+    mix = settings.curriculum
+    if settings.order == "megatron":
         from nanochat.blend import SampleConfig
 
-        weights = settings["blend_weights"]
-        return SampleConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
-                            num_samples=settings["num_samples"], split=settings["split"],
-                            weights=None if weights is None else tuple(weights),
-                            eod_mask_loss=settings["eod_mask_loss"],
-                            index_cache=str(settings["index_cache"] or get_base_dir() / "index_cache"))
-    mix = curriculum or settings["curriculum"]
-    return StreamConfig(T=settings["max_seq_len"], V=settings["lanes"], seed=settings["seed"],
-                        layout=settings["packing"], long_docs=settings["long_docs"], overlap=settings["overlap"],
-                        buffer_size=settings["buffer_size"], pack=settings["pack"],
-                        curriculum=None if mix is None else Curriculum.from_json(mix),
-                        packer_version=settings["packer_version"])
+        weights = settings.blend_weights
+        return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,
+                            num_samples=settings.num_samples, split=settings.split or "",
+                            weights=None if weights is None else tuple(weights), eod_mask_loss=settings.eod_mask_loss,
+                            index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+    return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
+                        long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
+                        pack=settings.pack, packer_version=settings.packer_version,
+                        curriculum=None if mix is None else Curriculum.from_json(mix))
 
 
-def open_run(run_dir: Path) -> tuple[RunData, Any, dict[str, Any]]:
+def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
     the disk first. FileNotFoundError if it never pinned them."""
-    settings, manifests = read_config(run_dir), pinned_data(run_dir)
-    begin_data(settings.get("object_storage_cache"))
+    settings, manifests = Settings.from_json(read_config(run_dir)), pinned_data(run_dir)
+    begin_data(settings.object_storage_cache)
     if not manifests:
         raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any data; start it first")
     for buckets in manifests.values():
         for manifest in buckets.values():
             check(manifest)
-    tokenizer = RustBPETokenizer.from_directory(run_dir / "tokenizer")
-    return open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned"), stream_config(settings), settings
+    tokenizer, config = RustBPETokenizer.from_directory(run_dir / "tokenizer"), stream_config(settings)
+    return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings

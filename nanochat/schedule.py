@@ -25,8 +25,10 @@ the curve would jump there, and a run shorter than its warmup would end at a hig
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from nanochat.common import setting
 
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH_TOKENS = 2**19
@@ -117,14 +119,28 @@ def _ramp(start: float, end: float, progress: float) -> float:
     return start * (1 - progress) + end * progress
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """schedule"""
+
+    warmup_steps: int = setting(40, "steps over which rates rise", fixed="what a step computes")
+    warmdown_ratio: float = setting(0.65, "share of the run in which rates come down", fixed="what a step computes")
+    final_lr_frac: float = setting(0.05, "rates at the end, of the full rates", fixed="what a step computes")
+
+
 @dataclass(frozen=True)
-class Schedule:
-    """Multipliers by step, pure functions of the fields. `step` counts optimizer steps already done: 0 at first."""
+class Schedule(ScheduleSettings):
+    """Multipliers by step, pure functions of the fields. `step` counts optimizer steps already done: 0 at first. What
+    people may choose is a field of `ScheduleSettings`, which makes it a flag of scripts.base_train."""
+
     num_iterations: int
-    warmup_steps: int = 40
-    warmdown_ratio: float = 0.65  # share of the run over which the learning rate comes down
-    final_lr_frac: float = 0.05
     peak_weight_decay: float = 0.0  # Muon's, already scaled; what `apply` multiplies
+
+    @classmethod
+    def of(cls, settings: ScheduleSettings, num_iterations: int, *, peak_weight_decay: float) -> "Schedule":
+        """The schedule that a run's settings ask for."""
+        chosen = {f.name: getattr(settings, f.name) for f in fields(ScheduleSettings)}
+        return cls(num_iterations, peak_weight_decay=peak_weight_decay, **chosen)
 
     def __post_init__(self) -> None:
         if self.num_iterations < 1:

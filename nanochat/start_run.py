@@ -1,327 +1,442 @@
 """
-How a run begins or goes on.
+How a run begins or goes on: one walk from the command line to the first step.
 
-    begin      no RUN yet           a new run, from step 0 or from another run's weights
-               RUN, unfinished      refuse changed settings; newest good checkpoint, or step 0
-               RUN, completed       say so; nothing changes
-               RUN, halted          say why; go on only where what halted it is allowed now
-               RUN, being trained   refuse, naming who does
-    prepare    become the owner, tidy up, write config.json, tokenizer/, data_manifest.json, plan.json
+    settings as given ------ command: + this machine's tokenizer, processes, device       every rank, compared
+      |
+    look ------------------- + the run that is there, its newest good checkpoint          rank 0 looks, all get it
+      |                        + what follows: lanes, leaves, steps, batch
+      |       no run yet           a new run, from step 0 or from another run's weights
+      |       unfinished           changed settings are refused; newest good checkpoint, or step 0
+      |       completed, halted    say so; nothing changes
+      |       being trained        refused, naming who does
+      |
+    find_data -------------- files found or compared with the pinned ones, opened once    rank 0, then every rank
+      |
+    own -------------------- become the owner, tidy up, write config.json, tokenizer/,    rank 0
+      |                      data_manifest.json, plan.json
+    load_states ------------ weights and optimizer                                        rank 0 reads, all get them
 
-`begin` only looks, so that a command that is refused leaves no trace. Both run on rank 0 (`ranks.on_rank0`).
+What the walk finds is a `Start`, whose settings are the only ones from then on. Everything above `own` only looks, so
+that a command that is refused leaves no trace. scripts.validate walks as far as that.
 """
 
+import contextlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import list_checkpoints, load_checkpoint, load_run_weights, newest_good
-from nanochat.common import write_json
+import torch
+
+from nanochat.checkpoint import (
+    Checkpoint,
+    check_retention,
+    list_checkpoints,
+    load_checkpoint,
+    load_run_weights,
+    newest_good,
+)
+from nanochat.common import EXIT_HALTED, begin_data, place, print0, write_json
+from nanochat.config import Settings, flag, go_on
 from nanochat.curriculum import Curriculum
-from nanochat.dist import broadcast, on_rank0
-from nanochat.gpt import GPTConfig
+from nanochat.dataloader import Layout, default_leaves
+from nanochat.dataset import DEFAULT_DATASET, data_folder
+from nanochat.dist import agree, broadcast, get_compute_dtype, on_rank0, same
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
-from nanochat.order import StreamConfig
-from nanochat.plan import Plan
-from nanochat.run_data import find_data, open_data, pin_data, pinned_data, stream_config
+from nanochat.order import default_lanes
+from nanochat.run_data import RunData, check_files, open_data, pin_data, pinned_data, stream_config
+from nanochat.run_data import find_data as find_manifests
 from nanochat.run_dir import (
+    CONFIG_NAME,
     PLAN_NAME,
     is_run_dir,
-    iter_log,
     keep_cursors,
     open_folders,
     pack_cursors,
     read_config,
+    run_path,
     wipe,
     write_config,
 )
-from nanochat.schedule import Horizon
-from nanochat.settings import Changes, compare_settings, inherit_settings, refuse_changes, settle_curriculum
-from nanochat.sources import Manifest, Source
+from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.stream import carry_on, open_stream, stream_identity
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 log = logging.getLogger(__name__)
 
-
-_OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint of another run that a new one begins with; `told` says which, in config.json."""
-
-    path: Path
-    told: dict[str, Any]
+WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
+          "--init-data=continue) goes on with another curriculum")
+OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run goes on. `checkpoint` is None for step 0, where `origin` may be set. `completed_steps`: a completed run
-    did so many, so there is nothing to do unless its horizon has moved beyond them; 0 for an unfinished one. `halted`:
-    why the run may not go on, and what would let it; empty if it may. `changed`: whether its curriculum is another one
-    from now on. `skips`: {step: how many steps' rows are passed over before it}, for all of the run. `looked`: whether
-    the evaluation due at `step` was done before the checkpoint was saved; a stop saves at once."""
+    """How a run begins or goes on. `settings` are resolved; `config` is what config.json of the run holds, {} for a new
+    one; `checkpoint` is the run's own, None for step 0, where `origin`, another run's, may be set; `cursors`: where the
+    data go on, None for their beginning, and `skip`: how many steps' rows are passed over from there (`find_data` does
+    it); `notices` tell which settings are others now; `wipe`: delete the run that is there; `generation`: of the owner
+    before."""
 
-    settings: dict[str, Any]
-    checkpoint: Path | None = None
-    completed_steps: int = 0
-    wipe: bool = False
-    notices: tuple[str, ...] = ()
-    halted: str = ""
-    changed: bool = False
-    step: int = 0
-    looked: bool = False
-    origin: Origin | None = None
-    skips: dict[int, int] = field(default_factory=dict)
-    generation: int = 0  # of the owner before, for `claim`
+    run_dir: Path
+    settings: Settings
+    horizon: Horizon
+    config: dict[str, Any]
+    checkpoint: Checkpoint | None
+    origin: Checkpoint | None
+    told_origin: dict[str, Any] | None
+    cursors: list[dict[str, Any]] | None
+    skip: int
+    notices: tuple[str, ...]
+    wipe: bool
+    generation: int
 
     @property
-    def position(self) -> Path | None:
-        """The checkpoint whose cursors the data goes on from, None for the beginning of the data."""
-        continued = self.origin is not None and self.settings["init_data"] == "continue"
-        return self.checkpoint or (self.origin.path if continued and self.origin else None)
+    def step(self) -> int:
+        """Steps that are done."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the checkpoint tells of the run; {} at the beginning."""
+        return {} if self.checkpoint is None else self.checkpoint.trainer_state
+
+    @property
+    def looked(self) -> bool:
+        """Whether the evaluation due at `step` was done before the checkpoint was saved; a stop saves at once."""
+        return self.state.get("status", "stopped") != "stopped"
+
+    def over(self) -> tuple[int, str] | None:
+        """(exit code, a sentence) for a run that has ended and may not go on; None for one that may."""
+        status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
+        if status == "completed" and self.step >= self.horizon.num_iterations:
+            return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME starts another run")
+        allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
+        if status == "halted" and not allowed:
+            way_on = WAY_ON.format(tag=self.run_dir.name)
+            return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {way_on}"
+        return None
+
+    def samples_taken(self) -> int:
+        """Of a run in Megatron's order: samples that it will have taken in the end, those of another run that it goes
+        on with included."""
+        before = self.cursors[0]["samples"] if self.cursors else 0
+        rows = self.settings.total_batch_size // self.settings.max_seq_len
+        return before + (self.horizon.num_iterations - self.step + self.skip) * rows
 
 
-def begin(run_dir: Path, settings: dict[str, Any], *, resume: str, force: bool) -> Start:
-    """Find out where the run in a run directory stands, changing nothing.
+# ---- the command on this machine ------------------------------------------------------------------------------------
 
-    `resume` is auto (newest good checkpoint, or from the start), scratch (an error if there is a run, unless `force`
-    allows to wipe it), or a checkpoint's path. Settings that are left to the program (-1) take the run's own values.
-    Raises ValueError for settings that changed and may not, for a run in the way of scratch, and for one that another
-    launch is at work on.
-    """
-    exists, skips = is_run_dir(run_dir), parse_skips(settings["skip_steps"])
-    if settings["init_from"] is None and (settings["init_optimizer"] or settings["init_data"] != "fresh"):
-        raise ValueError("--init-optimizer, --init-data: they say what else comes from another run; name it with "
-                         "--init-from RUN")
-    if resume == "scratch":
-        if exists and not force:
-            raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a "
-                             f"new one with --model-tag")
-        generation = check_free(run_dir)
-        if exists and generation == 0:
-            raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this program ever "
-                             f"owned it, so nothing is deleted; move it away, or name a new run with --model-tag")
-        return Start(settings, wipe=exists, origin=find_origin(settings), skips=skips, generation=generation)
-    generation = check_free(run_dir)  # before any look: a launch that ends while it is watched may leave a newer save
-    old: dict[str, Any] = {}
-    if exists:
-        old = read_config(run_dir)
-        _check_tokenizer(run_dir, old, settings)
-    checkpoint = newest_good(run_dir) if resume == "auto" else Path(resume).expanduser()
-    state: dict[str, Any] = {}
-    if checkpoint is not None:
-        if not checkpoint.is_dir():
-            there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
-            raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a checkpoint's "
-                                    f"path; checkpoints in {run_dir / 'checkpoints'}: {there}")
-        loaded = load_checkpoint(checkpoint, verify=resume != "auto")
-        loaded.check_tokenizer(settings["tokenizer_fingerprint"])
-        state = loaded.trainer_state
-    changes, changed = Changes((), ()), False
-    if old:
-        theirs = {k: v for k, v in old.items() if k not in ("derived", "origin")}
-        theirs.update({name: state[name] for name in ("curriculum", "total_batch_size") if name in state})
-        theirs, changed = settle_curriculum(theirs, settings)
-        changes = compare_settings(theirs, settings)
-        refuse_changes(changes, run_name=run_dir.name)
-        settings = inherit_settings(theirs, settings)
-    allowed = changed or (settings["allow_bucket_exhaustion"] and not state.get("all_dry"))
-    step = state.get("step", 0)
-    return Start(
-        settings, checkpoint, step=step, notices=tuple(changes.notices()), changed=changed,
-        looked=state.get("status", "stopped") != "stopped",
-        completed_steps=step if state.get("status") == "completed" else 0,
-        halted=state["halted"] if state.get("status") == "halted" and not allowed else "",
-        origin=find_origin(settings, old.get("origin")) if checkpoint is None else None,
-        skips=_add_skips(_kept_skips(run_dir, state), skips, step), generation=generation)
+def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> RustBPETokenizer:
+    """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have no folder in common,
+    beside the first), or the default one."""
+    folder = data_folder(data_path)
+    if len(folder.parts) == 1:
+        folder = data_folder(str(data_path).partition(",")[0])
+    beside = folder / "tokenizer"
+    return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
 
 
-def samples_taken(start: Start, settings: Mapping[str, Any], num_steps: int) -> tuple[int, int]:
-    """Of a run of `num_steps` steps in Megatron's order: (samples that it will have taken in the end, those of another
-    run that it goes on with included; samples that its data were shuffled for, by that run or else the same)."""
-    cursors = [] if start.position is None else load_checkpoint(start.position, verify=False).cursors
-    before = cursors[0] if cursors else {}
-    steps = num_steps - start.step + sum(n for step, n in start.skips.items() if step >= start.step)
-    needed = before.get("samples", 0) + steps * (settings["total_batch_size"] // settings["max_seq_len"])
-    return needed, before.get("stream", {}).get("num_samples", needed)
+def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, RustBPETokenizer]:
+    """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
+    begin_data(settings.object_storage_cache)
+    data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    tokenizer = find_tokenizer(settings.tokenizer_dir, data_path)
+    check_retention(settings.keep_last_k, settings.keep_milestone_every)
+    if settings.attention_mode == "flex" and device_type == "cpu":
+        raise ValueError("--attention-mode=flex: its kernels need a GPU; take --attention-mode=sdpa_mask on a CPU")
+    tag = settings.model_tag or f"d{settings.depth}"
+    run_path(tag)  # says what is no name
+    return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),
+                   tokenizer_fingerprint=tokenizer.fingerprint, world_size=world_size, device_type=device_type,
+                   cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
 
 
-def settle_samples(start: Start, settings: dict[str, Any], horizon: Horizon) -> dict[str, Any]:
-    """The resolved settings with the number of samples of a run in Megatron's order: those that its steps take when it
-    starts, and its own ever after; what goes on with another run's data has that one's. ValueError for a horizon that
-    takes more."""
-    if settings["order"] != "megatron":
-        return settings
-    needed, pinned = samples_taken(start, settings, horizon.num_iterations)
-    number = pinned if settings["num_samples"] == -1 else settings["num_samples"]
-    if needed > number:
-        last = horizon.num_iterations - -(-(needed - number) * settings["max_seq_len"] // horizon.total_batch_size)
-        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has {number:,}, as many as it "
-                         f"asked for when it began: another number would shuffle all of Megatron's order anew; end at "
-                         f"--num-iterations {last}, or start a new run with --model-tag NAME (with --order lanes runs "
-                         f"can be made longer)")
-    return {**settings, "num_samples": number}
+# ---- the run that is there ------------------------------------------------------------------------------------------
+
+def look(settings: Settings, device: torch.device) -> Start:
+    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
+    changed and may not, for a run in the way of --resume=scratch, and for one that another launch is at work on."""
+    run_dir = run_path(settings.model_tag or "")
+    same(settings.to_json())  # every node has its own command line and tokenizer
+    if settings.resume != "scratch":
+        at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
+        agree(lambda: _check_home(run_dir, at_rank0))
+    return on_rank0(lambda: _look(run_dir, settings, device))
 
 
-def check_home(run_dir: Path, *, at_rank0: bool) -> None:
+def _check_home(run_dir: Path, at_rank0: bool) -> None:
     """ValueError where this machine has the run and rank 0's has not, which would start it anew."""
     if is_run_dir(run_dir) and not at_rank0:
         raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the directory between the "
                          f"machines, or give this one --node-rank=0 (--resume scratch starts anew)")
 
 
-def find_origin(settings: dict[str, Any], known: dict[str, Any] | None = None) -> Origin | None:
-    """What --init-from names, None without it. `known`: what it was when the run began; ValueError if it changed."""
-    if settings["init_from"] is None:
-        return None
-    checkpoint, told = load_run_weights(settings["init_from"])
+def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
+    """Rank 0's part of `look`."""
+    exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
+    if exists and scratch and not settings.force:
+        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a new "
+                         f"one with --model-tag")
+    generation = check_free(run_dir)  # before any look: a launch that ends while it is watched may leave a newer save
+    if exists and scratch and generation == 0:
+        raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this program ever owned it, "
+                         f"so nothing is deleted; move it away, or name a new run with --model-tag")
+    config: dict[str, Any] = {}
+    notices: list[str] = []
+    if exists and not scratch:
+        config = read_config(run_dir)
+        settings, notices = go_on(config, settings, run_dir=run_dir)
+    checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
+    origin, told = None, config.get("origin")
+    if settings.init_from is not None and checkpoint is None:
+        origin, told = _find_origin(settings.init_from, told)
+    settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype))
+    if (begun_with := checkpoint or origin) is not None:
+        begun_with.check_tokenizer(settings.tokenizer_fingerprint)
+        begun_with.check_architecture(vars(model_config))
+    goes_on_from = checkpoint or (origin if settings.init_data == "continue" else None)
+    start = Start(
+        run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
+        told_origin=told, cursors=None if goes_on_from is None else goes_on_from.cursors,
+        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), wipe=scratch and exists,
+        generation=generation)
+    return start if settings.order == "lanes" else _settle_samples(start)
+
+
+def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
+    """The checkpoint that --resume means."""
+    if resume == "auto":
+        found = newest_good(run_dir)
+        return None if found is None else load_checkpoint(found, verify=False)
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
+        raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a checkpoint's path; "
+                                f"checkpoints in {run_dir / 'checkpoints'}: {there}")
+    return load_checkpoint(path)
+
+
+def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoint, dict[str, Any]]:
+    """What --init-from names, and what config.json tells of it. `known`: what it was when the run began, before it had
+    a checkpoint of its own; ValueError if that cannot be had any more."""
+    checkpoint, told = load_run_weights(init_from)
     if known is not None and known["checksum"] != told["checksum"]:  # that run has gone on since
         before = checkpoint.path.with_name(known["checkpoint"])
         try:
             checkpoint, told = load_run_weights(before)
         except (OSError, ValueError) as e:
-            raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
-                             f"{known['run']}, which cannot be had any more ({e}); {_OTHER_ORIGIN}") from e
+            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
+                             f"which cannot be had any more ({e}); {OTHER_ORIGIN}") from e
         if known["checksum"] != told["checksum"]:
-            raise ValueError(f"--init-from {settings['init_from']}: this run began with step {known['step']} of "
-                             f"{known['run']}, but {before} is another checkpoint now (step {told['step']}); "
-                             f"{_OTHER_ORIGIN}")
-    checkpoint.check_tokenizer(settings["tokenizer_fingerprint"])
-    return Origin(checkpoint.path, told)
+            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
+                             f"but {before} is another checkpoint now (step {told['step']}); {OTHER_ORIGIN}")
+    return checkpoint, told
 
 
-def parse_skips(texts: Sequence[str]) -> dict[int, int]:
-    """{step: how many steps' rows are passed over} of some "A:B". ValueError for anything else."""
-    found: dict[int, int] = {}
-    for text in texts:
-        first, colon, last = text.partition(":")
-        if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-            raise ValueError(f"--skip-steps: got {text!r}, expected A:B, the first step whose rows are passed over "
-                             f"and the first behind them")
-        if int(first) in found:
-            raise ValueError(f"--skip-steps {text}: two that begin at step {first}; give one")
-        found[int(first)] = int(last) - int(first)
-    return found
+# ---- what follows from the settings ---------------------------------------------------------------------------------
+
+def build_model(settings: Settings, depth: int | None = None) -> GPT:
+    """The model on the meta device: shapes and types, no data. `depth`: in place of its own."""
+    config = GPTConfig.from_depth(settings.depth if depth is None else depth, vocab_size=settings.vocab_size,
+                                  sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
+                                  head_dim=settings.head_dim, window_pattern=settings.window_pattern)
+    with torch.device("meta"):
+        return GPT(config, attention_mode=settings.attention_mode)
 
 
-def _kept_skips(run_dir: Path, state: dict[str, Any]) -> dict[int, int]:
-    """A run's skips: those of a checkpoint, and for steps behind it those of the newest launch, which may have died
-    before it saved any."""
-    launches = [r for r in iter_log(run_dir / "logs" / "train.jsonl") if r.get("event") == "started"]
-    of_launch = dict(launches[-1].get("skips", [])) if launches else {}
-    step = state.get("step", 0)
-    return {**dict(state.get("skips", [])), **{first: num for first, num in of_launch.items() if first >= step}}
+def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, GPTConfig]:
+    """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for what does not fit.
+    Batch size, horizon and rates follow from parameter counts, so the model is built without data first."""
+    model = build_model(settings)
+    scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
+               for m in (model, build_model(settings, REFERENCE_DEPTH))]
+    horizon = resolve_horizon(
+        num_iterations=settings.num_iterations, target_flops=settings.target_flops,
+        target_param_data_ratio=settings.target_param_data_ratio, total_batch_size=settings.total_batch_size,
+        weight_decay=settings.weight_decay, sequence_len=settings.max_seq_len, scaling_params=scaling[0],
+        reference_scaling_params=scaling[1], flops_per_token=model.estimate_flops(),
+        curriculum_tokens=settings.curriculum_tokens)
+    rows = horizon.total_batch_size // settings.max_seq_len
+    lanes = default_lanes(rows) if settings.lanes == -1 else settings.lanes
+    if lanes < 1:
+        raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
+    leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
+    Layout(lanes, rows, settings.device_batch_size, 0, settings.world_size, leaves)  # says what does not fit
+    if settings.curriculum is not None:
+        Curriculum.from_json(settings.curriculum).phase_rows(settings.max_seq_len, lanes)  # and so does this
+        _check_budget(settings, horizon)
+    split = settings.split
+    if settings.order == "megatron":
+        from nanochat.sample_data import settle_split
+
+        split = settle_split(settings.to_json())
+    resolved = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves, split=split,
+                       dtype=str(dtype).removeprefix("torch."))
+    return resolved, horizon, model.config
 
 
-def _add_skips(kept: dict[int, int], asked: dict[int, int], step: int) -> dict[int, int]:
-    """A run's skips with those of the command. ValueError for steps that are done already."""
-    for first, num in asked.items():
-        if first < step and kept.get(first) != num:
-            raise ValueError(f"--skip-steps {first}:{first + num}: the run is at step {step}; go back with --resume to "
-                             f"a checkpoint of step {first} or before")
-    return dict(sorted({**kept, **asked}.items()))
+def _check_budget(settings: Settings, horizon: Horizon) -> None:
+    """ValueError where training is more than a step longer or shorter than the curriculum, unless that is allowed."""
+    wanted, total = settings.curriculum_tokens, horizon.total_tokens
+    if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
+        raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
+                         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); leave out "
+                         f"--num-iterations to train as long as the curriculum, mend its durations, or set "
+                         f"allow_budget_mismatch: true in it")
 
 
-def _check_tokenizer(run_dir: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
-    """ValueError unless both settings have the same tokenizer: people have no flag for fingerprints."""
-    then, now = old["tokenizer_fingerprint"], settings["tokenizer_fingerprint"]
-    if then != now:
-        raise ValueError(f"--tokenizer-dir: the run {run_dir.name!r} was started with the tokenizer {then}, the "
-                         f"command brings {now}; the run has its own copy, --tokenizer-dir {run_dir / 'tokenizer'}, "
-                         f"or start a new run with --model-tag NAME")
+def _settle_samples(start: Start) -> Start:
+    """A run in Megatron's order has as many samples as its steps take when it starts, and its own number ever after;
+    what goes on with another run's data has that one's. ValueError for a horizon that takes more."""
+    settings, horizon, needed = start.settings, start.horizon, start.samples_taken()
+    number = settings.num_samples
+    if number == -1:
+        number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
+    if needed > number:
+        too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has {number:,}, as many as it "
+                         f"asked for when it began: another number would shuffle all of Megatron's order anew; end at "
+                         f"--num-iterations {horizon.num_iterations - too_many}, or start a new run with --model-tag "
+                         f"NAME (with --order lanes runs can be made longer)")
+    return replace(start, settings=replace(settings, num_samples=number))
 
 
-def prepare(run_dir: Path, start: Start, settings: dict[str, Any], tokenizer: RustBPETokenizer,
-            derived: dict[str, Any], plan: Plan | None = None) -> tuple[Owner, dict[str, dict[str, Manifest]]]:
-    """Own the run and make its directory, or check that its data are as they were. config.json, written last, holds
-    the resolved settings; `derived` is what follows from them, for people. Returns the right to write into it, and the
-    manifests of its data."""
-    manifests = find_run_data(run_dir, start, settings)
-    data = open_data(manifests, tokenizer, as_stored=settings["packing"] == "binned")  # what cannot be, binds nobody
-    config = stream_config(settings)
-    if not isinstance(config, StreamConfig):
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple[Start, RunData]:
+    """Collective. The files of a run, found (or, where it has pinned them, compared) by rank 0, and opened by every
+    rank; and the start as it is when the rows to be skipped are passed over. FileNotFoundError or ValueError names what
+    is bad, changed or gone."""
+    settings = start.settings
+    manifests = on_rank0(lambda: find_manifests(
+        pinned_data(start.run_dir) if start.config else {}, settings.data_path or "", settings.val_path,
+        data_format=settings.data_format, strict=settings.strict, shares=settings.split,
+        curriculum=None if settings.curriculum is None else Curriculum.from_json(settings.curriculum)))
+
+    def opened() -> RunData:
+        if rank > 0:
+            check_files(manifests)
+        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+
+    data = agree(opened)
+    cursors = on_rank0(lambda: _first_cursors(start, data))
+    return replace(start, cursors=cursors, skip=0), data
+
+
+def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
+    """Where the data of a run begin or go on, in all lanes: those of another run are carried on, and the rows to be
+    skipped are packed and passed over. ValueError where that cannot be."""
+    settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
+    if settings.order == "megatron":
         from nanochat.blend import open_samples
 
-        open_samples(config, data.train)
-    if start.checkpoint is None and start.position is not None:
-        _check_position(start.position, data.train, settings, tokenizer)
+        open_samples(config, data.train)  # says what does not fit
+    if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
+        return start.cursors
+    cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
+    lanes_only = {"drop_dry": settings.allow_bucket_exhaustion} if settings.order == "lanes" else {}
+    try:
+        if cursors is not None and settings.order == "lanes":
+            cursors = carry_on(cursors, stream_identity(config, data.train, fingerprint))
+        with contextlib.closing(open_stream(config, data.train, range(config.V), tokenizer=fingerprint,
+                                            cursors=cursors, **lanes_only)) as stream:
+            for _ in range(start.skip):
+                if len(stream.next_rows(rows)) < rows * config.V:
+                    raise ValueError(f"--skip-steps {start.skip}: the data end before that")
+            return stream.cursors()
+    except ValueError as e:
+        if start.cursors is None or start.skip:
+            raise
+        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
+
+
+def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
+    """For rank 0: what the run will take of its data, told to people; None for text without a curriculum, which nothing
+    limits. ValueError for a run that would halt, unless its --plan is to warn."""
+    settings = start.settings
+    if settings.plan == "off" or (settings.curriculum is None and settings.data_format == "text"):
+        return None
+    from nanochat.run_plan import rehearse
+
+    return rehearse(start, data).to_json()
+
+
+# ---- from here on files are written ---------------------------------------------------------------------------------
+
+def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
+    """For rank 0: own the run and make its directory. config.json, written last, holds the resolved settings and what
+    follows from them, for people."""
+    run_dir, settings = start.run_dir, start.settings
+    if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
+        open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.generation)
     try:
         if start.wipe:
             wipe(run_dir)
         open_folders(run_dir)
-        pin_data(run_dir, manifests)
-        tokenizer.save(run_dir / "tokenizer")
+        pin_data(run_dir, data.manifests)
+        data.tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
-            write_json(run_dir / PLAN_NAME, plan.to_json())
-        if not (run_dir / "config.json").exists():
-            origin = {} if start.origin is None else {"origin": start.origin.told}
-            write_config(run_dir, {**settings, **origin, "derived": derived})
-        if start.position is not None and start.checkpoint is None:
-            keep_cursors(run_dir, 0, pack_cursors(0, load_checkpoint(start.position, verify=False).cursors))
+            write_json(run_dir / PLAN_NAME, plan)
+        if not (run_dir / CONFIG_NAME).exists():
+            told = {} if start.told_origin is None else {"origin": start.told_origin}
+            write_config(run_dir, {**settings.to_json(), **told, "derived": derive(start)})
+        if start.checkpoint is None and start.cursors is not None:
+            keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
     except BaseException:
         owner.release()
         raise
-    return owner, manifests
-
-
-def find_run_data(run_dir: Path, start: Start, settings: Mapping[str, Any]) -> dict[str, dict[str, Manifest]]:
-    """`find_data` of the run that a command stands for."""
-    old = pinned_data(run_dir) if is_run_dir(run_dir) and not start.wipe else {}
-    curriculum = None if settings["curriculum"] is None else Curriculum.from_json(settings["curriculum"])
-    return find_data(old, settings["data_path"], settings["val_path"], data_format=settings["data_format"],
-                     curriculum=curriculum, strict=settings["strict"], shares=settings["split"])
-
-
-def _check_position(origin: Path, sources: dict[str, Source], settings: dict[str, Any], tokenizer: RustBPETokenizer
-                    ) -> None:
-    """ValueError unless the data can go on where another run's was."""
-    config = stream_config(settings)
-    try:
-        cursors = continued(load_checkpoint(origin, verify=False).cursors, config, sources, tokenizer)
-        open_stream(config, sources, range(config.V), tokenizer=tokenizer.fingerprint, cursors=cursors).close()
-    except ValueError as e:
-        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
-
-
-def continued(cursors: list[dict[str, Any]], config: Any, sources: dict[str, Source], tokenizer: RustBPETokenizer
-              ) -> list[dict[str, Any]]:
-    """Another run's cursors as those of a new run that goes on with its data."""
-    if not isinstance(config, StreamConfig):
-        return cursors
-    return carry_on(cursors, stream_identity(config, sources, tokenizer.fingerprint))
-
-
-def check_model(start: Start, model_config: GPTConfig) -> None:
-    """ValueError with a diff if the checkpoint that a run goes on from, or begins with, is of another architecture."""
-    path = start.checkpoint or (start.origin.path if start.origin else None)
-    if path is not None:
-        load_checkpoint(path, verify=False).check_architecture(vars(model_config))
+    return owner
 
 
 def load_states(start: Start) -> dict[str, Any]:
-    """Collective. What a run goes on with, read by rank 0 and sent to all, so that no other machine need see the files:
-    {} at the very beginning; model, cursors, optimizer where they come from somewhere; progress and wandb_id of a
-    checkpoint of this run. For a start that `check_model` found right."""
-    found: dict[str, Any] = {}
+    """Collective. The states that a run goes on with, "model" and "optimizer", where they come from somewhere; read by
+    rank 0 and sent to all, so that no other machine need see the files."""
+    def read() -> dict[str, Any]:
+        source = start.checkpoint or start.origin
+        if source is None:
+            return {}
+        with_optimizer = start.checkpoint is not None or start.settings.init_optimizer
+        return {"model": source.model_state(), **({"optimizer": source.optimizer_state()} if with_optimizer else {})}
 
-    def read() -> None:
-        """Rank 0's part."""
-        path = start.checkpoint or (start.origin.path if start.origin else None)
-        if path is None:
-            return
-        loaded = load_checkpoint(path, verify=False)
-        found["model"] = loaded.model_state()
-        if start.checkpoint is not None or start.settings["init_optimizer"]:
-            found["optimizer"] = loaded.optimizer_state()
-        if start.position is not None:
-            found["cursors"] = loaded.cursors
-        if start.checkpoint is not None:
-            found.update(progress=loaded.trainer_state["progress"], wandb_id=loaded.trainer_state["wandb_id"])
+    found: list[dict[str, Any]] = []
+    on_rank0(lambda: found.append(read()))
+    return broadcast(found[0] if found else None)
 
-    on_rank0(read)
-    return broadcast(found)
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+def derive(start: Start) -> dict[str, Any]:
+    """What follows from the settings."""
+    model, horizon = build_model(start.settings), start.horizon
+    flops = model.estimate_flops()
+    return {"num_iterations": horizon.num_iterations, "total_tokens": horizon.total_tokens,
+            "tokens_per_step": horizon.total_batch_size, "flops_per_token": flops,
+            "total_flops": float(flops * horizon.total_tokens), "batch_lr_scale": horizon.batch_lr_scale,
+            "weight_decay_scaled": horizon.weight_decay_scaled,
+            **{f"params_{k}": v for k, v in model.num_scaling_params().items()}}
+
+
+def introduce(start: Start, layout: Layout) -> None:
+    """Print what is about to run: settings that are not their defaults, and what follows from all of them."""
+    for notice in start.notices:
+        print0(f"changed: {notice}")
+    for name, value in start.settings.differing().items():
+        print0(f"{flag(name):32s} {json.dumps(value)}")
+    for name, value in derive(start).items():
+        print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value:.4g}")
+    print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} process(es) x "
+           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} rows; "
+           f"{layout.K} leaves")
+    if layout.K % layout.world_size:
+        print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, but other bits "
+               f"than with a number that does (--leaves is chosen when a run starts)")
+    if layout.dead_share > 0.1:
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of processes and a "
+               f"--device-batch-size that divide {layout.rows_per_step} rows waste none")
+    if start.checkpoint is not None:
+        print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
+    elif start.cursors is not None and start.origin is not None:
+        print0(f"the data goes on where {start.origin.path} was")

@@ -1,5 +1,6 @@
 """
-The parts of training that are not the loop: what a step of all ranks comes to, what a run carries, how it is saved.
+The parts of training that are not the loop: what a step of all ranks comes to, what a run carries from launch to
+launch, how it is saved, and how people are told.
 
     a step     each rank: gradients of its rows, of each leaf the sum of their losses and live targets, its part of the
                digest, whether it has rows at all, whether it should stop, how the last save went
@@ -7,11 +8,19 @@ The parts of training that are not the loop: what a step of all ranks comes to, 
                both global, and the same bits wherever the leaves are
 
 So every step all ranks agree on whether to go on, for the price of a reduction that they need anyway.
+
+A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step three times: a line
+for people, a line of JSON for programs, and wandb for those who ask for it. wandb is imported when a run has a name for
+it, and nothing that goes wrong in it stops training.
 """
 
+import functools
 import json
+import logging
 import math
 import random
+import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,12 +31,23 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
-from nanochat.common import get_dist_info
+from nanochat.common import DummyWandb, get_dist_info, print0
+from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather, wide_dtype
+from nanochat.dist import gather, on_rank0, wide_dtype
 from nanochat.gpt import GPT
+from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
+from nanochat.reduce import LeafAccumulator
+from nanochat.run_data import RunData
+from nanochat.run_dir import TrainLog, iter_log
 from nanochat.schedule import Schedule
+from nanochat.start_run import Start
+
+log = logging.getLogger(__name__)
+
+LONG_S = 1800.0  # what an evaluation or a save may take
+ALL_LINES = 100  # steps of a launch whose lines are all printed
 
 
 class Halt(Exception):
@@ -37,6 +57,8 @@ class Halt(Exception):
 class Stop(Exception):
     """The run was asked to stop. All ranks raise it together, after the same step."""
 
+
+# ---- a step of all ranks --------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -86,18 +108,18 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
     counts, leaves = [int(value) for value in values[:len(flags)]], values[len(flags):]
     nats, live = ([leaves[i::2 * len(dropped)] for i in range(at, at + len(dropped))] for at in (0, len(dropped)))
     return StepTotals(
-        digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=bool(counts[4]),
-        stop=bool(counts[5]), saved=Code(counts[6]), dropped=counts[7:], nats=[math.fsum(of) for of in nats],
-        live=[int(math.fsum(of)) for of in live])
+        digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[4] > 0,
+        stop=counts[5] > 0, saved=Code(counts[6]), dropped=counts[7:], nats=[math.fsum(n) for n in nats],
+        live=[int(math.fsum(n)) for n in live])
 
 
-# ---- save -----------------------------------------------------------------------------------------------------------
+# ---- what a run carries ---------------------------------------------------------------------------------------------
 
 @dataclass
 class Progress:
-    """What the loop carries from step to step; in every checkpoint."""
+    """What a run has done so far; plain values, kept in trainer_state.json."""
 
-    step: int = 0  # optimizer steps done
+    step: int = 0  # steps done
     tokens: int = 0  # trained on, in all steps
     smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not yet corrected for its start at 0
     train_time_s: float = 0.0
@@ -106,6 +128,14 @@ class Progress:
     min_val_bpb: float | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # buckets that lanes have dropped: how many lanes
 
+    def note_step(self, loss: float, tokens: int, step_s: float) -> float:
+        """Count a step that is done. Returns the smoothed loss."""
+        self.step += 1
+        self.tokens += tokens
+        self.train_time_s += step_s
+        self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * loss
+        return self.smooth_loss / (1 - 0.9**self.step)
+
     def note_val(self, bpb: float) -> None:
         """Take in a validation result, bits per byte."""
         self.val_bpb = bpb
@@ -113,22 +143,224 @@ class Progress:
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
-def save(run_dir: Path, name: str, *, saver: Saver, model: GPT, optimizer: MuonAdamW, schedule: Schedule,
-         loader: DataLoader, progress: Progress, status: str, last: bool, extra: dict[str, Any]) -> None:
-    """Collective. Collect all ranks' state in rank 0's memory, and have its `saver` write it. `last`: the run has
-    nothing else to do."""
-    _, rank, _, _ = get_dist_info()
-    if rank == 0:
-        saver.wait()  # so that there is one copy of the state in memory at most
-    optimizer_state = optimizer.gather_state()
-    cursors = gather(loader.cursors(progress.step))
-    rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
-    if rank != 0:
-        return
-    model_state = to_host(model.state_dict())
-    write = partial(
-        save_checkpoint, run_dir, name, step=progress.step, model_state=model_state, model_config=asdict(model.config),
-        optimizer_state=optimizer_state, scheduler_state=schedule.state(), rng_state=dict(enumerate(rng)),
-        cursors=[cursor for cursors_of_rank in cursors for cursor in cursors_of_rank],
-        trainer_state={"progress": asdict(progress), "status": status, **extra})
-    saver.start(write, last=last)
+@dataclass
+class Trainer:
+    """What the parts of the loop share."""
+
+    start: Start
+    data: RunData
+    model: GPT
+    compiled: Any  # the model, as it is called
+    optimizer: MuonAdamW
+    leaves: LeafAccumulator
+    schedule: Schedule
+    loader: DataLoader
+    progress: Progress
+    journal: "Journal"
+    dog: Any  # the watchdog
+    stop: StopWatch
+    saver: Saver
+    mfu_per_rate: float  # share of the devices' peak for 1 token/s; 0 where the peak is unknown
+
+    @property
+    def settings(self) -> Settings:
+        return self.start.settings
+
+    def due(self, every: int) -> bool:
+        """Whether it is time for what is done every so many steps, before the next one."""
+        step = self.progress.step
+        at = step >= self.schedule.num_iterations or (every > 0 and step % every == 0)
+        return every > 0 and at and (step > self.start.step or not self.start.looked)
+
+    def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
+        """Collective. Collect all ranks' state in rank 0's memory and have it written as the checkpoint `name`; with
+        `last`, wait until it is. OSError on rank 0 if it cannot be."""
+        began, p = time.perf_counter(), self.progress
+        with self.dog.patience(LONG_S):
+            if get_dist_info()[1] == 0:
+                self.saver.wait()  # so that there is one copy of the state in memory at most
+            optimizer_state = self.optimizer.gather_state()
+            cursors = gather(self.loader.cursors(p.step))
+            rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
+            if get_dist_info()[1] == 0:
+                model_state = to_host(self.model.state_dict())
+                self.saver.start(partial(
+                    save_checkpoint, self.start.run_dir, name, step=p.step, model_state=model_state,
+                    model_config=asdict(self.model.config), optimizer_state=optimizer_state,
+                    scheduler_state=self.schedule.state(), rng_state=dict(enumerate(rng)),
+                    cursors=[cursor for of_rank in cursors for cursor in of_rank],
+                    trainer_state={"progress": asdict(p), "status": status, "tokens": p.tokens,
+                                   "phase": self.loader.phase, "K": self.settings.leaves,
+                                   "tokenizer_fingerprint": self.settings.tokenizer_fingerprint,
+                                   "wandb_id": self.journal.wandb_id, **more}), last=last)
+            self.stop.note("copy", time.perf_counter() - began)
+            if last:
+                on_rank0(self.finish_saves)
+
+    def told_save(self) -> Code:
+        """How a save that has ended went, told to people. Rank 0 knows; NOTHING elsewhere."""
+        outcome = self.saver.poll()
+        if outcome is None:
+            return Code.NOTHING
+        self.stop.note_save(outcome.seconds)
+        if outcome.path is not None:
+            print0(outcome.message)
+            self.journal.event("saved", checkpoint=outcome.path.name, seconds=outcome.seconds)
+        else:
+            log.warning("%s", outcome.message)
+            self.journal.event("save_failed", reason=outcome.message)
+        if outcome.code == Code.FATAL:
+            self.journal.fatal = outcome.error
+        return outcome.code
+
+    def finish_saves(self) -> None:
+        """Wait for the save in flight. Raises what is fatal."""
+        self.saver.wait()
+        while (code := self.told_save()) != Code.NOTHING:
+            if code == Code.FATAL:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """End the run because it cannot be saved: rank 0 says why."""
+        raise self.journal.fatal or SystemExit(1)
+
+
+# ---- telling people -------------------------------------------------------------------------------------------------
+
+class Journal:
+    """The log and the wandb run of a training run, and its live state; on ranks other than 0 it does nothing.
+
+    The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from the first launch on,
+    whatever becomes of that launch.
+    """
+
+    def __init__(self, start: Start, progress: Progress, *, rank: int, state: RunState | None):
+        self.start, self.progress, self.state = start, progress, state
+        self.log: TrainLog | None = None
+        self.fatal: Exception | None = None  # why the run cannot be saved any more
+        self.wandb: _Wandb | DummyWandb = DummyWandb()
+        self.wandb_id = start.state.get("wandb_id")
+        if rank > 0:
+            return
+        path = start.run_dir / "logs" / "train.jsonl"
+        events = [record for record in iter_log(path) if "event" in record]
+        logged_id = next((e.get("id") for e in reversed(events) if e["event"] == "wandb"), None)
+        self._note_code(next((e.get("code") for e in reversed(events) if e["event"] == "started"), None))
+        self.log = TrainLog(path, first_step=progress.step)
+        self.wandb = start_wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
+        self.wandb_id = self.wandb.id or self.wandb_id or logged_id
+        if self.wandb_id != logged_id:
+            self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
+
+    @staticmethod
+    def _note_code(before: str | None) -> None:
+        """Say so where another version of the code goes on with the run."""
+        now = code_version()
+        if before and now and before != now:
+            print0(f"note: the launch before was of the code {before}, this one is of {now}")
+
+    def event(self, name: str, **record: Any) -> None:
+        """Something that happened before the next step."""
+        step = self.progress.step
+        if self.log is not None:
+            self.log.write(event=name, step=step, time=time.time(), **record)
+        self.wandb.log({"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
+        if name == "saved" and self.state is not None:
+            self.state.update(checkpoint=record["checkpoint"])
+
+    def check_digest(self, digest: str) -> None:
+        """ValueError if the step that was just computed had another digest when this run was there before."""
+        logged = None if self.log is None else self.log.digest_of(self.progress.step)
+        if logged not in (None, digest):
+            raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {logged} when this "
+                             f"run was there before: data or code changed; go back to what it was")
+
+    def note_dropped(self, dropped: dict[str, int]) -> None:
+        """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each bucket."""
+        for bucket, lanes in dropped.items():
+            if lanes > self.progress.dropped.get(bucket, 0):
+                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
+                self.event("dropped", bucket=bucket, lanes=lanes)
+        self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
+
+    def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
+        """Tell of the step that was just counted: `line` to people (in a long launch not of every step), `record` to
+        the log and to wandb, `state` to scripts.status."""
+        done, last = self.progress.step, self.start.horizon.num_iterations
+        every = 1 if done - self.start.step <= ALL_LINES else self.start.settings.log_every
+        if done % every == 0 or done == last:
+            print0(f"step {done - 1:05d}/{last:05d} | {line}")
+        if self.log is not None:
+            self.log.write(step=done - 1, **record)
+        self.wandb.log({"step": done - 1, **{f"train/{k}": v for k, v in record.items() if k != "digest"}})
+        if self.state is not None:
+            self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
+
+    def ending(self, reason: str) -> None:
+        """The run is about to end: what is left is to save it."""
+        if self.state is not None:
+            self.state.update(status="stopping", reason=reason)
+
+    def end(self, status: str, reason: str = "") -> None:
+        """The run has ended so."""
+        self.event(status, reason=reason)
+        if self.state is not None:
+            self.state.close(status, reason)
+
+    def close(self) -> None:
+        """Finish log and wandb."""
+        self.wandb.finish()
+        if self.log is not None:
+            self.log.close()
+
+
+@functools.cache
+def code_version() -> str:
+    """The commit of this code, with a "+" where files differ from it; empty where there is no repository."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
+                              timeout=20).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+class _Wandb:
+    """A wandb run whose failures are told once and never stop training."""
+
+    def __init__(self, run: Any):
+        self.run, self.id = run, run.id
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Send a record, if wandb still works."""
+        self._try("log", record)
+
+    def finish(self) -> None:
+        """Upload what is left."""
+        self._try("finish")
+
+    def _try(self, method: str, *args: Any) -> None:
+        if self.run is None:
+            return
+        try:
+            getattr(self.run, method)(*args)
+        except Exception as e:  # whatever it is, it is not worth a run
+            log.warning("wandb stopped working (%s); going on without it", e)
+            self.run = None
+
+
+def start_wandb(settings: Settings, run_dir: Path, wandb_id: str | None) -> _Wandb | DummyWandb:
+    """A wandb run, `wandb_id` again if given; a stand-in for the name 'dummy' or where wandb cannot start."""
+    if settings.run == "dummy":
+        return DummyWandb()
+    try:
+        import wandb  # takes a second, and only here
+
+        run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir, id=wandb_id,
+                         resume="allow")
+    except Exception as e:
+        log.warning("wandb could not start (%s); going on without it", e)
+        return DummyWandb()
+    return _Wandb(run)

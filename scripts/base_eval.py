@@ -131,11 +131,11 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], ran
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     stored, config, settings = open_run(checkpoint.parent.parent)
     data = stored if config.framed else open_data(pinned_data(checkpoint.parent.parent), stored.tokenizer)
-    model.attention_mode = settings["attention_mode"]
-    B = settings["device_batch_size"] if args.device_batch_size == -1 else args.device_batch_size
+    model.attention_mode = settings.attention_mode
+    B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
     bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
                       unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size,
-                      num_leaves=settings["leaves"])
+                      num_leaves=settings.leaves)
     samples = draw_samples(model, tokenizer, own_prompts(data, config.T)) if rank == 0 else {}
     return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,
             "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}

@@ -14,31 +14,19 @@ log, checkpoints, tokenizer, and which files it reads.
 """
 
 import argparse
-import logging
 import math
 import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanochat.checkpoint import Code, Outcome, Saver, check_retention, list_checkpoints, prune
-from nanochat.common import (
-    EXIT_HALTED,
-    Parser,
-    begin_data,
-    place,
-    print0,
-    quiet_gc,
-    run_main,
-    setup_logging,
-)
+from nanochat.checkpoint import Code, Saver, list_checkpoints, prune
+from nanochat.common import EXIT_HALTED, Parser, print0, quiet_gc, run_main, setup_logging
+from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
-from nanochat.dataset import DEFAULT_DATASET
 from nanochat.dist import (
     agree,
     autodetect_device_type,
@@ -46,371 +34,258 @@ from nanochat.dist import (
     compute_init,
     gather,
     gather_all,
-    get_compute_dtype,
     get_peak_flops,
     on_rank0,
-    same,
 )
 from nanochat.engine import Engine
-from nanochat.flags import add_flags
-from nanochat.gpt import GPT
-from nanochat.job import command_settings, derive, find_tokenizer, introduce, resolve
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets
-from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_data import RunData, check_files, open_data, stream_config
-from nanochat.run_dir import is_run_dir, run_path
-from nanochat.run_plan import rehearse
-from nanochat.schedule import Horizon, Schedule
-from nanochat.start_run import Start, begin, check_home, check_model, continued, load_states, prepare, settle_samples
-from nanochat.stream import build_indices
-from nanochat.tokenizer import RustBPETokenizer
-from nanochat.trainer import Halt, Progress, Stop, add_up, leaf_sums, save
-from nanochat.watch import Watch
-from nanochat.watchdog import Watchdog, open_store
+from nanochat.run_data import RunData, stream_config
+from nanochat.schedule import Schedule
+from nanochat.start_run import (
+    WAY_ON,
+    Start,
+    build_model,
+    command,
+    find_data,
+    introduce,
+    load_states,
+    look,
+    make_plan,
+    own,
+)
+from nanochat.trainer import LONG_S, Halt, Journal, Progress, Stop, Trainer, add_up, code_version, leaf_sums
+from scripts.sample import own_prompts
 
-log = logging.getLogger(__name__)
-
-LONG_S = 1800.0  # what an evaluation or a save may take
-WAY_ON = "--allow-bucket-exhaustion goes on without what ran dry, --allow-curriculum-change with another curriculum"
-SAMPLE_PROMPTS = ("The capital of France is", "The opposite of cold is", "Water boils when", "import os\n",
-                  "If 3*x + 2 = 11, then x is")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The flags; scripts.validate takes the same."""
-    p = Parser(description="Pretrain a base model.", epilog=__doc__)
-    add_flags(p)
-    return p
+LOOKS = ("eval_every", "sample_every")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of a command line, by default of this one."""
-    return parser().parse_args(argv)
+    return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
 
 
-# ---- the loop's parts ------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
-@dataclass
-class Run:
-    """What the parts of the loop share."""
+def loop(run: Trainer) -> int:
+    """Look, save, step, until the horizon or the end of something else. Returns the exit code."""
+    p, settings, last = run.progress, run.settings, run.schedule.num_iterations
+    try:
+        while True:
+            if run.due(settings.eval_every):
+                evaluate(run)
+            if run.due(settings.sample_every) and p.step > 0 and run.loader.layout.rank == 0:
+                sample(run)
+            if p.step >= last:
+                run.save("final", "completed", last=True)
+                break
+            if run.due(settings.save_every) and p.step > run.start.step:
+                run.save(f"checkpoint-{p.step}", "running")
+            one_step(run)
+            if p.step == run.start.step + 1:
+                quiet_gc()
+    except Stop as e:
+        run.journal.ending(str(e))
+        run.save(f"checkpoint-{p.step}-shutdown", "stopped", last=True, stopped=str(e))
+        run.journal.end("stopped", str(e))
+        print0(f"stopped: {e}; step {p.step:,} of {last:,} is saved, the same command goes on")
+        return 0
+    except Halt as e:
+        why, all_dry = e.args
+        run.journal.ending(why)
+        run.save(f"checkpoint-{p.step}-shutdown", "halted", last=True, halted=why, all_dry=all_dry)
+        run.journal.end("halted", why)
+        print0(f"halted: {why}; {WAY_ON.format(tag=run.start.run_dir.name)}")
+        return EXIT_HALTED
+    except ArithmeticError as e:
+        run.journal.end("failed", str(e))
+        if run.loader.layout.rank != 0:
+            raise SystemExit(1) from e  # all ranks know; one says so
+        run.saver.wait()
+        kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)), "nothing was saved before it")
+        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
+                         f"run (--model-tag NAME), or begin one behind these rows: --init-from, --skip-steps") from e
+    run.journal.end("completed")
+    bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
+    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; {run.start.run_dir}")
+    return 0
 
-    run_dir: Path
-    start: Start
-    settings: dict[str, Any]
-    horizon: Horizon
-    schedule: Schedule
-    tokenizer: RustBPETokenizer
-    data: RunData
-    device: torch.device
-    rank: int
-    world_size: int
-    model: GPT
-    compiled: Any  # the model, as it is called
-    optimizer: MuonAdamW
-    leaves: LeafAccumulator
-    loader: DataLoader
-    progress: Progress
-    watch: Watch
-    dog: Watchdog
-    stop: StopWatch
-    saver: Saver
-    mfu_per_rate: float
-    token_bytes: torch.Tensor
-    outcome: Outcome | None = None  # of the save that ended last; rank 0's
 
-    def due(self, name: str) -> bool:
-        """Whether it is time to look or save, before the next step."""
-        every, step = self.settings[name], self.progress.step
-        return every > 0 and (step >= self.horizon.num_iterations or step % every == 0) and (
-            step > self.start.step or not self.start.looked)
-
-
-def one_step(run: Run) -> None:
+def one_step(run: Trainer) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked to."""
-    p, loader, total = run.progress, run.loader, run.horizon.total_batch_size
+    p, loader, settings = run.progress, run.loader, run.settings
     began, waited, dry, none_left = time.perf_counter(), loader.wait_s, "", False
     run.dog.beat(p.step)
-    if p.step in run.start.skips:
-        run.watch.event("skipped", steps=run.start.skips[p.step])
-    sums = leaf_sums(loader.layout, len(loader.buckets), run.device)
-    bucket_ids = torch.arange(len(loader.buckets), device=run.device)
+
+    # forward and backward: gradients are added leaf by leaf, losses and live targets summed for each leaf and bucket
+    sums = leaf_sums(loader.layout, len(loader.buckets), loader.device)
+    bucket_ids = torch.arange(len(loader.buckets), device=loader.device)
     try:
         for i in range(loader.micro_batches_per_step):
             leaf, at = divmod(i, loader.layout.micro_batches_per_leaf)
             batch = next(loader)
             losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none",
                                   masks=run.model.masks(batch.doc_ids)).sum(dim=1)
-            (losses.sum() / total).backward()
+            (losses.sum() / settings.total_batch_size).backward()
             if at + 1 == loader.layout.micro_batches_per_leaf:
                 run.leaves.leaf_done()
             of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)  # (2, B)
             sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
     except Dry as e:
         dry, none_left = str(e), e.bucket is None
-    reason = run.stop.wanted()
-    saved = told_save(run)
+
+    # what all ranks must agree on, in one small reduction
+    ahead = [name for name in LOOKS if getattr(settings, name) > 0 and (p.step + 1) % getattr(settings, name) == 0]
+    reason = run.stop.wanted(ahead=ahead)
+    saved = run.told_save()
     run.dog.beat(p.step, "reduction")
     totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
                     stop=bool(reason), saved=saved)
     if totals.saved == Code.FATAL:
-        raise_fatal(run)
+        run.give_up()
     if totals.dry:
         texts = [(text, all_dry) for text, all_dry in gather_all((dry, none_left)) if text]
         raise Halt(*texts[0])
+
+    # the update
     run.schedule.apply(run.optimizer, p.step)
     run.dog.beat(p.step, "optimizer")
-    grad_norm = float(run.optimizer.step(totals.grad_scale(total)))  # waits for the device
+    grad_norm = float(run.optimizer.step(totals.grad_scale(settings.total_batch_size)))  # waits for the device
     run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
-    run.watch.check_digest(totals.digest, tokens=total)
-    run.watch.note_dropped(dict(zip(loader.buckets, totals.dropped)))
-    by_bucket = dict(zip(loader.buckets, totals.bucket_losses())) if len(loader.buckets) > 1 else {}
-    run.watch.step(run.schedule, tokens=total, loss=totals.loss, grad_norm=grad_norm, digest=totals.digest,
-                   step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited, mfu_per_rate=run.mfu_per_rate,
-                   bucket_loss=by_bucket, phase=loader.phase)
+    run.journal.check_digest(totals.digest)
+    run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
+
+    # tell: a value that is added to the record is logged, one that is added to the line is printed
+    lr, step_s = run.schedule.lr(p.step), time.perf_counter() - began
+    rate, smooth = settings.total_batch_size / step_s, p.note_step(totals.loss, settings.total_batch_size, step_s)
+    eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
+    record: dict[str, Any] = {
+        "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr, "grad_norm": grad_norm,
+        "step_s": step_s, "wait_s": loader.wait_s - waited, "tokens": p.tokens, "tokens_per_s": rate,
+        "mfu": rate * run.mfu_per_rate}
+    if len(loader.buckets) > 1:
+        record |= {f"loss/{bucket}": loss for bucket, loss in zip(loader.buckets, totals.bucket_losses())}
+    line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}", f"{step_s * 1000:.1f} ms",
+            f"{rate:,.0f} tok/s", *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
+            f"data wait {record['wait_s'] * 1000:.1f} ms", f"eta {eta_s / 60:.1f} min"]
+    run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s, phase=loader.phase)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: Trainer) -> None:
     """Bits per byte on validation data, of each bucket and of all."""
-    began, args, data = time.perf_counter(), run.settings, run.data
+    began, settings, layout = time.perf_counter(), run.settings, run.loader.layout
     with run.dog.patience(LONG_S):
         batches = {bucket: validation_loader(
-            source, tokenizer=run.tokenizer, T=run.loader.config.T, num_tokens=args["eval_tokens"] // len(data.val),
-            device=run.device, device_batch_size=args["device_batch_size"], rank=run.rank, world_size=run.world_size,
-            num_leaves=args["leaves"], num_threads=args["tokenizer_threads"],
-            with_doc_ids=args["attention_mode"] != "causal")
-            for bucket, source in data.val.items()}
-        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.token_bytes)
+            source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
+            num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
+            device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
+            num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
+            with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
+        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
     run.progress.note_val(bpb)
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
     print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
-    run.watch.event("val", bpb=bpb, buckets=by_bucket)
+    run.journal.event("val", bpb=bpb, buckets=by_bucket)
     run.stop.note("eval_every", time.perf_counter() - began)
 
 
-def sample(run: Run) -> None:
-    """Print a greedy continuation of each prompt. Rank 0 alone."""
-    began = time.perf_counter()
-    engine, bos = Engine(run.model, run.tokenizer), run.tokenizer.get_bos_token_id()
-    for prompt in SAMPLE_PROMPTS:
+def sample(run: Trainer) -> None:
+    """Print the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
+    began, engine = time.perf_counter(), Engine(run.model, run.data.tokenizer)
+    for prompt in own_prompts(run.data, run.settings.max_seq_len):
         run.dog.beat()
-        tokens = engine.generate_batch(run.tokenizer.encode(prompt, prepend=bos), max_tokens=16, temperature=0.0)[0][0]
-        print0(f"  > {run.tokenizer.decode(tokens[1:])!r}")
+        tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
+        print0(f"  > {run.data.tokenizer.decode(tokens[1:])!r}")
     run.stop.note("sample_every", time.perf_counter() - began)
-
-
-def checkpoint_now(run: Run, name: str, status: str, *, last: bool = False, **more: Any) -> None:
-    """Start a save; with `last`, wait until it is written. OSError on rank 0 if it cannot be."""
-    began = time.perf_counter()
-    with run.dog.patience(LONG_S):
-        save(run.run_dir, name, saver=run.saver, model=run.model, optimizer=run.optimizer, schedule=run.schedule,
-             loader=run.loader, progress=run.progress, status=status, last=last,
-             extra={"tokenizer_fingerprint": run.tokenizer.fingerprint, "wandb_id": run.watch.wandb_id,
-                    "K": run.settings["leaves"], "curriculum": run.settings["curriculum"],
-                    "total_batch_size": run.horizon.total_batch_size,
-                    "tokens": run.progress.tokens, "phase": run.loader.phase,
-                    "skips": sorted(run.start.skips.items()), **more})
-        run.stop.note("copy", time.perf_counter() - began)
-        if last:
-            on_rank0(lambda: finish_saves(run))
-
-
-def told_save(run: Run) -> Code:
-    """How a save that has ended went, told to people. Rank 0 knows; NOTHING elsewhere."""
-    outcome = run.saver.poll()
-    if outcome is None:
-        return Code.NOTHING
-    run.outcome = outcome
-    run.stop.note_save(outcome.seconds)
-    if outcome.path is not None:
-        print0(outcome.message)
-        run.watch.event("saved", checkpoint=outcome.path.name, seconds=outcome.seconds)
-    else:
-        log.warning("%s", outcome.message)
-        run.watch.event("save_failed", reason=outcome.message)
-    return outcome.code
-
-
-def finish_saves(run: Run) -> None:
-    """Wait for the save in flight. Raises what is fatal."""
-    run.saver.wait()
-    while (code := told_save(run)) != Code.NOTHING:
-        if code == Code.FATAL:
-            raise_fatal(run)
-
-
-def raise_fatal(run: Run) -> None:
-    """End the run because it cannot be saved: rank 0 says why."""
-    if run.outcome is None or run.outcome.error is None:
-        raise SystemExit(1)
-    raise run.outcome.error
-
-
-def loop(run: Run) -> int:
-    """Look, save, step, until the horizon or the end of something else. Returns the exit code."""
-    p = run.progress
-    try:
-        while True:
-            if run.due("eval_every"):
-                evaluate(run)
-            if run.rank == 0 and run.due("sample_every") and p.step > 0:
-                sample(run)
-            if p.step >= run.horizon.num_iterations:
-                checkpoint_now(run, "final", "completed", last=True)
-                break
-            if run.due("save_every") and p.step > run.start.step:
-                checkpoint_now(run, f"checkpoint-{p.step}", "running")
-            one_step(run)
-            if p.step == run.start.step + 1:
-                quiet_gc()
-    except Stop as e:
-        run.watch.ending("stopping", str(e))
-        checkpoint_now(run, f"checkpoint-{p.step}-shutdown", "stopped", last=True, stopped=str(e))
-        run.watch.end("stopped", str(e))
-        print0(f"stopped: {e}; step {p.step:,} of {run.horizon.num_iterations:,} is saved, the same command goes on")
-        return 0
-    except Halt as e:
-        why, all_dry = e.args
-        run.watch.ending("stopping", why)
-        checkpoint_now(run, f"checkpoint-{p.step}-shutdown", "halted", last=True, halted=why, all_dry=all_dry)
-        run.watch.end("halted", why)
-        print0(f"halted: {why}; {WAY_ON}")
-        return EXIT_HALTED
-    except ArithmeticError as e:
-        run.watch.end("failed", str(e))
-        if run.rank != 0:
-            raise SystemExit(1) from e  # all ranks know; one says so
-        run.saver.wait()
-        kept = next((f"{path} is kept" for path in list_checkpoints(run.run_dir)), "nothing was saved before it")
-        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
-                         f"run (--model-tag NAME), or pass over the rows with --skip-steps") from e
-    run.watch.end("completed")
-    bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; {run.run_dir}")
-    return 0
 
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README for exit codes."""
-    args = parse_args(argv)
+    settings = from_flags(parse_args(argv))
     setup_logging()
-    end = deadline(args.max_runtime_seconds, os.environ, time.monotonic())
-    with StopWatch(end, reserve_s=args.walltime_reserve_seconds) as stop:
-        _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type(),
-                                                      timeout_s=2 * args.collective_timeout_seconds + LONG_S)
+    end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
+    with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
+        _, rank, _, world_size, device = compute_init(settings.device_type or autodetect_device_type(),
+                                                      timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
-            return train(args, stop, rank, world_size, device)
+            settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
+            start = look(settings, device)
+            if (over := start.over()) is not None:
+                print0(over[1])
+                return over[0]
+            start, data = find_data(start, tokenizer, rank)
+            return train(start, data, stop, rank, world_size, device)
         finally:
             compute_cleanup()
 
 
-def train(args: argparse.Namespace, stop: StopWatch, rank: int, world_size: int, device: torch.device) -> int:
-    """Find out what the command means, open everything, go through the loop."""
-    begin_data(args.object_storage_cache)
-    args.data_path = str(place(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
-    tokenizer = agree(lambda: find_tokenizer(args.tokenizer_dir, args.data_path))
-    agree(lambda: check_retention(args.keep_last_k, args.keep_milestone_every))
-    args.model_tag = args.model_tag or f"d{args.depth}"
-    run_dir = agree(lambda: run_path(args.model_tag))
-    settings = agree(lambda: command_settings(vars(args), tokenizer, world_size, device.type))
-    same(settings)  # every node has its own command line and tokenizer
-    if args.resume != "scratch":
-        at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
-        agree(lambda: check_home(run_dir, at_rank0=at_rank0))
-    start = on_rank0(lambda: begin(run_dir, settings, resume=args.resume, force=args.force))
-    for notice in start.notices:
-        print0(f"changed: {notice}")
-    dtype = agree(lambda: get_compute_dtype(device, start.settings["dtype"]))
-    settings, horizon, model = agree(lambda: resolve(start.settings, world_size, dtype))
-    if start.completed_steps >= horizon.num_iterations:
-        print0(f"{run_dir}: completed ({start.checkpoint}), nothing to do; --model-tag NAME starts another run")
-        return 0
-    if start.halted:
-        print0(f"{run_dir}: halted ({start.checkpoint}): {start.halted}; {WAY_ON}")
-        return EXIT_HALTED
-    on_rank0(lambda: check_model(start, model.config))
-    settings = on_rank0(lambda: settle_samples(start, settings, horizon))
-    config = agree(lambda: stream_config(settings))
-    schedule = agree(lambda: Schedule(horizon.num_iterations, args.warmup_steps, args.warmdown_ratio,
-                                      args.final_lr_frac, horizon.weight_decay_scaled))
-    derived = derive(horizon, model)
-    plan = None if args.plan == "off" else on_rank0(lambda: rehearse(run_dir, start, settings, tokenizer,
-                                                                     horizon.num_iterations))
-    owner, manifests = on_rank0(lambda: prepare(run_dir, start, settings, tokenizer, derived, plan))
-    start = replace(start, settings=settings)
-
+def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: int, device: torch.device) -> int:
+    """Own the run, make everything, go through the loop."""
+    settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
+    schedule = agree(lambda: Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled))
+    plan = on_rank0(lambda: make_plan(start, data))
+    owner = on_rank0(lambda: own(start, data, plan))
     with ExitStack() as stack:
+        from nanochat.watchdog import Watchdog, open_store
+
         everyone = gather(identify())
-        state = stack.enter_context(RunState(
-            owner, everyone, num_iterations=horizon.num_iterations, step=start.step,
-            checkpoint=start.checkpoint and start.checkpoint.name)) if rank == 0 else None
+        state = stack.enter_context(RunState(owner, everyone, num_iterations=num_steps, step=start.step)) \
+            if rank == 0 else None
         dog = stack.enter_context(Watchdog(
-            open_store(world_size), rank=rank, world_size=world_size, timeout_s=args.collective_timeout_seconds,
+            open_store(world_size), rank=rank, world_size=world_size, timeout_s=settings.collective_timeout_seconds,
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
         if rank == 0:
-            stop.clear(run_dir)
-        agree(lambda: check_files(manifests))
-        data = agree(lambda: open_data(manifests, tokenizer, as_stored=not config.framed))
+            stop.clear(start.run_dir)
 
-        # model, optimizer, progress: fresh, another run's, or as they were saved
-        model.to_empty(device=device)
-        model.init_weights(seed=args.seed, compute_dtype=dtype)
+        # model and optimizer: fresh, another run's, or as they were saved
+        model = build_model(settings).to_empty(device=device)
+        model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
         scale = horizon.batch_lr_scale
         optimizer = model.setup_optimizer(
-            unembedding_lr=args.unembedding_lr * scale, embedding_lr=args.embedding_lr * scale,
-            scalar_lr=args.scalar_lr * scale, matrix_lr=args.matrix_lr * scale,
+            unembedding_lr=settings.unembedding_lr * scale, embedding_lr=settings.embedding_lr * scale,
+            scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
             weight_decay=horizon.weight_decay_scaled)
         saved = load_states(start)
         if "model" in saved:
             model.load_state_dict(saved["model"])
         if "optimizer" in saved:
             optimizer.load_state(saved["optimizer"])
-        progress = Progress(**saved.get("progress", {}))
+        del saved
+        progress = Progress(**start.state.get("progress", {}))
         if progress.step > 0:
             schedule.apply(optimizer, progress.step - 1)  # rates are saved with the state: those of the step before
-        cursors = saved.get("cursors")
-        wandb_id = saved.get("wandb_id")
-        del saved
-        compiled: Any = torch.compile(model, dynamic=False) if (
-            args.compile == "on" or (args.compile == "auto" and device.type == "cuda")) else model
-        peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
-        watch = Watch(run_dir, progress, rank=rank, run=args.run, settings=settings, wandb_id=wandb_id, state=state)
-        stack.callback(watch.close)
-        if world_size > 1:  # of Megatron's order: rank 0 shuffles and keeps the indices, the others find them
-            on_rank0(lambda: build_indices(config, data.train))
-            dog.beat()
-        if start.checkpoint is None and cursors is not None:
-            cursors = continued(cursors, config, data.train, tokenizer)
+        compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
+            settings.compile == "auto" and device.type == "cuda") else model
+
+        journal = Journal(start, progress, rank=rank, state=state)
+        stack.callback(journal.close)
+        config = stream_config(settings)
         loader = stack.enter_context(DataLoader(
-            config, data.train, tokenizer=tokenizer, rows_per_step=horizon.total_batch_size // config.T,
-            device_batch_size=args.device_batch_size, device=device, rank=rank, world_size=world_size,
-            num_leaves=settings["leaves"], cursors=cursors, start_step=progress.step,
-            num_threads=args.tokenizer_threads, with_doc_ids=args.attention_mode != "causal",
-            drop_dry=settings["allow_bucket_exhaustion"]))
-        saver = Saver(good=start.checkpoint, asynchronous=not args.sync_save, prune=lambda path: prune(
-            run_dir, good=path, keep_last_k=args.keep_last_k, keep_milestone_every=args.keep_milestone_every))
+            config, data.train, tokenizer=data.tokenizer, rows_per_step=settings.total_batch_size // config.T,
+            device_batch_size=settings.device_batch_size, device=device, rank=rank, world_size=world_size,
+            num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
+            num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
+            drop_dry=settings.allow_bucket_exhaustion))
+        saver = Saver(good=start.checkpoint.path if start.checkpoint else None, asynchronous=not settings.sync_save,
+                      prune=lambda path: prune(start.run_dir, good=path, keep_last_k=settings.keep_last_k,
+                                               keep_milestone_every=settings.keep_milestone_every))
         stack.callback(saver.close)
-        introduce(settings, derived, loader.layout)
-        if start.position is not None:
-            print0(f"resuming from {start.checkpoint} at step {progress.step:,}" if start.checkpoint else
-                   f"the data goes on where {start.position} was")
-        if start.changed:
-            watch.event("curriculum", curriculum=settings["curriculum"])
-        watch.event("started", world_size=world_size, device=device.type, torch=torch.__version__, derived=derived,
-                    skips=sorted(start.skips.items()))
-        return loop(Run(
-            run_dir=run_dir, start=start, settings=settings, horizon=horizon, schedule=schedule, tokenizer=tokenizer,
-            data=data, device=device, rank=rank, world_size=world_size, model=model, compiled=compiled,
-            optimizer=optimizer, leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), loader=loader,
-            progress=progress, watch=watch, dog=dog, stop=stop, saver=saver,
-            mfu_per_rate=model.estimate_flops() / (peak_flops * world_size), token_bytes=tokenizer.token_bytes()))
+        introduce(start, loader.layout)
+        journal.event("started", world_size=world_size, device=device.type, torch=torch.__version__,
+                      code=code_version())
+        peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
+        return loop(Trainer(
+            start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
+            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), schedule=schedule, loader=loader,
+            progress=progress, journal=journal, dog=dog, stop=stop, saver=saver,
+            mfu_per_rate=model.estimate_flops() / (peak_flops * world_size)))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dataset import DEFAULT_DATASET, FORMATS, split_train_val
-from nanochat.job import find_tokenizer
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.run_data import open_run
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_cursors
 from nanochat.sample_data import ORDERS, check_order, parse_weights, settle_split
 from nanochat.sources import Source, check_format, open_source, scan
+from nanochat.start_run import find_tokenizer
 from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger
 from nanochat.stream import open_stream as open_lanes
 from nanochat.tokenizer import RustBPETokenizer
@@ -171,7 +171,7 @@ def open_stream(args: argparse.Namespace) -> Opened:
         opened = open_flags(vars(args))
     else:
         data, config, settings = open_run(find_run(args.run))
-        rows = settings["total_batch_size"] // config.T
+        rows = settings.total_batch_size // config.T
         opened = Opened(config, data.train, data.tokenizer, rows, find_run(args.run))
     Layout(opened.config.V, opened.base_rows, 1)  # refuses lanes that do not divide the step
     return opened

@@ -11,7 +11,6 @@ estimate from a sample, and never an error.
 The exit code is 0 where the run can reach its last step, 1 where it cannot.
 """
 
-import argparse
 import os
 import shutil
 from collections.abc import Sequence
@@ -20,30 +19,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanochat.common import (
-    EXIT_FAILED,
-    begin_data,
-    place,
-    run_main,
-    setup_logging,
-)
-from nanochat.dataset import DEFAULT_DATASET
-from nanochat.dist import autodetect_device_type, get_compute_dtype
-from nanochat.gpt import GPT
-from nanochat.job import command_settings, find_tokenizer, resolve
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
+from nanochat.config import add_flags, from_flags
+from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, problem, warnings
-from nanochat.run_dir import is_run_dir, run_path
+from nanochat.run_dir import is_run_dir
 from nanochat.run_plan import make_run_plan
-from nanochat.start_run import begin, settle_samples
-from scripts import base_train
+from nanochat.start_run import Start, build_model, command, find_data, look
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """base_train's flags and a few more."""
-    p = base_train.parser()
-    p.prog, p.description, p.epilog = "python -m scripts.validate", "Check a run before it starts.", __doc__
+    p = Parser(prog="python -m scripts.validate", description="Check a run before it starts.", epilog=__doc__)
+    add_flags(p)
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="processes of the run")
     g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that rehearse")
@@ -55,29 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check and tell. Raises ValueError and OSError for what keeps the run from starting."""
     args = parser().parse_args(argv)
     setup_logging()
+    settings = from_flags(args)
     ok("flags")
-    begin_data(args.object_storage_cache)
-    args.data_path = str(place(args.data_path or DEFAULT_DATASET.data_dir).expanduser())
-    tokenizer = find_tokenizer(args.tokenizer_dir, args.data_path)
+    device = torch.device(settings.device_type or autodetect_device_type())
+    settings, tokenizer = command(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    args.model_tag = args.model_tag or f"d{args.depth}"
-    run_dir = run_path(args.model_tag)
-    device = torch.device(args.device_type or autodetect_device_type())
-    flags = {k: v for k, v in vars(args).items() if k not in ("world_size", "workers", "plot")}
-    settings = command_settings(flags, tokenizer, args.world_size, device.type)
-    start = begin(run_dir, settings, resume=args.resume, force=args.force)
-    settings, horizon, model = resolve(start.settings, args.world_size, get_compute_dtype(device, args.dtype))
-    ok(f"configuration: {horizon.num_iterations:,} steps of {horizon.total_batch_size:,} tokens, "
+    start = look(settings, device)
+    model, num_steps = build_model(start.settings), start.horizon.num_iterations
+    ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
-    settings = settle_samples(start, settings, horizon)
-    told = "a new run" if start.checkpoint is None and not is_run_dir(run_dir) else (
-        f"goes on from {start.checkpoint}" if start.checkpoint else "starts again from step 0")
-    ok(f"run directory {run_dir}: {told}")
-    if start.halted:
-        print(f"note: it has halted ({start.halted}); {base_train.WAY_ON}")
-    check_disk(run_dir, model, horizon.num_iterations, args.save_every)
-    plan = make_run_plan(run_dir, start, settings, tokenizer, horizon.num_iterations, num_workers=args.workers)
+    told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
+    ok(f"run directory {start.run_dir}: " + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
+    if start.state.get("status") == "halted" and (over := start.over()) is not None:
+        print(f"note: {over[1]}")
+    check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))  # weights, and two float32 of the optimizer
+    start, data = find_data(start, tokenizer)
     ok("files")
+    plan = make_run_plan(start, data, num_workers=args.workers)
     print("\n".join(describe(plan)))
     if args.plot:
         draw(plan, args.plot)
@@ -95,12 +79,12 @@ def ok(what: str) -> None:
     print(f"ok: {what}")
 
 
-def check_disk(run_dir: Path, model: GPT, num_steps: int, save_every: int) -> None:
-    """Whether the run's checkpoints fit. ValueError if not even the first few do; otherwise tells."""
-    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+def check_disk(start: Start, one: int) -> None:
+    """Whether checkpoints of `one` byte each fit. ValueError if not even the first few do; otherwise tells."""
+    every, num_steps = start.settings.save_every, start.horizon.num_iterations
+    folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    one = 3 * sum(4 * p.numel() for p in model.parameters())  # weights and two float32 of the optimizer at most
-    number = 1 + (num_steps - 1) // save_every if save_every > 0 else 1
+    number = 1 + (num_steps - 1) // every if every > 0 else 1
     about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} GB, "
              f"the run writes {number:,}")
     if free < COPIES * one:

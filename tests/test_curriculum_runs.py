@@ -1,5 +1,5 @@
-"""Training with a curriculum, through the command: phases and their counts, halts and what lets a run go on, another
-curriculum half-way, budgets, layouts."""
+"""Training with a curriculum, through the command: phases and their counts, halts and what lets a run go on, new runs
+with another curriculum, budgets, layouts."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ def halt(curriculum: Path, *words: str, **changed: Any) -> training.Outcome:
     outcome = training.run(**command(curriculum, dry=True, **changed))
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
     last = outcome.out.splitlines()[-1]
-    for word in ("halted", "--allow-bucket-exhaustion", "--allow-curriculum-change", *words):
+    for word in ("halted", "--allow-bucket-exhaustion", "--init-from run", *words):
         assert word in last, last
     return outcome
 
@@ -169,7 +169,8 @@ def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(work
     [event] = events("halted")
     [name] = checkpoints()
     step = event["step"]
-    assert 2 < step < 10 and name == f"checkpoint-{step}" and len(digests()) == step and "'tiny'" in event["reason"]
+    assert 2 < step < 10 and name == f"checkpoint-{step}-shutdown" and len(digests()) == step
+    assert "'tiny'" in event["reason"]
     assert accounts(name)["tiny"]["rows"] > 0
     before = fingerprint(run_dir())
     for _ in range(2):
@@ -200,7 +201,7 @@ def test_a_run_whose_buckets_are_all_dry_halts(workplace: Path) -> None:
     halt(mix, "all its buckets have run dry", allow_bucket_exhaustion=True)
     [event] = events("halted")
     assert {e["bucket"] for e in events("dropped")} >= {"tiny"} and 5 < event["step"] == len(digests())
-    assert checkpoints() == [f"checkpoint-{event['step']}"]
+    assert checkpoints() == [f"checkpoint-{event['step']}-shutdown"]
     before = {name: what.split()[0] for name, what in fingerprint(run_dir() / "checkpoints").items()}
     halt(mix, "all its buckets have run dry", allow_bucket_exhaustion=True)
     assert len(digests()) == event["step"] and sorted(before) == sorted(fingerprint(run_dir() / "checkpoints"))
@@ -221,7 +222,7 @@ def test_two_processes_halt_together_and_go_on_together(workplace: Path) -> None
     assert group.wait() == [3, 3], group.text()
     assert group.text().count("halted: ") == 1 and "Traceback" not in group.text()
     step = len(digests())
-    assert checkpoints() == [f"checkpoint-{step}"]
+    assert checkpoints() == [f"checkpoint-{step}-shutdown"]
     training.finish(2, **settings, allow_bucket_exhaustion=True)
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="one")
     assert digests() == digests("one") and rows("final") == rows("final", "one")
@@ -237,59 +238,41 @@ def test_two_processes_halt_together_and_go_on_together(workplace: Path) -> None
 
 CHANGES: dict[str, tuple[list[tuple[float, Mix]], str]] = {
     "weights": ([(40, {"web": 1, "code": 3})],
-                "phase 1: the run has to the end of code 1, web 3, the command says to the end of code 3, web 1"),
-    "new bucket": ([(40, {"web": 4, "code": 4, "tiny": 1})], "the command says to the end of code 4, tiny 1, web 4"),
-    "removed bucket": ([(40, {"web": 1})], "the command says to the end of web 1"),
-    "phases": ([(3, {"web": 3, "code": 1}), (34, {"code": 1})], "phase 2: the run has none, the command says to the e"),
+                "+ the command: phase 1: to the end of code 3, web 1"),
+    "new bucket": ([(40, {"web": 4, "code": 4, "tiny": 1})],
+                   "+ the command: phase 1: to the end of code 4, tiny 1, web 4"),
+    "removed bucket": ([(40, {"web": 1})], "+ the command: phase 1: to the end of web 1"),
+    "phases": ([(3, {"web": 3, "code": 1}), (34, {"code": 1})], "+ the command: phase 2: to the end of code 1"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_curriculum_is_refused_with_a_diff_or_taken_up(workplace: Path, name: str) -> None:
+def test_a_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(workplace: Path, name: str) -> None:
     changed, diff = CHANGES[name]
     old = mix_file([(40, {"web": 3, "code": 1})], allow_budget_mismatch="true")
     new = mix_file(changed, name="new.yaml", allow_budget_mismatch="true", max_epochs="{web: 1}")
     succeed(old, num_iterations=4)
-    before, first = rows("final"), digests()
-    refuse(new, diff, "--allow-curriculum-change", "--model-tag", num_iterations=6)
-    succeed(new, num_iterations=6, allow_curriculum_change=True)
-    after = rows("final")
-    assert digests()[:4] == first and len(digests()) == 6
+    before = rows("final")
+    refuse(new, diff, "--model-tag", "--init-from run", num_iterations=6)
+    succeed(new, num_iterations=2, model_tag="next", init_from="run", init_data="continue", init_optimizer=True)
+    after = rows("final", "next")
     assert {b for b in set(before) | set(after) if after[b] - before.get(b, 0)} == {
         "weights": {"web", "code"}, "new bucket": {"web", "code", "tiny"}, "removed bucket": {"web"},
         "phases": {"code"}}[name], "what was consumed stays consumed"
-    [event] = events("curriculum")
-    assert event["step"] == 4 and len(event["curriculum"]["phases"]) == len(changed)
-    succeed(new, num_iterations=7)  # it is the run's now: no flag
-    assert len(digests()) == 7 and len(events("curriculum")) == 1
-    refuse(old, "--allow-curriculum-change", num_iterations=8)
 
 
-def test_a_removed_bucket_comes_back_where_it_was(workplace: Path) -> None:
-    both = mix_file([(40, {"web": 1, "code": 1})], allow_budget_mismatch="true")
-    web = mix_file([(40, {"web": 1})], name="web.yaml", allow_budget_mismatch="true")
-    succeed(both, num_iterations=2)
-    before = accounts("final")["code"]
-    succeed(web, num_iterations=4, allow_curriculum_change=True)
-    assert accounts("final")["code"] == before
-    succeed(both, num_iterations=6, allow_curriculum_change=True)
-    after = accounts("final")["code"]
-    assert all(after[k] > before[k] for k in ("rows", "read", "documents"))
-
-
-def test_a_halted_run_goes_on_with_another_curriculum(workplace: Path) -> None:
+def test_a_halted_run_is_followed_by_one_with_another_curriculum(workplace: Path) -> None:
     halt(mix_file(DRY), "'tiny'")
-    step = len(digests())
-    more = mix_file(DRY, name="more.yaml", max_epochs="{tiny: 0}")
-    refuse(more, "max_epochs", "--allow-curriculum-change")
-    succeed(more, allow_curriculum_change=True)
-    assert 2 < step < len(digests()) == 10
+    more = mix_file(DRY, name="more.yaml", max_epochs="{tiny: 0}", allow_budget_mismatch="true")
+    refuse(more, "max_epochs", "--model-tag")
+    succeed(more, model_tag="next", init_from="run", init_data="continue", num_iterations=2)
+    assert len(digests("next")) == 2
 
 
 def test_how_the_same_curriculum_is_written_is_no_change(workplace: Path) -> None:
     succeed(mix_file([(40, {"web": 3, "code": 1})], allow_budget_mismatch="true"), num_iterations=2)
     succeed(mix_file([(60, {"code": 0.25, "web": 0.75})], allow_budget_mismatch="true"), num_iterations=3)
-    assert len(digests()) == 3 and events("curriculum") == []
+    assert len(digests()) == 3
 
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
@@ -337,7 +320,7 @@ def test_stored_entries_with_padding(workplace: Path, pack: bool) -> None:
     assert training.losses()[-1] < training.losses()[0]
     refuse(mix, "--packing", "--model-tag", **{**settings, "packing": "bestfit"})
     if pack:
-        refuse(mix, "--pack", "--model-tag", **settings, no_pack=True)
+        refuse(mix, "--no-pack", "--model-tag", **settings, no_pack=True)
 
 
 def test_attention_inside_documents_trains_on_the_same_rows(workplace: Path) -> None:

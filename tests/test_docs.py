@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.settings import settings_table
+from nanochat.config import settings_table
 from scripts.base_train import parse_args
 
 ROOT = Path(__file__).parents[1]

@@ -87,7 +87,7 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     """A run that trained 8 steps and kept the cursors of steps 3, 6 and 8; those of 6 are torn."""
     path = tmp_path / "run"
     write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
-                        "overlap": 64, "buffer_size": 8, "packer_version": 1, "pack": True, "curriculum": None,
+                        "overlap": 64, "buffer_size": 8, "pack": True, "curriculum": None,
                         "total_batch_size": R * T})
     pin_data(path, find_data({}, corpus[0]))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
@@ -293,4 +293,4 @@ def test_defaults_are_those_of_training():
 
 def test_open_run_reads_what_the_fixture_wrote(run_dir):
     data, config, settings = open_run(run_dir)
-    assert (config, settings["total_batch_size"]) == (config_of("crop"), R * T) and list(data.train) == [BUCKET]
+    assert (config, settings.total_batch_size) == (config_of("crop"), R * T) and list(data.train) == [BUCKET]

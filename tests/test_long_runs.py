@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
-from nanochat.dataset import BUCKET
 from nanochat.lifecycle import StopWatch, liveness, read_state
 from nanochat.run_dir import iter_log, read_log
-from nanochat.stream import ledger
 from scripts import inspect_data, status, stop, tok_shards
 from tests import training
 from tests.training import (
@@ -298,112 +296,32 @@ def told(*argv: str) -> list[Any]:
     return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
 
 
-def test_skipped_steps_rows_are_never_seen(reference: dict[str, Any]) -> None:
-    succeed(skip_steps="4:7", num_iterations=12)
-    assert digests() == reference["digests"][:4] + reference["digests"][7:15]
-    assert [(e["step"], e["steps"]) for e in events("skipped")] == [(4, 3)]
-    for name in checkpoints():
-        assert load_checkpoint(training.run_dir() / "checkpoints" / name).trainer_state["skips"] == [[4, 3]]
-    cursors = load_checkpoint(final()).cursors
-    assert cursors[0]["row"] == 15 * 2 and steps()[11]["tokens"] == 12 * training.STEP
-
-
-def test_two_spans_on_two_processes(reference: dict[str, Any]) -> None:
-    settings = {"skip_steps": "2:3", "skip-steps": "5:7", "num_iterations": 8, "save_every": 3}
-    finish(2, **settings)
-    expected = [reference["digests"][i] for i in (0, 1, 3, 4, 5, 8, 9, 10)]
-    assert digests() == expected
-    shutil.rmtree(final())
-    finish(2, hook=None, num_iterations=8, save_every=3)  # without the flags, from step 6
-    assert digests() == expected and len(events("skipped")) == 2
-
-
-@pytest.mark.parametrize("kill_after, again", [(2, {}), (5, {"skip_steps": "4:7"}), (9, {})])
-def test_a_run_keeps_its_skips_with_and_without_the_flag(reference: dict[str, Any], again: dict[str, str],
-                                                         kill_after: int) -> None:
-    """Killed before the rows that are skipped, behind them but before the first checkpoint, and behind that."""
-    settings = {"num_iterations": 12, "save_every": 6, "sync_save": True}
-    start(hook=partial(die_after_step, kill_after), skip_steps="4:7", **settings).wait_for_death()
+@pytest.mark.parametrize("kill_after", [2, 9])
+def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference: dict[str, Any], kill_after: int) -> None:
+    """Killed before its first checkpoint, and behind it."""
+    settings = {"num_iterations": 12, "save_every": 6, "sync_save": True, "skip_steps": 3}
+    start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
     assert ("checkpoint-6" in checkpoints()) == (kill_after == 9)
-    succeed(**settings, **again)
-    assert digests() == reference["digests"][:4] + reference["digests"][7:15]
-    assert load_checkpoint(final()).trainer_state["skips"] == [[4, 3]]
+    finish(2, **settings)
+    assert digests() == reference["digests"][3:15]
+    assert load_checkpoint(final()).cursors[0]["row"] == 15 * 2
+    assert "--skip-steps: the run has 3, the command says 0" in refuse(num_iterations=14)
+    assert [line["match"] for line in told("digest", "--steps=0:12")] == [True] * 12
 
 
-def test_steps_that_are_done_cannot_be_skipped_but_gone_back_to(reference: dict[str, Any]) -> None:
-    """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it. The
-    log holds other digests for those steps by then."""
-    take_over(reference, "checkpoint-8", "checkpoint-12")
-    before_ = training.fingerprint(training.run_dir())
-    message = refuse(skip_steps="10:12", num_iterations=16)
-    assert "--skip-steps 10:12: the run is at step 12" in message and "--resume" in message
-    assert training.fingerprint(training.run_dir()) == before_
-    back = {"resume": training.run_dir() / "checkpoints" / "checkpoint-8", "num_iterations": 16}
-    expected = reference["digests"][:10] + reference["digests"][12:18]
-    start(hook=partial(die_after_step, 12), skip_steps="10:12", **back).wait_for_death()
-    assert [line.get("match") for line in told("digest", "--steps=8:13")] == [True] * 5
-    succeed(**back)
-    assert digests()[:16] == expected
-    log = log_of().read_text()
-    shutil.rmtree(final())
-    for name in ("checkpoint-12", "checkpoint-16"):
-        shutil.rmtree(training.run_dir() / "checkpoints" / name, ignore_errors=True)
-    log_of().write_text(log + json.dumps({"step": 13, "tokens": 14 * training.STEP, "digest": "0" * 16}) + "\n")
-    assert "step 13" in refuse(**back), "repeated steps are checked again, from the new history on"
-    log_of().write_text(log)
-    succeed(skip_steps="10:13", **back)  # one more, on second thoughts
-    assert digests()[:15] == reference["digests"][:10] + reference["digests"][13:18]
-
-
-def test_another_curriculum_from_a_step_that_was_passed_before(workplace: Path) -> None:
-    """The run died behind its last checkpoint, so that the log has steps that come again, with other rows."""
-    settings = on_shards(workplace, "{web: 3, tiny: 1}", "{web: 1}", tokens=5 * 1024)
-    start(hook=partial(die_after_step, 5), **{**settings, "save_every": 3, "sync_save": True}).wait_for_death()
-    old = digests()
-    settings = {**on_shards(workplace, "{web: 1}", "{web: 1}", tokens=5 * 1024), "allow_curriculum_change": True}
-    outcome = succeed(**settings)
-    assert "at step 3" in outcome.out and digests()[:3] == old[:3] and not set(digests()[3:6]) & set(old[3:6])
-    assert [line["match"] for line in told("digest", "--steps=0:10")] == [True] * 10
-
-
-@pytest.mark.parametrize("span", ["7:4", "4:4", "4", "a:b", ":3", "-1:3"])
-def test_a_span_that_is_none_is_refused(span: str) -> None:
-    assert f"--skip-steps: got {span!r}" in refuse(skip_steps=span, num_iterations=2)
-    assert not training.run_dir().exists()
-
-
-def test_two_spans_with_one_beginning_are_refused() -> None:
-    assert "begin at step 4" in refuse(num_iterations=2, **{"skip_steps": "4:7", "skip-steps": "4:6"})
-
-
-def test_inspect_data_knows_what_was_passed_over(reference: dict[str, Any]) -> None:
-    succeed(skip_steps="4:7", **{"skip-steps": "9:10"}, num_iterations=12, save_every=5)
-    for step, theirs in ((3, 3), (4, 7), (8, 11), (9, 13)):
-        ours = told("rows", "--json", f"--step={step}")
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            inspect_data.main(["rows", "--json", f"--step={theirs}", "--run", str(reference["path"])])
-        expected = [{**json.loads(line), "step": step} for line in out.getvalue().splitlines()]
-        assert ours == expected and len(ours) == 8
-    for argv in ([], ["--world-size=2"]):
-        lines = told("digest", "--steps=0:12", *argv)
-        assert [line["digest"] for line in lines] == digests() and all(line["match"] for line in lines)
-    saved = {path.name: load_checkpoint(path) for path in list_checkpoints(training.run_dir())}
-    shutil.rmtree(training.run_dir() / "logs" / "cursors")  # it must pack from the start
-    opened = inspect_data.open_stream(inspect_data.parse_args(["ledger", "--run", str(training.run_dir())]))
-    assert opened.kept == {}
-    for checkpoint in saved.values():
-        assert opened.cursors_at(checkpoint.step) == checkpoint.cursors
-    told("ledger", "--step=12")
-    assert ledger(opened.cursors_at(12), training.T)[BUCKET]["rows"] == (12 + 4) * 8
-
-
-def test_inspect_data_of_a_run_that_went_on_with_anothers_data(reference: dict[str, Any]) -> None:
+def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[str, Any]) -> None:
+    """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
-    succeed(init_from="long@8", init_data="continue", skip_steps="2:4", num_iterations=6, save_every=-1)
-    assert digests() == [reference["digests"][8 + i] for i in (0, 1, 4, 5, 6, 7)]
-    lines = told("digest", "--steps=0:6")
-    assert [line["digest"] for line in lines] == digests() and all(line["match"] for line in lines)
-    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
+    more = {"init_from": "long@8", "init_data": "continue", "init_optimizer": True, "save_every": -1}
+    succeed(skip_steps=4, num_iterations=6, **more)
+    assert digests() == reference["digests"][12:18]
+    assert [line["match"] for line in told("digest", "--steps=0:6")] == [True] * 6
+    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 12 * 2
+
+
+def test_rows_below_none_are_refused() -> None:
+    assert "--skip-steps: got -1" in refuse(skip_steps=-1, num_iterations=2)
+    assert not training.run_dir().exists()
 
 
 # ---- what may change ------------------------------------------------------------------------------------------------
@@ -412,7 +330,7 @@ REFUSED: dict[str, Any] = {
     "embedding_lr": 0.1, "unembedding_lr": 0.001, "matrix_lr": 0.1, "scalar_lr": 0.1, "weight_decay": 0.1,
     "warmup_steps": 3, "warmdown_ratio": 0.3, "final_lr_frac": 0.5, "seed": 1, "lanes": 8, "leaves": 2, "overlap": 8,
     "buffer_size": 32, "packing": "concat", "long_docs": "split", "depth": 3, "window_pattern": "L",
-    "dtype": "bfloat16", "attention_mode": "sdpa_mask", "max_seq_len": 80}
+    "dtype": "bfloat16", "attention_mode": "sdpa_mask", "max_seq_len": 80, "total_batch_size": 2 * training.STEP}
 
 
 @pytest.fixture
@@ -447,16 +365,6 @@ def test_what_people_should_hear_of_is_told(reference: dict[str, Any], half_done
     for name, old, new in (("world-size", 1, 2), ("device-batch-size", 4, 2), ("num-iterations", STEPS, STEPS + 2)):
         assert out.count(f"changed: --{name}: the run has {old}, the command says {new} (") == 1
     assert digests()[:STEPS] == reference["digests"] and len(digests()) == STEPS + 2
-
-
-def test_a_batch_size_that_the_lanes_divide(reference: dict[str, Any], half_done: None) -> None:
-    """Steps from the checkpoint on have twice the rows: the log's digests of the smaller ones do not bind them."""
-    out = succeed(**LOOKING, total_batch_size=2 * training.STEP).out
-    assert "changed: --total-batch-size: the run has 512, the command says 1024" in out
-    assert digests()[:16] == reference["digests"][:16] and not set(digests()[16:]) & set(reference["digests"])
-    assert [line["match"] for line in told("digest", "--steps=15:18")] == [True] * 3
-    for size in (513, 384):
-        assert f"says {size} (4 lanes" in refuse(**{**LOOKING, "num_iterations": 40, "total_batch_size": size})
 
 
 # ---- retention ------------------------------------------------------------------------------------------------------

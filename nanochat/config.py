@@ -1,0 +1,388 @@
+"""
+The settings of a run: one frozen dataclass, and everything that people see of it.
+
+    warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
+
+From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in config.json, the
+rule for a later launch, and a row of the table in the README. A fork that wants a flag adds one field here; a room that
+owns a default declares its fields itself (`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
+
+**A run never changes what it is.** The command that started a run also restarts it, so a restart may carry other flags,
+by intent or by accident:
+
+    the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
+    the command's        {"depth": 16, "save_every": 500, "lanes": -1}
+                            refused      allowed            automatic: keeps the run's 64
+
+What decides which rows come in which order, or what a step computes from them, is `fixed`. What only decides where, how
+fast and how long the run computes may change, with a notice (`tell`) where something that people rely on does change.
+Whoever wants something else starts a new run from the old one (--init-from). A field that an older run does not have
+has that field's default; one that this code does not have is refused. Warning instead of refusing was rejected: nobody
+reads the log of a job that restarts at night.
+"""
+
+import argparse
+import typing
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nanochat.attention import MODES
+from nanochat.common import Parser, setting
+from nanochat.curriculum import Curriculum, load
+from nanochat.dataset import DEFAULT_DATASET, FORMATS
+from nanochat.order import LAYOUTS
+from nanochat.packing import VERSION
+from nanochat.schedule import ScheduleSettings
+
+SHAPE = "the shape of the model"
+STREAM = "decides which tokens come in which order"
+STEP = "what a step computes"
+ORIGIN = "what the run began with"
+SPEED = "speed only"
+LOOK = "how often the run looks at itself, not what it learns"
+LIMIT = "when this launch ends, not what it computes"
+HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
+ROUNDING = "same data, not the same bits: "
+
+
+# Each class is a group of --help, and its docstring the group's title. A field with `flag=False` follows from other
+# fields or from the machine. Where the command gives the default of a field with `auto`, the run keeps its value. A
+# change of a field with `tell` is told.
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """run"""
+
+    run: str = setting("dummy", "name of the wandb run; dummy: no wandb", note="the name shown by wandb")
+    model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)",
+                                    note="names the run directory; the run found is the one that goes on")
+    resume: str = setting("auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path",
+                          note="asks for this very resume")
+    force: bool = setting(False, "with --resume=scratch: delete the run that is there", note="asks for this very start")
+    device_type: str = setting("", "cuda | mps | cpu (default: the best there is)", tell=True,
+                               note=ROUNDING + "other devices round differently")
+    dtype: str = setting("auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
+                         fixed="the type of activations and embeddings")
+    compile: str = setting("auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"), tell=True,
+                           note=ROUNDING + "compiled kernels round differently")
+    seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
+    world_size: int = setting(1, "processes of the launch", flag=False, tell=True,
+                              note="same data; same bits as long as it divides the number of leaves")
+    cpu_threads: int | None = setting(None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False, tell=True,
+                                      note=ROUNDING + "PyTorch's threads (OMP_NUM_THREADS) share out sums on a CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """model"""
+
+    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE)
+    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE)
+    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE)
+    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row")
+    attention_mode: str = setting("causal", "the last two keep attention inside a document", choices=tuple(MODES),
+                                  fixed="what a token attends to")
+    window_pattern: str = setting("SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)
+    vocab_size: int = setting(0, "of the tokenizer", flag=False, fixed=SHAPE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """data"""
+
+    data_path: str | None = setting(
+        None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths without .bin, with "
+        f"commas between them (default: the {DEFAULT_DATASET.name} download)",
+        note="a folder may move: the files are pinned by relative name and hash")
+    val_path: str | None = setting(
+        None, "validation files (default: the last file below --data-path; with --order=megatron the whole documents "
+        "of the valid split)", note="a folder may move: the files are pinned by relative name and hash")
+    data_format: str = setting("text", "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | "
+                               "megatron: Megatron's pairs of .bin and .idx", choices=tuple(FORMATS), fixed=STREAM)
+    tokenizer_dir: str | None = setting(
+        None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where scripts.tok_train puts it",
+        note="a run has its own copy of its tokenizer; the fingerprint is compared")
+    tokenizer_fingerprint: str = setting(
+        "", "of the tokenizer", flag=False,
+        fixed="decides the tokens of every text; the run's own copy is in its folder: --tokenizer-dir=RUN/tokenizer")
+    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", note=SPEED)
+    object_storage_cache: str | None = setting(
+        None, "where indices of data in a store are copied to (default: <base dir>/object_storage)", metavar="DIR",
+        note="where copies of indices lie, not what they say")
+    strict: bool = setting(False, "a broken line of jsonl is an error", note="whether a broken line ends the run")
+    packing: str = setting("bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
+    pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM)
+    long_docs: str = setting("crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM)
+    overlap: int = setting(64, "context tokens repeated before a split document's rest", fixed=STREAM)
+    buffer_size: int = setting(128, "documents that wait in a lane for a row they fit", fixed=STREAM)
+    packer_version: int = setting(VERSION, "of the packer", flag=False, fixed=STREAM)
+    lanes: int = setting(-1, "V; -1: the largest divisor of the rows per step up to 64", auto=True,
+                         fixed="every lane has its own share of the data")
+    leaves: int = setting(-1, "K; -1: the next power of two >= the number of processes", auto=True,
+                          fixed="the order in which gradients are added")
+    plan: str = setting("error", "where the data end before the run does, which is computed first: do not start | warn "
+                        "| do not compute it", choices=("error", "warn", "off"), note="looked at before training only")
+    curriculum: dict[str, Any] | None = setting(
+        None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
+        fixed="decides which bucket a row comes from; how it is written, and how long its last phase lasts, is free")
+    allow_bucket_exhaustion: bool = setting(
+        False, "go on without a bucket that has run dry", tell=True,
+        note="a lane whose bucket has run dry goes on with the others, or halts the run")
+    allow_budget_mismatch: bool = setting(False, "as the curriculum says", flag=False,
+                                          note="the run may be longer or shorter than its curriculum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSettings:
+    """Megatron's order"""
+
+    order: str = setting(
+        "lanes", "lanes: documents, packed | megatron: its own samples in its own shuffled order, row i of the run is "
+        "sample i. Instead of reset_attention_mask: --attention-mode; reset_position_ids would change nothing",
+        choices=("lanes", "megatron"), fixed=STREAM)
+    split: str | None = setting(
+        None, "shares of training, validation, test (default: 969,30,1; all for training where validation has data of "
+        "its own)", auto=True, fixed="decides which documents train and which validate")
+    blend_weights: list[float] | None = setting(
+        None, "the weight of each prefix (default: all of each prefix once; of a single one as much as it takes)",
+        metavar="A,B", fixed=STREAM)
+    eod_mask_loss: bool = setting(False, "no loss where the input is EOD", fixed="decides which targets count")
+    num_samples: int = setting(-1, "of the whole run", flag=False, auto=True, fixed="Megatron's order is a shuffle of "
+                               "so many samples: another number is another order")
+    index_cache: str | None = setting(None, "where shuffled indices are kept (default: <base dir>/index_cache)",
+                                      metavar="DIR", note=SPEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HorizonSettings:
+    """horizon (the first that is set counts; a curriculum stands before the ratio)"""
+
+    num_iterations: int = setting(-1, "optimizer steps", tell=True, note=HORIZON)
+    target_flops: float = setting(-1.0, "steps to spend so many FLOPs", tell=True, note=HORIZON)
+    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter", tell=True, note=HORIZON)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """optimization (rates are for the reference depth and batch; they are scaled from there)"""
+
+    device_batch_size: int = setting(32, "B: rows in one forward pass; fewer if memory ends", tell=True,
+                                     note=ROUNDING + "sums are grouped differently")
+    total_batch_size: int = setting(-1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)
+    embedding_lr: float = setting(0.3, "embeddings (AdamW)", fixed=STEP)
+    unembedding_lr: float = setting(0.008, "output head (AdamW)", fixed=STEP)
+    matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP)
+    scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP)
+    weight_decay: float = setting(0.28, "cautious weight decay of matrices", fixed=STEP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookSettings:
+    """looking and saving (every N steps and at the end; -1: never, or saving at the end only)"""
+
+    eval_every: int = setting(250, "steps between evaluations", note=LOOK)
+    eval_tokens: int = setting(80 * 524288, "validation tokens an evaluation reads", tell=True,
+                               note="bits per byte before and after are taken over different amounts of text")
+    sample_every: int = setting(2000, "steps between continuations of validation text", note=LOOK)
+    save_every: int = setting(-1, "steps between checkpoints", note=LOOK)
+    log_every: int = setting(10, "after a launch's first 100 steps, steps between printed lines; the log has all",
+                             note=LOOK)
+    sync_save: bool = setting(False, "write checkpoints in the loop, not in a thread", note=SPEED)
+    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)",
+                                      note="which checkpoints stay")
+    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides",
+                                               note="which checkpoints stay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRunSettings:
+    """long runs, and new runs from old ones"""
+
+    max_runtime_seconds: float = setting(-1.0, "stop in time, saved (default: SLURM_JOB_END_TIME or "
+                                         "NANOCHAT_MAX_RUNTIME, if set)", note=LIMIT)
+    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", note=LIMIT)
+    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run", note=LIMIT)
+    init_from: str | None = setting(None, "a new run starts with the weights of another", metavar="RUN[@STEP]",
+                                    fixed=ORIGIN)
+    init_optimizer: bool = setting(False, "and with the state of its optimizer", fixed=ORIGIN)
+    init_data: str = setting("fresh", "at the start of the data, or where the other was",
+                             choices=("fresh", "continue"), fixed=ORIGIN)
+    skip_steps: int = setting(0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, HorizonSettings, OptimizerSettings,
+               ScheduleSettings, LookSettings, LongRunSettings):
+    """All settings of a run. Raises ValueError for flags that contradict each other."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least {least}")
+        if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
+            raise ValueError("--init-optimizer, --init-data: they say what else comes from another run; name it with "
+                             "--init-from RUN")
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """ValueError for flags of one --order beside the other, where they would do nothing."""
+        if self.order == "megatron" and self.data_format != "megatron":
+            raise ValueError(f"--order megatron: it is an order of Megatron's files, and --data-format is "
+                             f"{self.data_format}; take --data-format megatron, or --order lanes")
+        if self.order == "megatron" and self.curriculum is not None:
+            raise ValueError("--curriculum: Megatron's order has one mix for the whole run (--blend-weights); take "
+                             "--order lanes for a curriculum")
+        other, idle = ("lanes", ("packing", "pack", "long_docs", "allow_bucket_exhaustion")) \
+            if self.order == "megatron" else ("megatron", ("split", "blend_weights", "eod_mask_loss"))
+        for name in idle:
+            if getattr(self, name) != FIELDS[name].default:
+                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave it out, or take "
+                                 f"--order {other}")
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Settings":
+        """The settings in a run's config.json; what it does not have has its default, what is no setting is left."""
+        return cls(**{name: value[name] for name in FIELDS if name in value})
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON, for `from_json`."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+    @property
+    def curriculum_tokens(self) -> int:
+        """What all phases of the curriculum last together, 0 without one."""
+        return sum(phase["duration_tokens"] for phase in (self.curriculum or {"phases": ()})["phases"])
+
+    def differing(self) -> dict[str, Any]:
+        """Those that are not their defaults."""
+        return {name: getattr(self, name) for name, f in FIELDS.items() if getattr(self, name) != f.default}
+
+
+FIELDS: dict[str, "Field[Any]"] = {f.name: f for group in Settings.__bases__ for f in fields(group)}
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+ELSEWHERE = {  # flags that people know from other programs
+    "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) from the newest",
+    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on with another one: "
+                                 "--init-from=RUN --init-optimizer --init-data=continue",
+}
+
+
+def flag(name: str) -> str:
+    """How a setting is written on the command line."""
+    return "--no-pack" if name == "pack" else "--" + name.replace("_", "-")
+
+
+def add_flags(parser: Parser) -> Parser:
+    """Give a parser the flags of all settings, in their groups."""
+    parser.instead = ELSEWHERE
+    hints = typing.get_type_hints(Settings)
+    for group in Settings.__bases__:
+        titled = parser.add_argument_group((group.__doc__ or "").strip())
+        for f in fields(group):
+            if not f.metadata.get("flag", True):
+                continue
+            how: dict[str, Any] = {k: f.metadata[k] for k in ("choices", "metavar") if k in f.metadata}
+            if hints[f.name] is bool:
+                how["action"] = "store_false" if f.default else "store_true"
+            else:
+                how["type"] = next((t for t in (int, float) if t in (hints[f.name], *typing.get_args(hints[f.name]))),
+                                   str)
+            titled.add_argument(flag(f.name), dest=f.name, default=f.default, help=f.metadata["help"], **how)
+    return parser
+
+
+def from_flags(args: argparse.Namespace) -> Settings:
+    """The settings that a command line stands for. What a curriculum file allows stands apart from what it mixes.
+    ValueError or FileNotFoundError for what cannot be."""
+    given = {name: value for name, value in vars(args).items() if name in FIELDS}
+    if args.curriculum is not None:
+        mix = load(args.curriculum)
+        plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
+        given.update(curriculum=plain.to_json(), allow_budget_mismatch=mix.allow_budget_mismatch,
+                     allow_bucket_exhaustion=args.allow_bucket_exhaustion or mix.allow_bucket_exhaustion)
+    if args.blend_weights is not None:
+        given["blend_weights"] = _weights(args.blend_weights)
+    return Settings(**given)
+
+
+def _weights(text: str) -> list[float]:
+    """The numbers of "30,70". ValueError for anything else, and for what is not above 0."""
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--blend-weights: got {text!r}, expected a number for each prefix, as 30,70") from None
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise ValueError(f"--blend-weights: got {text}, expected numbers above 0; leave out a prefix that should give "
+                         f"nothing")
+    return weights
+
+
+# ---- a later launch -------------------------------------------------------------------------------------------------
+
+def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
+    """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json holds `run`: what the
+    command leaves to the program is as the run has it. ValueError with a diff for what may not change."""
+    then, now = Settings.from_json(run), command.to_json()
+    notices, refused = [], []
+    for name, f in FIELDS.items():
+        before, after = getattr(then, name), now[name]
+        if f.metadata.get("auto") and after == f.default:
+            now[name] = after = before
+        if name == "curriculum":
+            before, after = _identity(before), _identity(after)
+        if before == after:
+            continue
+        if f.metadata["fixed"]:
+            refused += _refusal(name, before, after, f.metadata["fixed"])
+        elif f.metadata.get("tell"):
+            notices.append(f"{_change(name, before, after)} ({f.metadata['note']})")
+    unknown = run.keys() - FIELDS.keys() - {"origin", "derived"}
+    refused += [f"{flag(n)}: the run has {run[n]!r}, and this code has no such setting" for n in sorted(unknown)]
+    if refused:
+        tag, lines = run_dir.name, "\n".join(f"  {line}".replace("RUN/", f"{run_dir}/") for line in refused)
+        raise ValueError(f"the run {tag!r} was started with other settings:\n{lines}\nuse the run's settings, or start "
+                         f"a new run with --model-tag NAME; --init-from {tag} begins it with these weights")
+    return Settings(**now), notices
+
+
+def _change(name: str, before: Any, after: Any) -> str:
+    return f"{flag(name)}: the run has {before!r}, the command says {after!r}"
+
+
+def _identity(curriculum: dict[str, Any] | None) -> list[str]:
+    """A curriculum as far as it decides rows: a line for each phase, and one for the limits on epochs."""
+    if curriculum is None:
+        return []
+    mix = Curriculum.from_json(curriculum)
+    lines = []
+    for number, phase in enumerate(mix.phases, 1):
+        last = number == len(mix.phases)
+        length = "to the end" if last else f"{phase.duration_tokens:,} tokens"
+        shares = ", ".join(f"{bucket} {share}" for bucket, share in sorted(phase.shares().items()))
+        lines.append(f"phase {number}: {length} of {shares}")
+    return [*lines, f"max_epochs: { {bucket: mix.epochs(bucket) for bucket in mix.buckets} }"]
+
+
+def _refusal(name: str, before: Any, after: Any, why: str) -> list[str]:
+    """The lines of a diff that say why a setting may not change."""
+    if name != "curriculum":
+        return [f"{_change(name, before, after)} ({why})"]
+    return [f"--curriculum ({why}):", *(f"  - the run: {line}" for line in before if line not in after),
+            *(f"  + the command: {line}" for line in after if line not in before)]
+
+
+def may_change(name: str) -> bool:
+    """Whether a later launch may give a setting another value; what is no setting may not change."""
+    return name in FIELDS and not FIELDS[name].metadata["fixed"]
+
+
+def settings_table() -> str:
+    """The rules as markdown, in the order of the code."""
+    rows = [f"| `{flag(name)}` | {'yes' if may_change(name) else 'no'} | {f.metadata['fixed'] or f.metadata['note']} |"
+            for name, f in FIELDS.items()]
+    return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |", *rows]) + "\n"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nanochat.rows import copy_rows
 
 from nanochat import sample_index
 from nanochat.blend import (

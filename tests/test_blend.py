@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanochat.rows import copy_rows
 
 from nanochat import sample_index
 from nanochat.blend import (

@@ -100,7 +100,7 @@ def test_weight_decay_by_hand() -> None:
 
 @given(steps=st.integers(1, 60), warmup=st.integers(0, 200), ratio=st.floats(0, 1), frac=st.floats(0, 1))
 def test_short_runs_are_bounded_and_come_down(steps: int, warmup: int, ratio: float, frac: float) -> None:
-    s = Schedule(steps, warmup, ratio, frac)
+    s = Schedule(steps, warmup_steps=warmup, warmdown_ratio=ratio, final_lr_frac=frac)
     rates = [s.lr(i) for i in range(steps + 1)]
     assert all(0 <= r <= 1 for r in rates)
     assert all(0.85 <= s.momentum(i) <= 0.97 and 0 <= s.weight_decay(i) <= 1 for i in range(steps + 1))
@@ -114,7 +114,7 @@ def test_short_runs_are_bounded_and_come_down(steps: int, warmup: int, ratio: fl
 
 
 def test_a_run_without_warmup_and_warmdown_is_flat() -> None:
-    assert {Schedule(10, 0, 0.0).lr(i) for i in range(11)} == {1.0}
+    assert {Schedule(10, warmup_steps=0, warmdown_ratio=0.0).lr(i) for i in range(11)} == {1.0}
 
 
 def test_apply_sets_groups_by_kind() -> None:
@@ -134,8 +134,9 @@ def test_state_comes_back_and_a_foreign_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("values", "flag"), [
-    ((0,), "--num-iterations"), ((5, -1), "--warmup-steps"), ((5, 0, 1.5), "--warmdown-ratio"),
-    ((5, 0, 0.5, -0.1), "--final-lr-frac"), ((5, 0, float("nan")), "--warmdown-ratio")])
-def test_impossible_schedules_name_their_flag(values: tuple[Any, ...], flag: str) -> None:
+    ({"num_iterations": 0}, "--num-iterations"), ({"warmup_steps": -1}, "--warmup-steps"),
+    ({"warmdown_ratio": 1.5}, "--warmdown-ratio"), ({"final_lr_frac": -0.1}, "--final-lr-frac"),
+    ({"warmdown_ratio": float("nan")}, "--warmdown-ratio")])
+def test_impossible_schedules_name_their_flag(values: dict[str, Any], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
-        Schedule(*values)
+        Schedule(**{"num_iterations": 5, **values})

@@ -242,6 +242,8 @@ class Journal:
         self.wandb_id = start.state.get("wandb_id")
         if rank > 0:
             return
+        if state is not None:
+            state.update(val_bpb=progress.val_bpb)
         path = start.run_dir / "logs" / "train.jsonl"
         events = [record for record in iter_log(path) if "event" in record]
         logged_id = next((e.get("id") for e in reversed(events) if e["event"] == "wandb"), None)
@@ -267,6 +269,8 @@ class Journal:
         self.wandb.log({"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
         if name == "saved" and self.state is not None:
             self.state.update(checkpoint=record["checkpoint"])
+        if name == "val" and self.state is not None:
+            self.state.update(val_bpb=record["bpb"])
 
     def check_digest(self, digest: str) -> None:
         """ValueError if the step that was just computed had another digest when this run was there before."""

@@ -58,8 +58,6 @@ from nanochat.start_run import (
 from nanochat.trainer import LONG_S, Halt, Journal, Progress, Stop, Trainer, add_up, code_version, leaf_sums
 from scripts.sample import own_prompts
 
-LOOKS = ("eval_every", "sample_every")
-
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags of a command line, by default of this one."""
@@ -136,8 +134,7 @@ def one_step(run: Trainer) -> None:
         dry, none_left = str(e), e.bucket is None
 
     # what all ranks must agree on, in one small reduction
-    ahead = [name for name in LOOKS if getattr(settings, name) > 0 and (p.step + 1) % getattr(settings, name) == 0]
-    reason = run.stop.wanted(ahead=ahead)
+    reason = run.stop.wanted()
     saved = run.told_save()
     run.dog.beat(p.step, "reduction")
     totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
@@ -236,8 +233,9 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         from nanochat.watchdog import Watchdog, open_store
 
         everyone = gather(identify())
-        state = stack.enter_context(RunState(owner, everyone, num_iterations=num_steps, step=start.step)) \
-            if rank == 0 else None
+        state = stack.enter_context(RunState(
+            owner, everyone, num_iterations=num_steps, step=start.step,
+            checkpoint=start.checkpoint.path.name if start.checkpoint else None)) if rank == 0 else None
         dog = stack.enter_context(Watchdog(
             open_store(world_size), rank=rank, world_size=world_size, timeout_s=settings.collective_timeout_seconds,
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))

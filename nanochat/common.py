@@ -74,9 +74,9 @@ class StopAsked(Exception):
 LAUNCH = Launch()
 
 
-def begin_data(cache: Path | str | None = None, stop: Callable[[], object] = lambda: False) -> None:
-    """A launch begins: what lies in stores is looked at anew. For the arguments see `Launch`."""
-    LAUNCH.cache, LAUNCH.stop = cache, stop
+def begin_data(cache: Path | str | None = None) -> None:
+    """A launch begins: what lies in stores is looked at anew. `cache`: see `Launch`."""
+    LAUNCH.cache = cache
     if "nanochat.store" in sys.modules:
         sys.modules["nanochat.store"].forget()
 

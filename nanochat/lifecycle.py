@@ -65,7 +65,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nanochat.common import check_shape, read_json
+from nanochat.common import LAUNCH, StopAsked, check_shape, read_json
 from nanochat.run_dir import finite
 
 log = logging.getLogger(__name__)
@@ -140,9 +140,9 @@ def stop_requested(run_dir: Path) -> bool:
 
 
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context signals are noted, behind
-    it their previous handlers are back. Entered in another thread than the main one, it leaves
-    signals alone (Python's rule)."""
+    """Collects the reasons for this process to stop. Inside the context signals are noted, and
+    whoever waits for a store gives up when one came; behind it their previous handlers are back.
+    Entered in another thread than the main one, it leaves signals alone (Python's rule)."""
 
     def __init__(self, deadline: Deadline | None = None, *, reserve_s: float = 0.0) -> None:
         if not 0 <= reserve_s < float("inf"):
@@ -164,10 +164,12 @@ class StopWatch:
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._note_signal)
                 signal.siginterrupt(number, number == signal.SIGINT)  # a library's system call is not cut short
+        LAUNCH.stop = self.asked
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        LAUNCH.stop = lambda: False
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
@@ -523,6 +525,8 @@ class RunState:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         told = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        if isinstance(error, StopAsked):
+            self.close("stopped", str(error))
         self.close("failed", "ended without saying how" if error is None else told)
 
     def _keep_up(self) -> None:

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat.common import StopAsked
+
 NO_BYTES = ("nothing to evaluate: no target stands for bytes of text; "
             "check the validation data and `steps`")
 
@@ -64,21 +66,29 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
     token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
     row_nats: list[float] = []
     num_bytes = 0
-    for batch in batches:
-        x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
-        doc_ids = getattr(batch, "doc_ids", None)
-        extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
-        losses: Tensor = model(x, y, loss_reduction="none", **extra)
-        targets = y.cpu()
-        sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
-        nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
-        row_nats += nats.sum(dim=1).tolist()
-        num_bytes += int(sizes.sum())
-    everyone: list[Any] = [(row_nats, num_bytes)]
+    stopped = ""
+    try:
+        for batch in batches:
+            x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
+            doc_ids = getattr(batch, "doc_ids", None)
+            extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
+            losses: Tensor = model(x, y, loss_reduction="none", **extra)
+            targets = y.cpu()
+            sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
+            nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
+            row_nats += nats.sum(dim=1).tolist()
+            num_bytes += int(sizes.sum())
+    except StopAsked as e:  # all ranks learn of it where they meet
+        stopped = str(e)
+    everyone: list[Any] = [(row_nats, num_bytes, stopped)]
     if dist.is_available() and dist.is_initialized():
         everyone = everyone * dist.get_world_size()
         dist.all_gather_object(everyone, everyone[0])
-    return [nats for rows, _ in everyone for nats in rows], sum(of_rank for _, of_rank in everyone)
+    for _, _, why in everyone:
+        if why:
+            raise StopAsked(why)
+    return ([nats for rows, _, _ in everyone for nats in rows],
+            sum(of_rank for _, of_rank, _ in everyone))
 
 
 def unigram_bpb(counts: np.ndarray, targets: np.ndarray, token_bytes: np.ndarray) -> float:

@@ -355,9 +355,9 @@ def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
 
 # ---- stops ----------------------------------------------------------------------------------------------------------
 
-def test_whoever_waits_gives_up_when_the_program_is_to_stop(store):
+def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
     path, asked = place(store.path("a/tokens.bin")), []
-    begin_data(stop=lambda: asked)
+    monkeypatch.setattr(LAUNCH, "stop", lambda: asked)
     store.proxy.faults.append(Fault(stall=True, times=-1))
     threading.Timer(0.3, lambda: asked.append(1)).start()
     began = time.monotonic()

@@ -1,18 +1,17 @@
 """
 An S3 on this machine for tests and benchmarks: moto's server, and a proxy before it that misbehaves as it is told.
 
-    client --> Proxy (latency, bandwidth, faults, swaps; keeps a list of all requests) --> moto's server
+    client --> Proxy (latency, faults, swaps; keeps a list of all requests) --> moto's server
 
     with object_store() as store:                  # environment and bucket are ready
         store.put("a.bin", b"...")                 # behind the proxy's back
         store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
 
-    python -m tests.object_store --latency-ms 50 --mb-per-s 100      # prints its URL, serves until stdin is closed
+    python -m tests.object_store                   # prints its URLs, serves until stdin is closed
 
 A fault is used `times` times by requests that it fits, then it is gone.
 """
 
-import argparse
 import contextlib
 import http.client
 import logging
@@ -25,13 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
-CHUNK = 1 << 16
 NOT_FORWARDED = {"connection", "transfer-encoding", "keep-alive"}
 NOT_RETURNED = {*NOT_FORWARDED, "date", "server"}
 
@@ -75,11 +72,9 @@ class Proxy(ThreadingHTTPServer):
         self.upstream, self.url = upstream, f"http://127.0.0.1:{self.server_port}"
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
-        self.latency_s, self.bytes_per_s = 0.0, float("inf")
+        self.latency_s = 0.0
         self.released = threading.Event()  # ends all stalls
-        self.kept: dict[str, tuple[dict[str, str], bytes]] | None = None  # {}: objects, asked for once (moto takes
-        # 80 ms for a range of an object of 64 MB); those who change an object must clear it
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -92,14 +87,6 @@ class Proxy(ThreadingHTTPServer):
                     fault.times -= 1
                     return fault
         return None
-
-    def transmit(self, num_bytes: int) -> None:
-        """Wait as long as so many bytes take on the line that all requests share."""
-        with self._lock:
-            self._free_at = max(time.monotonic(), self._free_at) + num_bytes / self.bytes_per_s
-            wait_s = self._free_at - time.monotonic()
-        if wait_s > 0:
-            time.sleep(wait_s)
 
     def gets(self, name: str = "") -> list[Seen]:
         return [s for s in self.seen if s.method == "GET" and name in s.path]
@@ -130,10 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(self.server.latency_s)
         headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in NOT_FORWARDED}
         if fault is None:
-            if asked and self.server.kept is not None:
-                self._send_kept(int(asked[1]), int(asked[2]) + 1, headers)
-            else:
-                self._forward(body, headers)
+            self._forward(body, headers)
             return
         if fault.before:
             fault.before()
@@ -152,21 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
                 headers.pop("range", None)
             self._forward(body, headers, fault.cut)
 
-    def _send_kept(self, begin: int, end: int, headers: dict[str, str]) -> None:
-        """A range of an object that is kept in memory."""
-        assert self.server.kept is not None
-        kept = self.server.kept.get(self.path)
-        if kept is None:
-            status, answer, data = self._ask(b"", {k: v for k, v in headers.items() if k != "range"})
-            if status != 200:
-                self._send(status, answer, data)
-                return
-            kept = {k: v for k, v in answer.items() if k.lower() != "content-length"}, data
-            self.server.kept[self.path] = kept
-        answer, data = dict(kept[0]), kept[1]
-        answer["Content-Range"] = f"bytes {begin}-{min(end, len(data)) - 1}/{len(data)}"
-        self._send(206, answer, memoryview(data)[begin:end])
-
     def _forward(self, body: bytes, headers: dict[str, str], cut: int = -1) -> None:
         self._send(*self._ask(body, headers), cut)
 
@@ -180,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = answer.read()
         return (answer.status, {k: v for k, v in answer.getheaders() if k.lower() not in NOT_RETURNED}, data)
 
-    def _send(self, status: int, headers: dict[str, str], data: bytes | memoryview, cut: int = -1) -> None:
+    def _send(self, status: int, headers: dict[str, str], data: bytes, cut: int = -1) -> None:
         self.send_response(status)
         if not any(k.lower() == "content-length" for k in headers):
             headers["Content-Length"] = str(len(data))
@@ -189,9 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if cut >= 0:
             data, self.close_connection = data[:cut], True
-        for a in range(0, len(data), CHUNK):
-            self.server.transmit(len(data[a:a + CHUNK]))
-            self.wfile.write(data[a:a + CHUNK])
+        self.wfile.write(data)
         self.wfile.flush()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
@@ -283,18 +250,7 @@ def serve() -> Iterator[Store]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve an S3 on this machine until stdin is closed.")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="before each answer")
-    parser.add_argument("--mb-per-s", type=float, default=float("inf"), help="of all answers together")
-    parser.add_argument("--keep", action="store_true", help="objects never change, so keep those that are read")
-    parser.add_argument("--folder", type=Path, help="whose files are put into the bucket")
-    args = parser.parse_args()
     with serve() as store:
-        for path in sorted(args.folder.rglob("*")) if args.folder else []:
-            if path.is_file():
-                store.put(path.relative_to(args.folder).as_posix(), path.read_bytes())
-        store.proxy.latency_s, store.proxy.bytes_per_s = args.latency_ms / 1e3, args.mb_per_s * 1e6
-        store.proxy.kept = {} if args.keep else None
         print(store.proxy.url, store.moto_url, flush=True)
         sys.stdin.read()
 

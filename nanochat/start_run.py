@@ -23,6 +23,7 @@ that a command that is refused leaves no trace. scripts.validate walks as far as
 import contextlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,11 @@ def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> R
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
 
 
-def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, RustBPETokenizer]:
-    """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
-    begin_data(settings.object_storage_cache)
+def command(settings: Settings, world_size: int, device_type: str, *, stop: Callable[[], object] = lambda: False
+            ) -> tuple[Settings, RustBPETokenizer]:
+    """What a command line means on this machine. `stop`: whether whoever waits for a store should give up. ValueError
+    and FileNotFoundError for what cannot be."""
+    begin_data(settings.object_storage_cache, stop)
     data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = find_tokenizer(settings.tokenizer_dir, data_path)
     check_retention(settings.keep_last_k, settings.keep_milestone_every)

@@ -34,7 +34,7 @@ from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
 from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather, on_rank0, wide_dtype
+from nanochat.dist import gather, get_peak_flops, on_rank0, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -42,7 +42,7 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
 from nanochat.run_dir import TrainLog, iter_log
 from nanochat.schedule import Schedule
-from nanochat.start_run import Start
+from nanochat.start_run import Start, build_model, load_states
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,26 @@ class Progress:
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
+def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
+    """Collective. Model, optimizer and progress of a run: fresh, with another run's weights, or as they were saved."""
+    settings, scale = start.settings, start.horizon.batch_lr_scale
+    model = build_model(settings).to_empty(device=device)
+    model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
+    optimizer = model.setup_optimizer(
+        unembedding_lr=settings.unembedding_lr * scale, embedding_lr=settings.embedding_lr * scale,
+        scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
+        weight_decay=start.horizon.weight_decay_scaled)
+    saved = load_states(start)
+    if "model" in saved:
+        model.load_state_dict(saved["model"])
+    if "optimizer" in saved:
+        optimizer.load_state(saved["optimizer"])
+    progress = Progress(**start.state.get("progress", {}))
+    if progress.step > 0:
+        schedule.apply(optimizer, progress.step - 1)  # rates are saved with the state: those of the step before
+    return model, optimizer, progress
+
+
 @dataclass
 class Trainer:
     """What the parts of the loop share."""
@@ -160,11 +180,17 @@ class Trainer:
     dog: Any  # the watchdog
     stop: StopWatch
     saver: Saver
-    mfu_per_rate: float  # share of the devices' peak for 1 token/s; 0 where the peak is unknown
 
     @property
     def settings(self) -> Settings:
         return self.start.settings
+
+    @functools.cached_property
+    def mfu_per_rate(self) -> float:
+        """Share of the devices' peak that 1 token/s takes; 0 where the peak is unknown."""
+        device = self.loader.device
+        peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
+        return self.model.estimate_flops() / (peak_flops * self.loader.layout.world_size)
 
     def due(self, every: int) -> bool:
         """Whether it is time for what is done every so many steps, before the next one."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Code, Saver, list_checkpoints, prune
-from nanochat.common import EXIT_HALTED, Parser, print0, quiet_gc, run_main, setup_logging
+from nanochat.common import EXIT_HALTED, Parser, StopAsked, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import (
@@ -34,7 +34,6 @@ from nanochat.dist import (
     compute_init,
     gather,
     gather_all,
-    get_peak_flops,
     on_rank0,
 )
 from nanochat.engine import Engine
@@ -46,16 +45,14 @@ from nanochat.schedule import Schedule
 from nanochat.start_run import (
     WAY_ON,
     Start,
-    build_model,
     command,
     find_data,
     introduce,
-    load_states,
     look,
     make_plan,
     own,
 )
-from nanochat.trainer import LONG_S, Halt, Journal, Progress, Stop, Trainer, add_up, code_version, leaf_sums
+from nanochat.trainer import LONG_S, Halt, Journal, Stop, Trainer, add_up, code_version, leaf_sums, make_model
 from scripts.sample import own_prompts
 
 
@@ -113,7 +110,7 @@ def loop(run: Trainer) -> int:
 def one_step(run: Trainer) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked to."""
     p, loader, settings = run.progress, run.loader, run.settings
-    began, waited, dry, none_left = time.perf_counter(), loader.wait_s, "", False
+    began, waited, dry, none_left, whole = time.perf_counter(), loader.wait_s, "", False, True
     run.dog.beat(p.step)
 
     # forward and backward: gradients are added leaf by leaf, losses and live targets summed for each leaf and bucket
@@ -131,16 +128,20 @@ def one_step(run: Trainer) -> None:
             of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)  # (2, B)
             sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
     except Dry as e:
-        dry, none_left = str(e), e.bucket is None
+        dry, none_left, whole = str(e), e.bucket is None, False
+    except StopAsked:  # while it waited for a store
+        whole = False
 
     # what all ranks must agree on, in one small reduction
     reason = run.stop.wanted()
     saved = run.told_save()
     run.dog.beat(p.step, "reduction")
-    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=bool(dry),
+    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=not whole,
                     stop=bool(reason), saved=saved)
     if totals.saved == Code.FATAL:
         run.give_up()
+    if totals.dry and totals.stop:
+        raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
         texts = [(text, all_dry) for text, all_dry in gather_all((dry, none_left)) if text]
         raise Halt(*texts[0])
@@ -212,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, rank, _, world_size, device = compute_init(settings.device_type or autodetect_device_type(),
                                                       timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
-            settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
+            settings, tokenizer = agree(lambda: command(settings, world_size, device.type, stop=stop.asked))
             start = look(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])
@@ -242,23 +243,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         if rank == 0:
             stop.clear(start.run_dir)
 
-        # model and optimizer: fresh, another run's, or as they were saved
-        model = build_model(settings).to_empty(device=device)
-        model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
-        scale = horizon.batch_lr_scale
-        optimizer = model.setup_optimizer(
-            unembedding_lr=settings.unembedding_lr * scale, embedding_lr=settings.embedding_lr * scale,
-            scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
-            weight_decay=horizon.weight_decay_scaled)
-        saved = load_states(start)
-        if "model" in saved:
-            model.load_state_dict(saved["model"])
-        if "optimizer" in saved:
-            optimizer.load_state(saved["optimizer"])
-        del saved
-        progress = Progress(**start.state.get("progress", {}))
-        if progress.step > 0:
-            schedule.apply(optimizer, progress.step - 1)  # rates are saved with the state: those of the step before
+        model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
@@ -278,12 +263,10 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         introduce(start, loader.layout)
         journal.event("started", world_size=world_size, device=device.type, torch=torch.__version__,
                       code=code_version())
-        peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
         return loop(Trainer(
             start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
             leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), schedule=schedule, loader=loader,
-            progress=progress, journal=journal, dog=dog, stop=stop, saver=saver,
-            mfu_per_rate=model.estimate_flops() / (peak_flops * world_size)))
+            progress=progress, journal=journal, dog=dog, stop=stop, saver=saver))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import types
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import run_data
+from nanochat import run_data, trainer
 from nanochat.checkpoint import load_checkpoint
+from nanochat.common import StopAsked
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config, read_log
-from scripts import sample
+from scripts import base_train, sample
 from tests import torchrun, training
 from tests.toy import write_jsonl
 from tests.training import checkpoints, digests, losses, refuse, steps, succeed
@@ -102,6 +105,41 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]
     logits = model(torch.tensor([[tokenizer.get_bos_token_id()]]))
     assert logits.shape == (1, 1, training.VOCAB_SIZE) and logits.isfinite().all()
+
+
+def test_printed_lines_thin_out_and_the_log_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "ALL_LINES", 2)
+    out = succeed(num_iterations=8, log_every=3, save_every=-1).out
+    assert re.findall(r"^step (\d+)/00008 \| loss", out, re.M) == ["00000", "00001", "00002", "00005", "00007"]
+    assert sorted(steps()) == list(range(8))
+
+
+def test_another_version_of_the_code_is_told_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "code_version", lambda: "abc")
+    monkeypatch.setattr(base_train, "code_version", lambda: "abc")
+    succeed(num_iterations=1, save_every=-1)
+    assert [event["code"] for event in events("started")] == ["abc"]
+    assert "of the code" not in succeed(num_iterations=2, save_every=-1).out
+    monkeypatch.setattr(trainer, "code_version", lambda: "def+")
+    assert "before was of the code abc, this one is of def+" in succeed(num_iterations=3, save_every=-1).out
+
+
+def test_a_stop_while_data_are_waited_for_saves_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = DataLoader.__next__, iter(range(100))
+
+    def waiting(self: DataLoader) -> Any:
+        if next(calls) == 7:  # the second micro-batch of step 3
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StopAsked("a store stalls")
+        return whole(self)
+
+    monkeypatch.setattr(DataLoader, "__next__", waiting)
+    assert "stopped: SIGTERM; step 3 of 6 is saved" in succeed(num_iterations=6, save_every=-1).out
+    assert checkpoints() == ["checkpoint-3-shutdown"]
+    monkeypatch.setattr(DataLoader, "__next__", whole)
+    succeed(num_iterations=6, save_every=-1)
+    succeed(num_iterations=6, save_every=-1, model_tag="whole")
+    assert training.state_of(final()) == training.state_of(final("whole"))
 
 
 def test_horizons(workplace: Path) -> None:

@@ -1,0 +1,152 @@
+"""One dataclass of settings: flags, help, the rule for a later launch and the table all say the same."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import config
+from nanochat.common import Parser, setting
+from nanochat.config import FIELDS, Settings, add_flags, flag, from_flags, go_on, may_change, settings_table
+
+RUN_DIR = Path("/runs/d4")
+FIXED = {
+    "dtype", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode", "window_pattern",
+    "vocab_size", "data_format", "tokenizer_fingerprint", "packing", "pack", "long_docs", "overlap", "buffer_size",
+    "packer_version", "lanes", "leaves", "curriculum", "order", "split", "blend_weights", "eod_mask_loss",
+    "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay",
+    "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from", "init_optimizer", "init_data", "skip_steps"}
+RUN = replace(Settings(), lanes=64, leaves=1, num_samples=5, total_batch_size=32_768, dtype="float32",
+              num_iterations=30)
+
+
+def parse(*argv: str) -> Settings:
+    return from_flags(add_flags(Parser()).parse_args(argv))
+
+
+def other(name: str) -> Any:
+    """Another value of a setting, of its type."""
+    value = getattr(RUN, name)
+    choices = FIELDS[name].metadata.get("choices", ())
+    if name in ("curriculum", "blend_weights"):
+        return {"curriculum": {**MIX}, "blend_weights": [1.0, 2.0]}[name]
+    if choices:
+        return next(choice for choice in choices if choice != value)
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else "else"
+
+
+MIX = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}], "max_epochs": {}, "allow_bucket_exhaustion": False,
+       "allow_budget_mismatch": False}
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+def test_no_flags_are_the_defaults_and_json_brings_settings_back() -> None:
+    assert parse() == Settings() and Settings.from_json(RUN.to_json()) == RUN
+    assert parse("--depth=4", "--no-pack", "--packing=binned", "--matrix-lr=1", "--sync_save").differing() == {
+        "depth": 4, "pack": False, "packing": "binned", "matrix_lr": 1.0, "sync_save": True}
+
+
+def test_help_shows_each_flag_with_its_default() -> None:
+    told = " ".join(add_flags(Parser(prog="x")).format_help().split())
+    for name, f in FIELDS.items():
+        if f.metadata.get("flag", True):
+            assert f"{flag(name)} " in told
+            if isinstance(f.default, (int, float)) and not isinstance(f.default, bool) and "default" not in (
+                    f.metadata["help"]):
+                assert re.search(rf"{re.escape(flag(name))} [^()]*.*?\(default: {re.escape(str(f.default))}\)", told)
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    (["--resume-from-step=100"], "--resume=PATH"), (["--dept=4"], "did you mean --depth?"),
+    (["--allow-curriculum-change"], "--init-from")])
+def test_flags_of_elsewhere_are_told_what_to_do_here(argv: list[str], told: str,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*argv)
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
+    (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
+    (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
+    (["--blend-weights=a"], "--blend-weights: got 'a'"), (["--blend-weights=0,1"], "numbers above 0")])
+def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        parse(*argv)
+
+
+# ---- a later launch -------------------------------------------------------------------------------------------------
+
+def test_the_same_command_goes_on_without_a_word() -> None:
+    assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_each_setting_alone_is_allowed_or_refused_as_promised(name: str) -> None:
+    assert may_change(name) == (name not in FIXED)
+    run = RUN.to_json()
+    run[name] = other(name)  # on the side of the run nothing is checked, so that each can differ alone
+    if name in FIXED:
+        with pytest.raises(ValueError, match=re.escape(flag(name))):
+            go_on(run, RUN, run_dir=RUN_DIR)
+    else:
+        settings, notices = go_on(run, RUN, run_dir=RUN_DIR)
+        assert settings == RUN and len(notices) == bool(FIELDS[name].metadata.get("tell"))
+
+
+def test_refusal_is_a_diff_that_names_the_ways_out() -> None:
+    with pytest.raises(ValueError) as caught:
+        go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
+    text = str(caught.value)
+    assert "'d4'" in text and "--model-tag" in text and "--init-from d4" in text and "--save-every" not in text
+    assert "--depth: the run has 20, the command says 6 (the shape of the model)" in text
+    assert "--matrix-lr: the run has 0.02, the command says 0.04" in text
+
+
+def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
+    command = replace(RUN, lanes=-1, leaves=-1, total_batch_size=-1, dtype="auto", num_iterations=-1)
+    settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
+    assert settings == replace(RUN, num_iterations=-1), "-1 there means off"
+    assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
+
+
+def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused() -> None:
+    old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
+    assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
+    with pytest.raises(ValueError, match="--overlap: the run has 64, the command says 32"):
+        go_on(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
+    with pytest.raises(ValueError, match="--zeal: the run has 1, and this code has no such setting"):
+        go_on({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
+
+
+def test_a_curriculum_may_be_written_otherwise_and_last_longer() -> None:
+    longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
+    then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
+    assert go_on(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
+    more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
+    with pytest.raises(ValueError) as caught:
+        go_on(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
+    assert "- the run: phase 1: to the end of web 1" in str(caught.value)
+    assert "+ the command: phase 2: to the end of code 1" in str(caught.value)
+
+
+# ---- a fork ---------------------------------------------------------------------------------------------------------
+
+def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Zealous(config.RunSettings):
+        zeal: float = setting(0.5, "how eager", fixed="what a step computes")
+
+    field = Zealous.__dataclass_fields__["zeal"]
+    monkeypatch.setitem(FIELDS, "zeal", field)
+    assert "| `--zeal` | no | what a step computes |" in settings_table() and not may_change("zeal")
+    assert Zealous(zeal=1.0).zeal == 1.0
+
+
+def test_the_table_has_a_row_for_each_setting() -> None:
+    lines = settings_table().splitlines()
+    assert len(lines) == 2 + len(FIELDS) and all(line.count("|") == 4 for line in lines)

@@ -72,10 +72,16 @@ MARKER = "dataset.json"  # beside downloaded shards: which data set they are
 
 # ---- which files are data -------------------------------------------------------------------------------------------
 
+def suffixes_of(data_format: str) -> tuple[str, ...]:
+    """How names of files of a --data-format end. A format that is not known here is a suffix (see
+    `nanochat.sources.source_class`)."""
+    return FORMATS.get(data_format, (f".{data_format}",))
+
+
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """All files of a format below a folder in the order of their relative paths; a single file is itself.
     Of pairs also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order given."""
-    path, suffixes = place(path), FORMATS[data_format]
+    path, suffixes = place(path), suffixes_of(data_format)
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for --data-format "
@@ -86,7 +92,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, "
                                 f"make some with python -m dev.make_sample_corpus, or point --data-path at yours")
-    known = (".idx", *itertools.chain(*FORMATS.values()))
+    known = (".idx", *suffixes, *itertools.chain(*FORMATS.values()))
     there = {file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
              and not any(part.startswith(".") for part in file.relative_to(path).parts)}
     files = [file for file in there if file.name.endswith(suffixes)]

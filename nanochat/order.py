@@ -22,9 +22,7 @@ import numpy as np
 
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum
-from nanochat.packing import VERSION, BestFit, Binned, Concat, Packer
-
-LAYOUTS = ("bestfit", "concat", "binned")
+from nanochat.packing import LAYOUTS, VERSION, Packer
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,11 @@ class StreamConfig:
     @property
     def framed(self) -> bool:
         """Whether documents are `[BOS] + ids`; otherwise entries are used as they are stored."""
-        return self.layout != "binned"
+        return LAYOUTS[self.layout].framed
 
     def new_packer(self) -> Packer:
-        """An empty packer of this layout. A fork's own layout is one more line here."""
-        if self.layout == "concat":
-            return Concat(self.T)
-        if self.layout == "binned":
-            return Binned(self.T, pack=self.pack)
-        return BestFit(self.T, split=self.long_docs == "split", overlap=self.overlap)
+        """An empty packer of this layout."""
+        return LAYOUTS[self.layout].of(self)
 
     def fill_target(self, row: int) -> int:
         """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size`

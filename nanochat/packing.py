@@ -67,10 +67,17 @@ class Packer:
     `state` and `restore` carry everything over: a restored packer places what this one would have.
     """
 
+    framed = True  # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
     own_bos = False  # whether placements with start > 0 have a BOS of their own in front
+
+    @classmethod
+    def of(cls, config: Any) -> "Packer":
+        """An empty packer of a `nanochat.order.StreamConfig`."""
+        return cls(config.T)
 
     def __init__(self, T: int):
         self.capacity = T + 1  # tokens of a row
+        self.most: int | None = None  # of a document's tokens that rows can hold; None: all
         self.tokens = 0  # in all waiting pieces
         self.row = 0  # rows packed
         self.inserted = 0  # BOS put in front of documents and rests
@@ -133,9 +140,14 @@ class BestFit(Packer):
 
     own_bos = True
 
+    @classmethod
+    def of(cls, config: Any) -> "BestFit":
+        return cls(config.T, split=config.long_docs == "split", overlap=config.overlap)
+
     def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
         super().__init__(T)
         self.split, self.overlap = split, overlap
+        self.most = None if split else self.capacity
         # `crop` ends a row with a document that is a few tokens too long: dropping them costs less
         # than the short documents that would fill the room. Measured at T = 512: 0.2 points above
         # what must be dropped, instead of 0.45.
@@ -263,11 +275,15 @@ class Binned(BestFit):
     """Stored entries, whole: the oldest first, then what fills the row best. What is left of the row
     is padding. With `pack=False` a row is one entry, in order."""
 
-    own_bos = False
+    framed = own_bos = False
+
+    @classmethod
+    def of(cls, config: Any) -> "Binned":
+        return cls(config.T, pack=config.pack)
 
     def __init__(self, T: int, *, pack: bool = True):
         super().__init__(T + 1)  # so that an entry of T + 1 tokens is a filler like any other
-        self.near_bits, self.pack = 0, pack
+        self.near_bits, self.most, self.pack = 0, None, pack
 
     @property
     def ready(self) -> bool:
@@ -333,3 +349,6 @@ class Concat(Packer):
         self.repeated += 1 if self.row else 0
         self.row += 1
         return placements
+
+
+LAYOUTS: dict[str, type[Packer]] = {"bestfit": BestFit, "concat": Concat, "binned": Binned}  # --packing

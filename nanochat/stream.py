@@ -135,9 +135,8 @@ class Feed:
 
     def _kept(self, ids: np.ndarray, repeated: int) -> tuple[np.ndarray, int]:
         """What is kept of a document: `crop` never looks behind the first row of it."""
-        most = self.config.T + 1
-        if len(ids) > most and self.config.layout == "bestfit" and self.config.long_docs == "crop":
-            ids = ids[:most].copy()
+        if self.packer.most is not None and len(ids) > self.packer.most:
+            ids = ids[:self.packer.most].copy()
         return ids, repeated + self.config.framed if repeated else 0
 
     # -- rows

@@ -294,9 +294,9 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_phase_of_no_rows_and_an_unknown_bucket_are_told_later(write):
     c = load(write(ONE + "- duration_tokens: 90\n  mix: {code: 1}\n"))
-    with pytest.raises(ValueError, match="phase 2 lasts 90 tokens, .*T . V = 10 . 10 = 100"):
+    with pytest.raises(ValueError, match=r"phase 2 lasts 90 tokens, .*T . V = 10 . 10 = 100"):
         c.phase_rows(10, 10)
-    with pytest.raises(ValueError, match="phase 2 mixes 'code', .*there is web$"):
+    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*there is web$"):
         c.check_buckets(["web"])
     c.check_buckets({"web", "code", "more"})
 

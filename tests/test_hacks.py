@@ -1,0 +1,144 @@
+"""What forks do, each by editing one file of a copy of this repository, and then training with it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.tokenizer import RustBPETokenizer
+from tests.toy import some_texts, write_parquet
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--depth=1", "--aspect-ratio=16", "--head-dim=16", "--max-seq-len=32", "--device-batch-size=4",
+         "--total-batch-size=256", "--num-iterations=4", "--lanes=4", "--eval-tokens=512", "--sample-every=-1",
+         "--device-type=cpu", "--warmup-steps=0"]
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """A copy of the code, and what trains with it."""
+    root = tmp_path / "fork"
+    for folder in ("nanochat", "scripts"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for i in range(2):
+        write_parquet(tmp_path / "text" / f"{i}.parquet", some_texts(400, seed=i), 64)
+    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(tmp_path / "tokenizer")
+    return Fork(root, tmp_path)
+
+
+class Fork:
+    def __init__(self, root, base):
+        self.root, self.base = root, base
+        self.before = {path: path.read_bytes() for path in root.rglob("*.py")}
+
+    def edit(self, name, old, new):
+        path = self.root / name
+        text = path.read_text()
+        assert text.count(old) == 1, f"{name} has {old!r} {text.count(old)} times"
+        path.write_text(text.replace(old, new))
+
+    def append(self, name, text):
+        with open(self.root / name, "a") as f:
+            f.write(text)
+
+    def run(self, *flags, tag="hack", ok=True):
+        """Train; returns what it printed."""
+        changed = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
+        assert len(changed) <= 1, "a hack takes one file"
+        env = {**os.environ, "NANOCHAT_BASE_DIR": str(self.base), "OMP_NUM_THREADS": "1",
+               "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run([sys.executable, "-m", "scripts.base_train", *SMALL, f"--data-path={self.base / 'text'}",
+                               f"--tokenizer-dir={self.base / 'tokenizer'}", f"--model-tag={tag}", *flags],
+                              cwd=self.root, env=env, capture_output=True, text=True, timeout=120)
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def log(self, tag="hack"):
+        lines = (self.base / "runs" / tag / "logs" / "train.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def digests(self, tag="hack"):
+        return [record["digest"] for record in self.log(tag) if "digest" in record]
+
+
+def test_another_packing_layout(fork):
+    """Documents one after another in each row, cut where it ends; nothing waits."""
+    fork.append("nanochat/packing.py", '''
+
+class Simple(Packer):
+    """Each row takes documents in order and drops what does not fit of the last one."""
+
+    def __init__(self, T):
+        super().__init__(T)
+        self.queue = {}
+
+    def __contains__(self, key):
+        return key in self.queue
+
+    def waiting(self):
+        return dict(self.queue)
+
+    def push(self, key, length, start=0, place=None):
+        self.queue[key] = Piece(length, 0, 0)
+        self.tokens += length
+
+    def next_row(self):
+        room, placements = self.capacity, []
+        while room:
+            key = next(iter(self.queue))
+            length = self.queue.pop(key).length
+            placed = min(length, room)
+            placements.append((key, 0, placed, 0))
+            self.cropped += length - placed
+            self.tokens -= length
+            room -= placed
+        self.row += 1
+        return placements
+
+
+LAYOUTS["simple"] = Simple
+''')
+    fork.run("--packing=simple")
+    whole = fork.digests()
+    fork.run("--packing=simple", "--num-iterations=2", tag="resumed")
+    fork.run("--packing=simple", tag="resumed")
+    assert fork.digests("resumed") == whole and len(set(whole)) == 4
+    fork.run("--packing=concat", tag="concat")
+    assert fork.digests("concat") != whole
+
+
+def test_a_new_kind_of_data_file(fork):
+    """A .txt file is a group of one document a line."""
+    (fork.root / "nanochat" / "source_txt.py").write_text('''
+import hashlib
+
+import numpy as np
+
+from nanochat.sources import Source
+
+
+class FileSource(Source):
+    """Text files with a document a line."""
+
+    @staticmethod
+    def scan_file(path, name):
+        data = path.read_bytes()
+        return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
+                "groups": [data.count(b"\\n")]}
+
+    def read(self, group, rows, keep=0):
+        lines = self.paths[self.place(group)[0]].read_text().split("\\n")
+        ids, edges = self.tokenizer.encode_flat([lines[row] for row in rows], num_threads=1)
+        return [ids[a:b].copy() for a, b in zip(edges[:-1], edges[1:])], [0] * len(rows)
+''')
+    folder = fork.base / "lines"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("".join(f"{name}: document {i} of a few words\n" for i in range(300)))
+    fork.run("--data-format=txt", f"--data-path={folder}")
+    assert len(fork.digests()) == 4
+    assert "no .csv file" in fork.run("--data-format=csv", f"--data-path={folder}", tag="none", ok=False)

@@ -31,7 +31,7 @@ from typing import Any
 from nanochat.attention import MODES
 from nanochat.common import Parser, setting
 from nanochat.curriculum import Curriculum, load
-from nanochat.dataset import DEFAULT_DATASET, FORMATS
+from nanochat.dataset import DEFAULT_DATASET
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
@@ -100,7 +100,8 @@ class DataSettings:
         None, "validation files (default: the last file below --data-path; with --order=megatron the whole documents "
         "of the valid split)", note="a folder may move: the files are pinned by relative name and hash")
     data_format: str = setting("text", "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | "
-                               "megatron: Megatron's pairs of .bin and .idx", choices=tuple(FORMATS), fixed=STREAM)
+                               "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
+                               "nanochat/source_xyz.py reads", fixed=STREAM)
     tokenizer_dir: str | None = setting(
         None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where scripts.tok_train puts it",
         note="a run has its own copy of its tokenizer; the fingerprint is compared")

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nanochat.shard_source import ShardSource
 
 from nanochat import shard_source, shards, sources
 from nanochat.common import atomic_open, hash_file, write_json
 from nanochat.pairs import open_entries, scan_file
-from nanochat.shard_source import ShardSource
 from nanochat.shards import (
     ShardWriter,
     ends_follow,

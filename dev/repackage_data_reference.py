@@ -18,16 +18,12 @@ Disk: the scratch folder, beside the output, takes the size of the uncompressed 
     python -m dev.repackage_data_reference --input FILE_OR_FOLDER ... --output-dir DIR
 """
 
-import argparse
 import contextlib
-import gzip
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,17 +33,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import (
-    atomic_open,
-    fsync_dir,
-    here,
-    run_main,
+from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
+from nanochat.dataset import (
+    data_folder,
+    find_files,
+    index_to_filename,
+    open_parquet,
+    read_batches,
+    read_jsonl,
 )
-from nanochat.dataset import index_to_filename, open_parquet
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 
 
 # ---- writing: shared with dev.make_sample_corpus --------------------------------------------------------------------
@@ -88,54 +85,31 @@ def write_shard(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> No
 def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
     """(name, path) of every input file, sorted by name. A name is relative to the folder that was given, so that the
     result does not change when the folder moves; the position of the argument in front keeps names apart."""
-    found = []
-    for i, root in enumerate(inputs):
-        if not root.exists():
-            raise FileNotFoundError(f"--input {root}: no such file or folder")
-        paths = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
-        names = [p.name if p == root else p.relative_to(root).as_posix() for p in paths]
-        files = [(f"{i}/{n}", p) for n, p in zip(names, paths) if n.endswith(SUFFIXES) and "/." not in f"/{n}"]
-        if not files:
-            raise ValueError(f"--input {root}: found no {', '.join(SUFFIXES)} there")
-        found += sorted(files)
-    return found
+    return [(f"{i}/{path.relative_to(data_folder(root)).as_posix()}", path)
+            for i, root in enumerate(inputs) for path in find_files(root)]
 
 
-def read_parquet(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(row, UTF-8 bytes) of each document; holds some hundred documents at a time, whatever the row groups."""
-    row = 0
-    with open_parquet(path) as file:
-        try:
-            for batch in file.iter_batches(batch_size=256, columns=["text"], use_threads=False):
-                column = batch.column(0)
-                column.validate(full=True)
-                if column.null_count:
-                    raise ValueError(f"{column.null_count} nulls in `text` near row {row:,}; drop those rows")
-                for text in column.cast(pa.large_binary()).to_pylist():
-                    yield row, text
-                    row += 1
-        except (pa.ArrowException, ValueError, OSError) as e:
-            raise ValueError(f"{path}: cannot read on from about row {row:,} ({e})") from e
-
-
-def read_jsonl(path: Path, report: "Report", *, strict: bool) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, UTF-8 bytes) of each document. A broken line is reported and skipped, or fatal."""
-    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as f:
-        try:
-            for number, line in enumerate(f, 1):
-                if not line.strip():
-                    continue
-                try:
-                    text = json.loads(line)["text"].encode()
-                except (ValueError, KeyError, TypeError, AttributeError) as e:
-                    problem = f"{path}:{number}: not a JSON object with a string `text` ({type(e).__name__}: {e})"
-                    if strict:
-                        raise ValueError(f"{problem}; mend it or leave out --strict") from e
-                    report.skip(problem)
-                    continue
-                yield number, text
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise ValueError(f"{path}: broken gzip ({e}); fetch or write it again") from e
+def read_documents(path: Path, report: "Report", *, strict: bool) -> Iterator[tuple[int, str]]:
+    """(row, or line number from 1, and text) of each document; holds some hundred documents at a time, whatever the row
+    groups. A broken line of jsonl is reported and skipped, or fatal."""
+    if path.suffix == ".parquet":
+        row = 0
+        with open_parquet(path) as file:
+            for group in range(file.num_row_groups):
+                for column in read_batches(file, group, path, batch_size=256):
+                    yield from enumerate(column.to_pylist(), row)
+                    row += len(column)
+        return
+    try:
+        for line in read_jsonl(path, strict=strict):
+            if line.text is not None:
+                yield line.number, line.text
+                continue
+            report.skipped_lines += 1
+            if report.skipped_lines <= 10:
+                print(f"skipped {path}:{line.number}: {line.problem}", file=sys.stderr)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
 
 
 # ---- shuffling ------------------------------------------------------------------------------------------------------
@@ -150,11 +124,6 @@ class Report:
     times_redealt: int = 0          # buckets that were larger than the budget
     largest_bucket_bytes: int = 0   # held in memory at once
     shard_chars: list[int] = field(default_factory=list)
-
-    def skip(self, problem: str) -> None:
-        self.skipped_lines += 1
-        if self.skipped_lines <= 10:
-            print(f"skipped {problem}", file=sys.stderr)
 
 
 Record = tuple[bytes, bytes]  # key, UTF-8 text
@@ -203,18 +172,6 @@ def in_key_order(bucket: Path, report: Report, *, memory_bytes: int, depth: int 
         yield from in_key_order(path, report, memory_bytes=memory_bytes, depth=depth + 1)
 
 
-def row_groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Cut a stream of texts into lists of `size`; the last may be shorter."""
-    group: list[str] = []
-    for text in texts:
-        group.append(text)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 def number_groups(groups: Iterable[list[str]], report: Report, *, num_groups: int, num_shards: int) \
         -> Iterator[tuple[int, list[str]]]:
     """Say which shard each row group goes to: shard i of n ends when (i + 1)/n of all characters are out, so that all
@@ -230,13 +187,14 @@ def number_groups(groups: Iterable[list[str]], report: Report, *, num_groups: in
             shard += 1
 
 
-def write_shards(texts: Iterable[str], output: Path, report: Report, *, shard_chars: int) -> None:
+def write_shards(texts: Iterator[str], output: Path, report: Report, *, shard_chars: int) -> None:
     """Write all texts as at least two shards that end at the edges of row groups."""
     group_size = min(ROW_GROUP_DOCUMENTS, -(-report.documents // 2))
     num_groups = -(-report.documents // group_size)
     num_shards = min(max(2, round(report.chars / shard_chars)), num_groups)
     report.shard_chars = [0] * num_shards
-    numbered = number_groups(row_groups(texts, group_size), report, num_groups=num_groups, num_shards=num_shards)
+    groups = iter(lambda: list(itertools.islice(texts, group_size)), [])
+    numbered = number_groups(groups, report, num_groups=num_groups, num_shards=num_shards)
     schema = pa.schema([("text", pa.string())])
     for shard, groups in itertools.groupby(numbered, key=lambda pair: pair[0]):
         write_shard(output / index_to_filename(shard), schema, (pa.table([texts], schema) for _, texts in groups))
@@ -254,11 +212,10 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
     def records() -> Iterator[Record]:
         for name, path in tqdm(find_inputs(inputs), unit="file", disable=None):
-            documents = read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path, report, strict=strict)
-            for row, text in documents:
+            for row, text in read_documents(path, report, strict=strict):
                 report.documents += 1
-                report.chars += len(text.decode())
-                yield document_key(seed, name, row), text
+                report.chars += len(text)
+                yield document_key(seed, name, row), text.encode()
 
     with new_folder(output_dir) as (output, scratch):
         buckets = deal(records(), scratch / "d", depth=0)
@@ -272,7 +229,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Shuffle any text data set into parquet shards.")
+    parser = Parser(description="Shuffle any text data set into parquet shards.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="parquet, jsonl, jsonl.gz; or folders")
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dev.repackage_data_reference import main, repackage
-from nanochat.dataset import list_parquet_files, verify
+from nanochat.dataset import list_parquet_files
+from nanochat.download import verify
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -136,17 +137,17 @@ def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsy
     assert report.skipped_lines == len(bad) and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
     err = capsys.readouterr().err
     assert all(f"in.jsonl:{n}:" in err for n in range(2, 8))
-    with pytest.raises(ValueError, match=r"in\.jsonl:2:.*--strict"):
+    with pytest.raises(ValueError, match=r"in\.jsonl: line 2:.*--strict"):
         repackage([tmp_path / "in.jsonl"], tmp_path / "strict", strict=True)
     assert not (tmp_path / "strict").exists()
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("a.parquet", b"PAR1 rubbish", "not a readable parquet"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "broken gzip"),
-    ("a.jsonl.gz", b"not gzip", "broken gzip"),
+    ("a.parquet", b"PAR1 rubbish", "not a whole parquet"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "not a whole gzip"),
+    ("a.jsonl.gz", b"not gzip", "not a whole gzip"),
     ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
-    ("a.txt", b"text", "found no"),
+    ("a.txt", b"text", "expected a folder or"),
 ])
 def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
@@ -155,7 +156,7 @@ def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name,
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("texts, says", [(["a", None, "b"], "nulls"), ([b"ok", b"\xff"], "UTF8|UTF-8|utf-8")])
+@pytest.mark.parametrize("texts, says", [(["a", None, "b"], "null"), ([b"ok", b"\xff"], "UTF8|UTF-8|utf-8")])
 def test_nulls_and_invalid_utf8_in_parquet_are_errors_that_name_the_file(tmp_path, texts, says):
     column = pa.array(texts).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")

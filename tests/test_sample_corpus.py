@@ -10,7 +10,8 @@ import pytest
 
 from dev import make_sample_corpus as corpus
 from dev.make_sample_corpus import Settings, docstrings, main, make_sample_corpus
-from nanochat.dataset import list_parquet_files, parquets_iter_batched, verify
+from nanochat.dataset import list_parquet_files, parquets_iter_batched
+from nanochat.download import verify
 
 SMALL = Settings(min_chars=150_000, max_chars=400_000, num_shards=3)
 

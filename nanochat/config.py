@@ -3,22 +3,24 @@ The settings of a run: one frozen dataclass, and everything that people see of i
 
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
-From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in config.json, the
-rule for a later launch, and a row of the table in the README. A fork that wants a flag adds one field here; a room that
-owns a default declares its fields itself (`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
+From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
+config.json, the rule for a later launch, and a row of the table in the README. A fork that wants a
+flag adds one field here; a room that owns a default declares its fields itself (`ScheduleSettings`
+in nanochat/schedule.py) and is listed among the bases.
 
-**A run never changes what it is.** The command that started a run also restarts it, so a restart may carry other flags,
-by intent or by accident:
+**A run never changes what it is.** The command that started a run also restarts it, so a restart
+may carry other flags, by intent or by accident:
 
     the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-What decides which rows come in which order, or what a step computes from them, is `fixed`. What only decides where, how
-fast and how long the run computes may change, with a notice (`tell`) where something that people rely on does change.
-Whoever wants something else starts a new run from the old one (--init-from). A field that an older run does not have
-has that field's default; one that this code does not have is refused. Warning instead of refusing was rejected: nobody
-reads the log of a job that restarts at night.
+What decides which rows come in which order, or what a step computes from them, is `fixed`. What
+only decides where, how fast and how long the run computes may change, with a notice (`tell`) where
+something that people rely on does change. Whoever wants something else starts a new run from the
+old one (--init-from). A field that an older run does not have has that field's default; one that
+this code does not have is refused. Warning instead of refusing was rejected: nobody reads the log
+of a job that restarts at night.
 """
 
 import argparse
@@ -47,9 +49,9 @@ HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, not the same bits: "
 
 
-# Each class is a group of --help, and its docstring the group's title. A field with `flag=False` follows from other
-# fields or from the machine. Where the command gives the default of a field with `auto`, the run keeps its value. A
-# change of a field with `tell` is told.
+# Each class is a group of --help, and its docstring the group's title. A field with `flag=False`
+# follows from other fields or from the machine. Where the command gives the default of a field
+# with `auto`, the run keeps its value. A change of a field with `tell` is told.
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -244,7 +246,8 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
-        """The settings in a run's config.json; what it does not have has its default, what is no setting is left."""
+        """The settings in a run's config.json; what it does not have has its default, what is no
+        setting is left."""
         return cls(**{name: value[name] for name in FIELDS if name in value})
 
     def to_json(self) -> dict[str, Any]:
@@ -264,7 +267,7 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
 FIELDS: dict[str, "Field[Any]"] = {f.name: f for group in Settings.__bases__ for f in fields(group)}
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 ELSEWHERE = {  # flags that people know from other programs
     "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) from the newest",
@@ -298,8 +301,8 @@ def add_flags(parser: Parser) -> Parser:
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
-    """The settings that a command line stands for. What a curriculum file allows stands apart from what it mixes.
-    ValueError or FileNotFoundError for what cannot be."""
+    """The settings that a command line stands for. What a curriculum file allows stands apart from
+    what it mixes. ValueError or FileNotFoundError for what cannot be."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.curriculum is not None:
         mix = load(args.curriculum)
@@ -323,11 +326,12 @@ def _weights(text: str) -> list[float]:
     return weights
 
 
-# ---- a later launch -------------------------------------------------------------------------------------------------
+# ---- a later launch ------------------------------------------------------------------------------
 
 def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
-    """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json holds `run`: what the
-    command leaves to the program is as the run has it. ValueError with a diff for what may not change."""
+    """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json
+    holds `run`: what the command leaves to the program is as the run has it. ValueError with a
+    diff for what may not change."""
     then, now = Settings.from_json(run), command.to_json()
     notices, refused = [], []
     for name, f in FIELDS.items():
@@ -356,7 +360,8 @@ def _change(name: str, before: Any, after: Any) -> str:
 
 
 def _identity(curriculum: dict[str, Any] | None) -> list[str]:
-    """A curriculum as far as it decides rows: a line for each phase, and one for the limits on epochs."""
+    """A curriculum as far as it decides rows: a line for each phase, and one for the limits on
+    epochs."""
     if curriculum is None:
         return []
     mix = Curriculum.from_json(curriculum)
@@ -378,7 +383,8 @@ def _refusal(name: str, before: Any, after: Any, why: str) -> list[str]:
 
 
 def may_change(name: str) -> bool:
-    """Whether a later launch may give a setting another value; what is no setting may not change."""
+    """Whether a later launch may give a setting another value; what is no setting may not
+    change."""
     return name in FIELDS and not FIELDS[name].metadata["fixed"]
 
 

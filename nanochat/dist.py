@@ -1,5 +1,6 @@
 """
-The processes of one launch: how they find device and group, and what they tell each other besides gradients.
+The processes of one launch: how they find device and group, and what they tell each other besides
+gradients.
 
     on_rank0(f)     rank 0: f() --value or error--> all        reading and writing the run directory
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
@@ -7,14 +8,16 @@ The processes of one launch: how they find device and group, and what they tell 
     gather(x)       all: x --list--> rank 0;  gather_all: to all
     broadcast(s)    rank 0: a state of tensors --> all         what only rank 0's machine can read
 
-Every error reaches all ranks, so that no rank waits for one that has given up. One of them says what it was: rank 0,
-where people look, and it names rank and host where the trouble is not everyone's:
+Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
+what it was: rank 0, where people look, and it names rank and host where the trouble is not
+everyone's:
 
     rank 0   a file is there         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     nothing                                      exit 1
 
-An exception that is no bad input is a bug: the first rank that has it raises it, with its traceback. All of these
-are collective, and plain calls in a single process. Errors of one rank between collectives are the watchdog's.
+An exception that is no bad input is a bug: the first rank that has it raises it, with its
+traceback. All of these are collective, and plain calls in a single process. Errors of one rank
+between collectives are the watchdog's.
 """
 
 import logging
@@ -34,7 +37,7 @@ T = TypeVar("T")
 NAMED = 8  # so many ranks are named, the others counted
 
 
-# ---- device and group -----------------------------------------------------------------------------------------------
+# ---- device and group ----------------------------------------------------------------------------
 
 def autodetect_device_type() -> str:
     """'cuda' where there is one, else 'mps', else 'cpu'."""
@@ -44,10 +47,11 @@ def autodetect_device_type() -> str:
 
 
 def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> tuple[bool, int, int, int, torch.device]:
-    """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the device.
+    """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the
+    device.
 
-    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed, rank, local rank, world
-    size, device). Raises ValueError where the device is absent.
+    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed,
+    rank, local rank, world size, device). Raises ValueError where the device is absent.
     """
     if device_type not in ("cuda", "mps", "cpu"):
         raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
@@ -74,8 +78,9 @@ def compute_cleanup() -> None:
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute capability 8.0
-    and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or float32."""
+    """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute
+    capability 8.0 and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or
+    float32."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -89,10 +94,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-# FLOP/s in bfloat16 without sparsity, as the vendors' data sheets give them (a figure "with sparsity" is halved). Which
-# chips are listed follows nanochat (github.com/karpathy/nanochat, nanochat/common.py). The first name that is part of
-# the device's own name counts, so special models stand before their family. An H800 has the tensor cores of an H100:
-# only its links and its float64 are slower.
+# FLOP/s in bfloat16 without sparsity, as the vendors' data sheets give them (a figure "with
+# sparsity" is halved). Which chips are listed follows nanochat (github.com/karpathy/nanochat,
+# nanochat/common.py). The first name that is part of the device's own name counts, so special
+# models stand before their family. An H800 has the tensor cores of an H100: only its links and its
+# float64 are slower.
 PEAK_FLOPS = (
     ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
     ("h200 nvl", 836e12), ("h200", 989e12),
@@ -105,7 +111,8 @@ PEAK_FLOPS = (
 
 
 def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0 instead of wrong."""
+    """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0
+    instead of wrong."""
     lowered = device_name.lower()
     for fragment, flops in PEAK_FLOPS:
         if fragment in lowered:
@@ -114,11 +121,11 @@ def get_peak_flops(device_name: str) -> float:
     return float("inf")
 
 
-# ---- what ranks tell each other -------------------------------------------------------------------------------------
+# ---- what ranks tell each other ------------------------------------------------------------------
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises, rank 0 raises that and
-    the others leave with exit code 1 and no noise."""
+    """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises,
+    rank 0 raises that and the others leave with exit code 1 and no noise."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -138,9 +145,10 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag or a missing file.
-    Where it raises, all leave: rank 0 with its own error, or with a ValueError that names ranks and host; the others
-    with exit code 1. What is neither ValueError nor OSError is raised by the first rank that has it."""
+    """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag
+    or a missing file. Where it raises, all leave: rank 0 with its own error, or with a ValueError
+    that names ranks and host; the others with exit code 1. What is neither ValueError nor OSError
+    is raised by the first rank that has it."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -165,8 +173,8 @@ def agree(function: Callable[[], T]) -> T:
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. ValueError on rank 0, exit code 1 elsewhere, unless all ranks have the same settings: plain values
-    by the names their flags have."""
+    """Collective. ValueError on rank 0, exit code 1 elsewhere, unless all ranks have the same
+    settings: plain values by the names their flags have."""
     everyone = gather_all((socket.gethostname(), dict(settings)))
     theirs = everyone[0][1]
 
@@ -209,8 +217,8 @@ def gather_all(value: T) -> list[T]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor], where: str) -> Any:
-    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for anything not plain.
-    `where` names the state in places such as "state['w'][0]"."""
+    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for
+    anything not plain. `where` names the state in places such as "state['w'][0]"."""
     if isinstance(value, torch.Tensor):
         return function(value, where)
     if isinstance(value, dict):
@@ -223,9 +231,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor
 
 
 def broadcast(state: Any) -> Any:
-    """Collective. Rank 0's plain state (see nanochat/checkpoint.py) on every rank, its tensors on the CPU, one after
-    another. What the other ranks pass does not matter. Rank 0 gets its own tensors back and copies none of them, but
-    those that are not contiguous, one at a time."""
+    """Collective. Rank 0's plain state (see nanochat/checkpoint.py) on every rank, its tensors on
+    the CPU, one after another. What the other ranks pass does not matter. Rank 0 gets its own
+    tensors back and copies none of them, but those that are not contiguous, one at a time."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return state

@@ -1,5 +1,6 @@
 """
-The data of a run: which files it reads, pinned when it starts, and everything needed to open its stream again.
+The data of a run: which files it reads, pinned when it starts, and everything needed to open its
+stream again.
 
     start    scan the files -> RUN/data_manifest.json, copy the tokenizer -> RUN/tokenizer/
     resume   compare the manifest with the disk, and the tokenizer's fingerprint with the run's
@@ -47,9 +48,10 @@ class RunData:
 def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, val_path: Path | str | None = None, *,
               data_format: str = "text", curriculum: Curriculum | None = None, strict: bool = False,
               shares: str | None = None) -> dict[str, dict[str, Manifest]]:
-    """What a run reads: {"train": {bucket: manifest}, "val": ...}. `old`: what it has pinned before ({} for a new one):
-    the files of its buckets in use are compared with those below the given paths, and buckets that the curriculum did
-    not mix before are added. `shares`: --split of Megatron's order; None for lanes.
+    """What a run reads: {"train": {bucket: manifest}, "val": ...}. `old`: what it has pinned
+    before ({} for a new one): the files of its buckets in use are compared with those below the
+    given paths, and buckets that the curriculum did not mix before are added. `shares`: --split of
+    Megatron's order; None for lanes.
 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
@@ -92,8 +94,9 @@ def pin_data(run_dir: Path, manifests: Mapping[str, Mapping[str, Manifest]]) -> 
 
 
 def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
-    """Whether this machine has the files of a run's manifests, by their sizes; rank 0 has compared more (`find_data`).
-    FileNotFoundError or ValueError names the first that is missing or of another size."""
+    """Whether this machine has the files of a run's manifests, by their sizes; rank 0 has compared
+    more (`find_data`). FileNotFoundError or ValueError names the first that is missing or of
+    another size."""
     for manifest in (m for buckets in manifests.values() for m in buckets.values()):
         root = place(manifest["root"])
         if in_store(root):
@@ -137,8 +140,8 @@ def stream_config(settings: Settings) -> Any:
 
 
 def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
-    """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned files are compared with
-    the disk first. FileNotFoundError if it never pinned them."""
+    """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned
+    files are compared with the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = Settings.from_json(read_config(run_dir)), pinned_data(run_dir)
     begin_data(settings.object_storage_cache)
     if not manifests:

@@ -16,14 +16,14 @@ How a run begins or goes on: one walk from the command line to the first step.
       |                      data_manifest.json, plan.json
     load_states ------------ weights and optimizer                                        rank 0 reads, all get them
 
-What the walk finds is a `Start`, whose settings are the only ones from then on. Everything above `own` only looks, so
-that a command that is refused leaves no trace. scripts.validate walks as far as that.
+What the walk finds is a `Start`, whose settings are the only ones from then on. Everything above
+`own` only looks, so that a command that is refused leaves no trace. scripts.validate walks as far
+as that.
 """
 
 import contextlib
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,11 @@ OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins or goes on. `settings` are resolved; `config` is what config.json of the run holds, {} for a new
-    one; `checkpoint` is the run's own, None for step 0, where `origin`, another run's, may be set; `cursors`: where the
-    data go on, None for their beginning, and `skip`: how many steps' rows are passed over from there (`find_data` does
-    it); `notices` tell which settings are others now; `wipe`: delete the run that is there; `generation`: of the owner
+    """How a run begins or goes on. `settings` are resolved; `config` is what config.json of the
+    run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
+    another run's, may be set; `cursors`: where the data go on, None for their beginning, and
+    `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
+    which settings are others now; `wipe`: delete the run that is there; `generation`: of the owner
     before."""
 
     run_dir: Path
@@ -105,11 +106,13 @@ class Start:
 
     @property
     def looked(self) -> bool:
-        """Whether the evaluation due at `step` was done before the checkpoint was saved; a stop saves at once."""
+        """Whether the evaluation due at `step` was done before the checkpoint was saved; a stop
+        saves at once."""
         return self.state.get("status", "stopped") != "stopped"
 
     def over(self) -> tuple[int, str] | None:
-        """(exit code, a sentence) for a run that has ended and may not go on; None for one that may."""
+        """(exit code, a sentence) for a run that has ended and may not go on; None for one that
+        may."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         if status == "completed" and self.step >= self.horizon.num_iterations:
             return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME starts another run")
@@ -120,18 +123,18 @@ class Start:
         return None
 
     def samples_taken(self) -> int:
-        """Of a run in Megatron's order: samples that it will have taken in the end, those of another run that it goes
-        on with included."""
+        """Of a run in Megatron's order: samples that it will have taken in the end, those of
+        another run that it goes on with included."""
         before = self.cursors[0]["samples"] if self.cursors else 0
         rows = self.settings.total_batch_size // self.settings.max_seq_len
         return before + (self.horizon.num_iterations - self.step + self.skip) * rows
 
 
-# ---- the command on this machine ------------------------------------------------------------------------------------
+# ---- the command on this machine -----------------------------------------------------------------
 
 def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> RustBPETokenizer:
-    """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have no folder in common,
-    beside the first), or the default one."""
+    """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have
+    no folder in common, beside the first), or the default one."""
     folder = data_folder(data_path)
     if len(folder.parts) == 1:
         folder = data_folder(str(data_path).partition(",")[0])
@@ -139,11 +142,9 @@ def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> R
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
 
 
-def command(settings: Settings, world_size: int, device_type: str, *, stop: Callable[[], object] = lambda: False
-            ) -> tuple[Settings, RustBPETokenizer]:
-    """What a command line means on this machine. `stop`: whether whoever waits for a store should give up. ValueError
-    and FileNotFoundError for what cannot be."""
-    begin_data(settings.object_storage_cache, stop)
+def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, RustBPETokenizer]:
+    """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
+    begin_data(settings.object_storage_cache)
     data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = find_tokenizer(settings.tokenizer_dir, data_path)
     check_retention(settings.keep_last_k, settings.keep_milestone_every)
@@ -156,11 +157,12 @@ def command(settings: Settings, world_size: int, device_type: str, *, stop: Call
                    cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
 
 
-# ---- the run that is there ------------------------------------------------------------------------------------------
+# ---- the run that is there -----------------------------------------------------------------------
 
 def look(settings: Settings, device: torch.device) -> Start:
-    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
-    changed and may not, for a run in the way of --resume=scratch, and for one that another launch is at work on."""
+    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError
+    for settings that changed and may not, for a run in the way of --resume=scratch, and for one
+    that another launch is at work on."""
     run_dir = run_path(settings.model_tag or "")
     same(settings.to_json())  # every node has its own command line and tokenizer
     if settings.resume != "scratch":
@@ -222,8 +224,8 @@ def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """What --init-from names, and what config.json tells of it. `known`: what it was when the run began, before it had
-    a checkpoint of its own; ValueError if that cannot be had any more."""
+    """What --init-from names, and what config.json tells of it. `known`: what it was when the run
+    began, before it had a checkpoint of its own; ValueError if that cannot be had any more."""
     checkpoint, told = load_run_weights(init_from)
     if known is not None and known["checksum"] != told["checksum"]:  # that run has gone on since
         before = checkpoint.path.with_name(known["checkpoint"])
@@ -238,7 +240,7 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoi
     return checkpoint, told
 
 
-# ---- what follows from the settings ---------------------------------------------------------------------------------
+# ---- what follows from the settings --------------------------------------------------------------
 
 def build_model(settings: Settings, depth: int | None = None) -> GPT:
     """The model on the meta device: shapes and types, no data. `depth`: in place of its own."""
@@ -250,8 +252,9 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 
 def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, GPTConfig]:
-    """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for what does not fit.
-    Batch size, horizon and rates follow from parameter counts, so the model is built without data first."""
+    """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for
+    what does not fit. Batch size, horizon and rates follow from parameter counts, so the model is
+    built without data first."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -281,7 +284,8 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
 
 
 def _check_budget(settings: Settings, horizon: Horizon) -> None:
-    """ValueError where training is more than a step longer or shorter than the curriculum, unless that is allowed."""
+    """ValueError where training is more than a step longer or shorter than the curriculum, unless
+    that is allowed."""
     wanted, total = settings.curriculum_tokens, horizon.total_tokens
     if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
         raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
@@ -291,8 +295,9 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
 
 
 def _settle_samples(start: Start) -> Start:
-    """A run in Megatron's order has as many samples as its steps take when it starts, and its own number ever after;
-    what goes on with another run's data has that one's. ValueError for a horizon that takes more."""
+    """A run in Megatron's order has as many samples as its steps take when it starts, and its own
+    number ever after; what goes on with another run's data has that one's. ValueError for a
+    horizon that takes more."""
     settings, horizon, needed = start.settings, start.horizon, start.samples_taken()
     number = settings.num_samples
     if number == -1:
@@ -306,12 +311,12 @@ def _settle_samples(start: Start) -> Start:
     return replace(start, settings=replace(settings, num_samples=number))
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple[Start, RunData]:
-    """Collective. The files of a run, found (or, where it has pinned them, compared) by rank 0, and opened by every
-    rank; and the start as it is when the rows to be skipped are passed over. FileNotFoundError or ValueError names what
-    is bad, changed or gone."""
+    """Collective. The files of a run, found (or, where it has pinned them, compared) by rank 0,
+    and opened by every rank; and the start as it is when the rows to be skipped are passed over.
+    FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
     manifests = on_rank0(lambda: find_manifests(
         pinned_data(start.run_dir) if start.config else {}, settings.data_path or "", settings.val_path,
@@ -329,8 +334,8 @@ def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
-    """Where the data of a run begin or go on, in all lanes: those of another run are carried on, and the rows to be
-    skipped are packed and passed over. ValueError where that cannot be."""
+    """Where the data of a run begin or go on, in all lanes: those of another run are carried on,
+    and the rows to be skipped are packed and passed over. ValueError where that cannot be."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
     if settings.order == "megatron":
         from nanochat.blend import open_samples
@@ -356,8 +361,9 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
 
 
 def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
-    """For rank 0: what the run will take of its data, told to people; None for text without a curriculum, which nothing
-    limits. ValueError for a run that would halt, unless its --plan is to warn."""
+    """For rank 0: what the run will take of its data, told to people; None for text without a
+    curriculum, which nothing limits. ValueError for a run that would halt, unless its --plan is to
+    warn."""
     settings = start.settings
     if settings.plan == "off" or (settings.curriculum is None and settings.data_format == "text"):
         return None
@@ -366,11 +372,11 @@ def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
     return rehearse(start, data).to_json()
 
 
-# ---- from here on files are written ---------------------------------------------------------------------------------
+# ---- from here on files are written --------------------------------------------------------------
 
 def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
-    """For rank 0: own the run and make its directory. config.json, written last, holds the resolved settings and what
-    follows from them, for people."""
+    """For rank 0: own the run and make its directory. config.json, written last, holds the
+    resolved settings and what follows from them, for people."""
     run_dir, settings = start.run_dir, start.settings
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
@@ -395,8 +401,8 @@ def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
 
 
 def load_states(start: Start) -> dict[str, Any]:
-    """Collective. The states that a run goes on with, "model" and "optimizer", where they come from somewhere; read by
-    rank 0 and sent to all, so that no other machine need see the files."""
+    """Collective. The states that a run goes on with, "model" and "optimizer", where they come
+    from somewhere; read by rank 0 and sent to all, so that no other machine need see the files."""
     def read() -> dict[str, Any]:
         source = start.checkpoint or start.origin
         if source is None:
@@ -409,7 +415,7 @@ def load_states(start: Start) -> dict[str, Any]:
     return broadcast(found[0] if found else None)
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- for people ----------------------------------------------------------------------------------
 
 def derive(start: Start) -> dict[str, Any]:
     """What follows from the settings."""
@@ -423,7 +429,8 @@ def derive(start: Start) -> dict[str, Any]:
 
 
 def introduce(start: Start, layout: Layout) -> None:
-    """Print what is about to run: settings that are not their defaults, and what follows from all of them."""
+    """Print what is about to run: settings that are not their defaults, and what follows from all
+    of them."""
     for notice in start.notices:
         print0(f"changed: {notice}")
     for name, value in start.settings.differing().items():

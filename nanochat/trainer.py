@@ -1,17 +1,18 @@
 """
-The parts of training that are not the loop: what a step of all ranks comes to, what a run carries from launch to
-launch, how it is saved, and how people are told.
+The parts of training that are not the loop: what a step of all ranks comes to, what a run carries
+from launch to launch, how it is saved, and how people are told.
 
     a step     each rank: gradients of its rows, of each leaf the sum of their losses and live targets, its part of the
                digest, whether it has rows at all, whether it should stop, how the last save went
                one small reduction brings together all but the first; loss of the step = sum of losses / live targets,
                both global, and the same bits wherever the leaves are
 
-So every step all ranks agree on whether to go on, for the price of a reduction that they need anyway.
+So every step all ranks agree on whether to go on, for the price of a reduction that they need
+anyway.
 
-A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step three times: a line
-for people, a line of JSON for programs, and wandb for those who ask for it. wandb is imported when a run has a name for
-it, and nothing that goes wrong in it stops training.
+A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step
+three times: a line for people, a line of JSON for programs, and wandb for those who ask for it.
+wandb is imported when a run has a name for it, and nothing that goes wrong in it stops training.
 """
 
 import functools
@@ -51,18 +52,20 @@ ALL_LINES = 100  # steps of a launch whose lines are all printed
 
 
 class Halt(Exception):
-    """The run cannot take its next step, and a person must decide how it goes on. All ranks raise it together."""
+    """The run cannot take its next step, and a person must decide how it goes on. All ranks raise
+    it together."""
 
 
 class Stop(Exception):
     """The run was asked to stop. All ranks raise it together, after the same step."""
 
 
-# ---- a step of all ranks --------------------------------------------------------------------------------------------
+# ---- a step of all ranks -------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks' rows of a step come to; the same on every rank, and for every W that divides K."""
+    """What all ranks' rows of a step come to; the same on every rank, and for every W that divides
+    K."""
 
     digest: str  # 16 hex digits
     dry: bool  # whether a rank could not give its rows
@@ -82,21 +85,24 @@ class StepTotals:
         return [nats / live if live else None for nats, live in zip(self.nats, self.live)]
 
     def grad_scale(self, num_targets: int) -> float:
-        """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean loss."""
+        """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the
+        mean loss."""
         return num_targets / sum(self.live) if any(self.live) else math.nan
 
 
 def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
-    """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live targets."""
+    """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live
+    targets."""
     return torch.zeros((len(layout.leaves), 2, num_buckets), dtype=wide_dtype(device), device=device)
 
 
 def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
            stop: bool = False, saved: Code = Code.NOTHING) -> StepTotals:
-    """Collective. One reduction, in which nothing is rounded: `sums`, see `leaf_sums`, of all leaves travel in a table
-    of which each rank fills in its own, and are then added by `math.fsum`; the digest travels as four 16-bit parts;
-    the rest is counts. `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
-    `stop`: it should stop; `saved`: how a save ended, rank 0's."""
+    """Collective. One reduction, in which nothing is rounded: `sums`, see `leaf_sums`, of all
+    leaves travel in a table of which each rank fills in its own, and are then added by
+    `math.fsum`; the digest travels as four 16-bit parts; the rest is counts. `dropped`: lanes that
+    have dropped each bucket; `dry`: this rank could not give its rows; `stop`: it should stop;
+    `saved`: how a save ended, rank 0's."""
     flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped])
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
     first = layout.rank * len(sums)
@@ -113,7 +119,7 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
         live=[int(math.fsum(n)) for n in live])
 
 
-# ---- what a run carries ---------------------------------------------------------------------------------------------
+# ---- what a run carries --------------------------------------------------------------------------
 
 @dataclass
 class Progress:
@@ -144,7 +150,8 @@ class Progress:
 
 
 def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
-    """Collective. Model, optimizer and progress of a run: fresh, with another run's weights, or as they were saved."""
+    """Collective. Model, optimizer and progress of a run: fresh, with another run's weights, or as
+    they were saved."""
     settings, scale = start.settings, start.horizon.batch_lr_scale
     model = build_model(settings).to_empty(device=device)
     model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
@@ -199,8 +206,8 @@ class Trainer:
         return every > 0 and at and (step > self.start.step or not self.start.looked)
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
-        """Collective. Collect all ranks' state in rank 0's memory and have it written as the checkpoint `name`; with
-        `last`, wait until it is. OSError on rank 0 if it cannot be."""
+        """Collective. Collect all ranks' state in rank 0's memory and have it written as the
+        checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
         began, p = time.perf_counter(), self.progress
         with self.dog.patience(LONG_S):
             if get_dist_info()[1] == 0:
@@ -251,13 +258,14 @@ class Trainer:
         raise self.journal.fatal or SystemExit(1)
 
 
-# ---- telling people -------------------------------------------------------------------------------------------------
+# ---- telling people ------------------------------------------------------------------------------
 
 class Journal:
-    """The log and the wandb run of a training run, and its live state; on ranks other than 0 it does nothing.
+    """The log and the wandb run of a training run, and its live state; on ranks other than 0 it
+    does nothing.
 
-    The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from the first launch on,
-    whatever becomes of that launch.
+    The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from
+    the first launch on, whatever becomes of that launch.
     """
 
     def __init__(self, start: Start, progress: Progress, *, rank: int, state: RunState | None):
@@ -299,14 +307,16 @@ class Journal:
             self.state.update(val_bpb=record["bpb"])
 
     def check_digest(self, digest: str) -> None:
-        """ValueError if the step that was just computed had another digest when this run was there before."""
+        """ValueError if the step that was just computed had another digest when this run was there
+        before."""
         logged = None if self.log is None else self.log.digest_of(self.progress.step)
         if logged not in (None, digest):
             raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {logged} when this "
                              f"run was there before: data or code changed; go back to what it was")
 
     def note_dropped(self, dropped: dict[str, int]) -> None:
-        """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each bucket."""
+        """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each
+        bucket."""
         for bucket, lanes in dropped.items():
             if lanes > self.progress.dropped.get(bucket, 0):
                 print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
@@ -314,8 +324,8 @@ class Journal:
         self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
 
     def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Tell of the step that was just counted: `line` to people (in a long launch not of every step), `record` to
-        the log and to wandb, `state` to scripts.status."""
+        """Tell of the step that was just counted: `line` to people (in a long launch not of every
+        step), `record` to the log and to wandb, `state` to scripts.status."""
         done, last = self.progress.step, self.start.horizon.num_iterations
         every = 1 if done - self.start.step <= ALL_LINES else self.start.settings.log_every
         if done % every == 0 or done == last:
@@ -346,7 +356,8 @@ class Journal:
 
 @functools.cache
 def code_version() -> str:
-    """The commit of this code, with a "+" where files differ from it; empty where there is no repository."""
+    """The commit of this code, with a "+" where files differ from it; empty where there is no
+    repository."""
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
                               timeout=20).stdout.strip()
@@ -382,7 +393,8 @@ class _Wandb:
 
 
 def start_wandb(settings: Settings, run_dir: Path, wandb_id: str | None) -> _Wandb | DummyWandb:
-    """A wandb run, `wandb_id` again if given; a stand-in for the name 'dummy' or where wandb cannot start."""
+    """A wandb run, `wandb_id` again if given; a stand-in for the name 'dummy' or where wandb
+    cannot start."""
     if settings.run == "dummy":
         return DummyWandb()
     try:

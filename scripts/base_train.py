@@ -9,8 +9,8 @@ A small one for a laptop or a test:
     python -m scripts.base_train --depth=4 --aspect-ratio=32 --head-dim=32 --max-seq-len=512 --device-batch-size=4 \\
         --total-batch-size=8192 --num-iterations=100 --eval-tokens=65536 --data-path=DIR
 
-Everything the run writes is in one folder, <base dir>/runs/<model tag> (--model-tag, default d<depth>): configuration,
-log, checkpoints, tokenizer, and which files it reads.
+Everything the run writes is in one folder, <base dir>/runs/<model tag> (--model-tag, default
+d<depth>): configuration, log, checkpoints, tokenizer, and which files it reads.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
 
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------
 
 def loop(run: Trainer) -> int:
     """Look, save, step, until the horizon or the end of something else. Returns the exit code."""
@@ -108,12 +108,14 @@ def loop(run: Trainer) -> int:
 
 
 def one_step(run: Trainer) -> None:
-    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked to."""
+    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked
+    to."""
     p, loader, settings = run.progress, run.loader, run.settings
     began, waited, dry, none_left, whole = time.perf_counter(), loader.wait_s, "", False, True
     run.dog.beat(p.step)
 
-    # forward and backward: gradients are added leaf by leaf, losses and live targets summed for each leaf and bucket
+    # forward and backward: gradients are added leaf by leaf, losses and live targets summed for
+    # each leaf and bucket
     sums = leaf_sums(loader.layout, len(loader.buckets), loader.device)
     bucket_ids = torch.arange(len(loader.buckets), device=loader.device)
     try:
@@ -184,7 +186,10 @@ def evaluate(run: Trainer) -> None:
             device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
             num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
             with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
-        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+        try:
+            bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+        except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
+            raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
     run.progress.note_val(bpb)
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
     print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
@@ -202,10 +207,11 @@ def sample(run: Trainer) -> None:
     run.stop.note("sample_every", time.perf_counter() - began)
 
 
-# ---- set-up ----------------------------------------------------------------------------------------------------------
+# ---- set-up --------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README for exit codes."""
+    """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README
+    for exit codes."""
     settings = from_flags(parse_args(argv))
     setup_logging()
     end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
@@ -213,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, rank, _, world_size, device = compute_init(settings.device_type or autodetect_device_type(),
                                                       timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
-            settings, tokenizer = agree(lambda: command(settings, world_size, device.type, stop=stop.asked))
+            settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
             start = look(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])

@@ -3,10 +3,11 @@ Check a run before it starts: with the flags of scripts.base_train, and nothing 
 
     python -m scripts.validate --data-format shards --data-path OUT --curriculum mix.yaml --depth 12 ...
 
-Configuration, files, tokenizer, the run that is there already, disk space; then the plan: what each phase asks of each
-bucket, what is there, what can be used before the first lane is dry, passes, what is cropped, repeated and padded, and
-the exact step at which a bucket runs dry. Shards know their lengths, so this is what will happen; for text it is an
-estimate from a sample, and never an error.
+Configuration, files, tokenizer, the run that is there already, disk space; then the plan: what
+each phase asks of each bucket, what is there, what can be used before the first lane is dry,
+passes, what is cropped, repeated and padded, and the exact step at which a bucket runs dry. Shards
+know their lengths, so this is what will happen; for text it is an estimate from a sample, and
+never an error.
 
 The exit code is 0 where the run can reach its last step, 1 where it cannot.
 """
@@ -80,7 +81,8 @@ def ok(what: str) -> None:
 
 
 def check_disk(start: Start, one: int) -> None:
-    """Whether checkpoints of `one` byte each fit. ValueError if not even the first few do; otherwise tells."""
+    """Whether checkpoints of `one` byte each fit. ValueError if not even the first few do;
+    otherwise tells."""
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
@@ -93,7 +95,8 @@ def check_disk(start: Start, one: int) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the plan as PNG: shares of the buckets over tokens with the edges of phases, and passes over each bucket."""
+    """Draw the plan as PNG: shares of the buckets over tokens with the edges of phases, and passes
+    over each bucket."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

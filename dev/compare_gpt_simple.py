@@ -118,37 +118,35 @@ def texts_for(name: str) -> list[str]:
 
 
 def entries_here(path: Path) -> list[list[int]]:
-    from nanochat.shards import read_index, read_tokens
-    index = read_index(path)
-    ids = read_tokens(index)
-    return [ids[a:b].tolist() for a, b in pairwise(index.offsets.tolist())]
+    from nanochat.tokens import open_tokens
+    pair = open_tokens(path)
+    return [ids.tolist() for ids in pair.read(0, len(pair))]
 
 
 def documents_here(path: Path, told: dict[str, Any]) -> list[list[int]]:
     """All entries as the stream gets them."""
-    from nanochat.pairs import scan_file
-    from nanochat.shard_source import ShardSource
-    manifest = {"root": str(path.parent), "files": [scan_file(path, path.name)]}
-    source = ShardSource(manifest, Stub(told["eod"], told["vocab_size"]))
-    return [ids.tolist() for group, n in enumerate(source.groups.tolist()) for ids in source.fetch(group, 0, n)]
+    from nanochat.tokens import open_tokens
+    pair = open_tokens(path, vocab_size=told["vocab_size"])
+    return [ids.tolist() for ids in pair.documents(0, len(pair), told["eod"])]
 
 
 def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
-    from nanochat.shards import ShardWriter
+    from nanochat.token_writer import ShardWriter
     with ShardWriter(path, vocab_size=vocab_size) as writer:
         writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
 
 
 def compare_theirs(work: Path, check: "Checks") -> None:
     """Step 2, what was written there."""
-    from nanochat.shards import read_index
+    from nanochat.tokens import open_tokens
     from scripts.verify import main as verify
     for name in CASES:
         path = work / "there" / f"{name}.bin"
         told = json.loads(path.with_suffix(".json").read_text())
         entries, eod = told["entries"], told["eod"]
         check(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
-              entries_here(path) == entries and read_index(path).prefixes.tolist() == told["prefixes"])
+              entries_here(path) == entries
+              and open_tokens(path).prefixes(0, len(entries)).tolist() == told["prefixes"])
         check(f"{name}: the stream gets them with BOS in front and without the end of documents",
               documents_here(path, told) == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
         check(f"{name}: scripts.verify finds nothing wrong",

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nanochat.shards import HEADER, read_index, read_manifest
 
 from nanochat.common import hash_file, run_main
-from nanochat.shards import HEADER, read_index, read_manifest
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards, verify
 from tests import training

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nanochat.indexed import HEADER, IndexedDatasetBuilder
 from nanochat.shard_source import ShardSource
+from nanochat.shards import ShardWriter
 
 from nanochat import readers
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files, split_train_val
-from nanochat.indexed import HEADER, IndexedDatasetBuilder
 from nanochat.order import StreamConfig
 from nanochat.plan import make_plan
 from nanochat.run_data import find_data, open_data
-from nanochat.shards import ShardWriter
 from nanochat.sources import check_format, scan
 from tests.toy import BOS, ByteTokenizer, json_copy, load_steps
 

@@ -14,8 +14,9 @@ import pytest
 
 from nanochat import store as room
 from nanochat.common import begin_data, hash_bytes
-from nanochat.shards import ShardWriter, new_manifest
 from nanochat.store import Patience, find
+from nanochat.token_writer import ShardWriter
+from nanochat.tokens import new_manifest
 from scripts import push_shards
 from scripts.push_shards import main, sum_file
 from tests.object_store import Fault, object_store

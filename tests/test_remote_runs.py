@@ -14,11 +14,12 @@ import pytest
 
 from nanochat import store as room
 from nanochat.common import begin_data, read_json
-from nanochat.indexed import IndexedDatasetBuilder
+from nanochat.megatron import IndexedDatasetBuilder
 from nanochat.run_dir import iter_log
-from nanochat.shards import ShardWriter, new_manifest
 from nanochat.store import Patience
+from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokens import new_manifest
 from scripts import base_train, convert_shards, inspect_data, push_shards, tok_shards, tok_train, validate, verify
 from tests import training
 from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, Store, object_store

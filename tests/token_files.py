@@ -53,23 +53,24 @@ def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], d
 
 
 def write_manifest(folder: Path, pairs: Pairs, written: dict[str, Written], *, max_length: int = 0,
-                   overlap_size: int = 0, data_format: str = "shards") -> None:
+                   overlap_size: int = 0, data_format: str = "shards", groups: list[int] | None = None,
+                   fingerprint: str = "bytes") -> None:
     """The manifest.json of pairs that were written."""
     records: dict[str, Any] = {}
     for name, (entries, prefixes) in pairs.items():
         followers = [*(prefixes or [0] * len(entries))[1:], 0]
         documents = sum(entry[-1:] == [E] and not prefix for entry, prefix in zip(entries, followers))
         records[name] = {"input": {"name": f"{name}.jsonl"}, **asdict(written[name]), "documents": documents,
-                         "skipped": {"count": 0, "lines": []}}
-    about = {"fingerprint": "bytes", "eod": E, "vocab_size": BOS + 1, "name": "toy"}
+                         "skipped": {"count": 0, "lines": []}, **({"groups": groups} if groups else {})}
+    about = {"fingerprint": fingerprint, "eod": E, "vocab_size": BOS + 1, "name": "toy"}
     arguments = {"max_length": max_length, "overlap_size": overlap_size}
     write_json(folder / "manifest.json", new_manifest(about, arguments, records, data_format=data_format))
 
 
-def write_folder(folder: Path, pairs: Pairs, **arguments: int) -> None:
+def write_folder(folder: Path, pairs: Pairs, **arguments: Any) -> None:
     """Pairs of GPTS and their manifest.json."""
     written = {name: write_pair(folder / name, *pair) for name, pair in pairs.items()}
-    write_manifest(folder, pairs, written, **arguments)  # type: ignore[arg-type]
+    write_manifest(folder, pairs, written, **arguments)
 
 
 @st.composite

@@ -1,0 +1,495 @@
+"""Token files: what is written is read, in both formats and by every reader; whatever is broken is named; entries are
+documents of the stream."""
+
+import errno
+import json
+import os
+import struct
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import token_writer, tokens
+from nanochat.common import atomic_open, hash_file
+from nanochat.token_writer import MegatronWriter, ShardWriter, megatron_dtype, shard_dtype
+from nanochat.tokens import TokenFile, ends_follow, open_tokens, read_manifest
+from tests.token_files import GOLDEN, E, patch, truncate, windowed, write_folder, write_megatron, write_pair
+from tests.toy import examples
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
+READERS = ("mmap", "pread")
+
+
+def flat(entries):
+    return np.array([i for entry in entries for i in entry], np.int64)
+
+
+def documents_of(pair: TokenFile, step: int = 3) -> list[list[int]]:
+    """All documents without their BOS, after checking that it is there and that lengths agree."""
+    found = []
+    for first in range(0, len(pair), step):
+        last = min(first + step, len(pair))
+        documents = pair.documents(first, last, E)
+        assert pair.document_lengths(first, last, E).tolist() == list(map(len, documents))
+        assert all(d[0] == E and d.base is None for d in documents), "no document holds more memory than its own"
+        found += [d.tolist()[1:] for d in documents]
+    return found
+
+
+# ---- written and read -----------------------------------------------------------------------------------------------
+
+@st.composite
+def batches(draw):
+    """(vocab_size, [[(ids, prefix), ...], ...]): entries of any kind, cut into calls of `add`."""
+    vocab_size = draw(st.sampled_from([257, 65535, 65536, 100_000]))
+    ids = st.integers(0, vocab_size - 1) | st.just(vocab_size - 1)
+    entry = st.lists(ids, max_size=6).flatmap(lambda ids: st.tuples(st.just(ids), st.integers(0, len(ids))))
+    return vocab_size, draw(st.lists(st.lists(entry, max_size=5), max_size=5).filter(any))
+
+
+@given(batches())
+@settings(max_examples=examples(3))
+def test_gpts_is_read_as_it_was_written(tmp_path_factory, case):
+    vocab_size, calls = case
+    path = tmp_path_factory.mktemp("pair") / "a.b"
+    with ShardWriter(path, vocab_size=vocab_size) as writer:
+        for call in calls:
+            writer.add(flat([ids for ids, _ in call]), np.array([len(ids) for ids, _ in call], np.int64),
+                       np.array([p for _, p in call], np.uint16))
+    entries = [list(ids) for call in calls for ids, _ in call]
+    pair, n = open_tokens(path.parent / "a.b.idx", vocab_size=vocab_size), len(entries)
+    assert (len(pair), pair.num_tokens) == (n, sum(map(len, entries)))
+    assert [ids.tolist() for ids in pair.read(0, n)] == entries
+    assert pair.lengths(0, n).tolist() == list(map(len, entries))
+    assert pair.prefixes(0, n).tolist() == [prefix for call in calls for _, prefix in call]
+    assert pair.dtype.itemsize == (2 if vocab_size <= 65535 else 4)
+    assert sorted(os.listdir(path.parent)) == ["a.b.bin", "a.b.idx"]
+    assert asdict(writer.written) == {
+        "entries": n, "tokens": pair.num_tokens, "bin_bytes": pair.path.stat().st_size,
+        "bin_hash": hash_file(pair.path), "idx_hash": hash_file(pair.idx_path)}
+
+
+corpora = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), min_size=1, max_size=8)
+
+
+@given(corpora, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans(), st.sampled_from(READERS),
+       st.randoms())
+@settings(max_examples=examples(2))
+def test_documents_of_sequences_are_read_wherever_these_lie(tmp_path_factory, documents, dtype, scattered, reader,
+                                                            random):
+    path = tmp_path_factory.mktemp("p.q") / "a.b.bin"
+    write_megatron(path.with_suffix(""), documents, dtype)
+    sequences = [s for d in documents for s in d]
+    if scattered:  # the sequences of the index change places, and so do the documents that are made of them
+        idx, n, order = path.with_suffix(".idx"), len(sequences), list(range(len(sequences)))
+        random.shuffle(order)
+        pair = TokenFile(path)
+        tables = [pair.table(name)[order] for name in ("lengths", "pointers")]
+        del pair
+        patch(idx, 34, b"".join(table.tobytes() for table in tables))
+        sequences = [sequences[i] for i in order]
+        assert len(idx.read_bytes()) == 34 + 12 * n + 8 * (len(documents) + 1)
+    edges = np.cumsum([0, *map(len, documents)]).tolist()
+    expected = [[i for s in sequences[a:b] for i in s] for a, b in pairwise(edges)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(tokens.READER, reader)
+        pair = open_tokens(path)
+        for first in range(len(expected)):
+            for last in range(first, len(expected) + 1):
+                assert [ids.tolist() for ids in pair.read(first, last)] == expected[first:last]
+        assert pair.lengths(0, len(pair)).tolist() == list(map(len, expected))
+    assert pair.prefixes(0, len(pair)).tolist() == [0] * len(expected) and pair.dtype == np.dtype(dtype)
+
+
+def test_the_bytes_are_those_of_the_formats(tmp_path):
+    write_pair(tmp_path / "a", [[1, 2, E], [3], [258]], [0, 1, 1], vocab_size=300)
+    assert (tmp_path / "a.bin").read_bytes().hex(" ", 2) == "0100 0200 0001 0300 0201"
+    assert (tmp_path / "a.idx").read_bytes() == (
+        b"GPTS" b"\1\0\0\0" b"\2\0\0\0" b"\3\0\0\0"
+        + b"".join(offset.to_bytes(8, "little") for offset in (0, 3, 4, 5)) + b"\0\0" b"\1\0" b"\1\0")
+    write_megatron(tmp_path / "m", [[[1, 2], [3]], [[4]], []], "<i4")
+    assert (tmp_path / "m.bin").read_bytes() == struct.pack("<4i", 1, 2, 3, 4)
+    assert (tmp_path / "m.idx").read_bytes() == (
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 4) + struct.pack("<3i", 2, 1, 1) + struct.pack("<3q", 0, 8, 12)
+        + struct.pack("<4q", 0, 2, 3, 3))
+    assert [shard_dtype(n).itemsize for n in (2, 65535, 65536, 200_000)] == [2, 2, 4, 4]
+    assert [megatron_dtype(n).name for n in (257, 65499, 65500)] == ["uint16", "uint16", "int32"]
+
+
+def test_files_of_gpt_simple_are_read_and_written_again(tmp_path):
+    """A pair that gpt-simple 0.1.2 wrote, and what its own reader says of it; dev/compare_gpt_simple.py made both."""
+    told = json.loads((GOLDEN / "tiny.json").read_text())
+    pair, eod = open_tokens(GOLDEN / "tiny.bin", vocab_size=told["vocab_size"]), told["eod"]
+    assert [ids.tolist() for ids in pair.read(0, len(pair))] == told["entries"]
+    assert pair.prefixes(0, len(pair)).tolist() == told["prefixes"]
+    expected = [[eod, *(e[:-1] if e[-1] == eod else e)] for e in told["entries"]]
+    assert [d.tolist() for d in pair.documents(0, len(pair), eod)] == expected
+    assert 0 < pair.ends_document(0, len(pair), eod).sum() < len(pair), "some entries end a document"
+    assert any(p and told["entries"][i - 1][-1] == eod for i, p in enumerate(told["prefixes"])), \
+        "a document's end is followed by a window that repeats its tail"
+    write_pair(tmp_path / "tiny", told["entries"], told["prefixes"], vocab_size=told["vocab_size"])
+    for ending in (".bin", ".idx"):
+        assert (tmp_path / f"tiny{ending}").read_bytes() == (GOLDEN / f"tiny{ending}").read_bytes()
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"needs {SHARED}, which megatron-core wrote")
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_files_of_megatron_are_read_and_written_again(tmp_path, name):
+    told = json.loads((SHARED / "golden.json").read_text())["sources"][name]
+    pair = open_tokens(SHARED / f"{name}.bin")
+    assert (len(pair), pair.num_tokens) == (told["documents"], told["tokens"])
+    write_megatron(tmp_path / name, [[ids.tolist()] for ids in pair.read(0, len(pair))], pair.dtype)
+    for ending in ("bin", "idx"):
+        data = (tmp_path / f"{name}.{ending}").read_bytes()
+        assert sha256(data).hexdigest() == told["files"][f"{name}.{ending}"]["sha256"]
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+@given(windowed(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(READERS))
+@settings(max_examples=examples(3))
+def test_documents_are_entries_without_eod_with_or_without_manifest(tmp_path_factory, case, step, group, reader):
+    entries, prefixes, overlap = case
+    folder = tmp_path_factory.mktemp("web")
+    sizes = [min(group, len(entries) - i) for i in range(0, len(entries), group)]
+    write_folder(folder, {"a": (entries, prefixes)}, max_length=6, overlap_size=overlap, groups=sizes)
+    expected = [e[:-1] if e[-1:] == [E] else e for e in entries]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(tokens.READER, reader)
+        assert open_tokens(folder / "a.bin").pin("a")["groups"] == sizes
+        assert documents_of(open_tokens(folder / "a.bin"), step) == expected
+        (folder / "manifest.json").unlink()
+        assert documents_of(open_tokens(folder / "a.bin"), step) == expected
+
+
+@pytest.mark.parametrize("manifest", [False, True])
+def test_entries_of_eod_only_and_without_anything(tmp_path, manifest):
+    entries = [[], [E], [1, E], [], [E], [2, E], [3, E]]
+    write_folder(tmp_path, {"a": (entries, None), "empty": ([[], []], None)})
+    if not manifest:
+        (tmp_path / "manifest.json").unlink()
+    assert documents_of(open_tokens(tmp_path / "a.bin")) == [[], [], [1], [], [], [2], [3]]
+    assert documents_of(open_tokens(tmp_path / "empty.bin")) == [[], []]
+
+
+@pytest.mark.parametrize("max_length, overlap_size, index_only", [(0, 0, True), (2, 1, True), (2, 0, False)])
+def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path, max_length, overlap_size, index_only):
+    """Where all later windows overlap the index tells; where none does, the ids must be looked at."""
+    write_folder(tmp_path, {"a": ([[1, 2], [2, 3, E], [4, E]], [0, 1, 0])}, max_length=max_length,
+                 overlap_size=overlap_size)
+    write_pair(tmp_path / "foreign", [[1, 2], [3, E]])
+    assert ends_follow(read_manifest(tmp_path)) == index_only and not ends_follow(None)
+    pair = open_tokens(tmp_path / "a.bin")
+    patch(tmp_path / "a.bin", 0, bytes(14))  # no E in sight
+    assert pair.document_lengths(0, 3, E).tolist() == ([3, 3, 2] if index_only else [3, 4, 3])
+    assert documents_of(open_tokens(tmp_path / "foreign.bin")) == [[1, 2], [3]], "the manifest does not list it"
+
+
+# ---- readers --------------------------------------------------------------------------------------------------------
+
+def test_what_is_mapped_is_a_view_that_outlives_all(tmp_path):
+    write_pair(tmp_path / "a", [[E], [1, 2, 3, E]])
+    fds = Path("/proc/self/fd")
+    before = len(list(fds.iterdir())) if fds.exists() else 0
+    pair = open_tokens(tmp_path / "a.bin")
+    _, view = pair.read(0, 2)
+    assert (len(list(fds.iterdir())) if fds.exists() else 0) == before, "no descriptor a file"
+    assert not view.flags.owndata and not view.flags.writeable and type(view) is np.ndarray
+    write_pair(tmp_path / "a", [[7, E]])  # another one is renamed over it
+    assert view.tolist() == pair.read(1, 2)[0].tolist() == [1, 2, 3, E]
+    del pair
+    assert view.tolist() == [1, 2, 3, E]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_with_pread_nothing_is_mapped_and_a_file_that_is_cut_short_is_a_sentence(tmp_path, monkeypatch, suffix):
+    write_megatron(tmp_path / "a", [[[i, 2, E]] for i in range(5000)])
+    path = tmp_path / f"a{suffix}"
+    monkeypatch.setenv(tokens.READER, "pread")
+    monkeypatch.setattr(tokens, "MappedReader", None)
+    pair, maps = open_tokens(path), Path("/proc/self/maps")
+    assert pair.read(4000, 4001)[0].tolist() == [4000, 2, E]
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+    os.truncate(path, 6000)
+    with pytest.raises(ValueError, match=rf"a\{suffix}: it was cut short or changed while it is in use"):
+        pair.read(4000, 4001)
+    write_pair(tmp_path / "b", [[1]])
+    monkeypatch.setenv(tokens.READER, "fast")
+    with pytest.raises(ValueError, match="NANOCHAT_READER=fast: expected mmap or pread"):
+        open_tokens(tmp_path / "b.bin")
+
+
+# ---- what is wrong --------------------------------------------------------------------------------------------------
+
+DAMAGES = st.one_of(
+    st.tuples(st.just("cut"), st.integers(0, 400)), st.tuples(st.just("grow"), st.binary(min_size=1, max_size=20)),
+    st.tuples(st.just("patch"), st.integers(0, 400), st.binary(min_size=1, max_size=8)), st.just(("unlink",)))
+
+
+@given(st.booleans(), st.sampled_from([".bin", ".idx"]), st.lists(DAMAGES, min_size=1, max_size=2),
+       st.sampled_from(READERS))
+@settings(max_examples=examples(12))
+def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, is_gpts, suffix, damages, reader):
+    folder = tmp_path_factory.mktemp("bad")
+    entries = [[i, 2, 3, E] for i in range(12)]
+    if is_gpts:
+        write_pair(folder / "a", entries, [0, 1] * 6)
+    else:
+        write_megatron(folder / "a", [[e[:1], e[1:]] for e in entries])
+    path = folder / f"a{suffix}"
+    whole, sizes_differ = path.read_bytes(), True
+    for kind, *how in damages:
+        if not path.exists():
+            continue
+        data = path.read_bytes()
+        if kind == "unlink":
+            path.unlink()
+        elif kind == "cut":
+            path.write_bytes(data[:how[0]])
+        elif kind == "grow":
+            path.write_bytes(data + how[0])
+        else:
+            path.write_bytes(data[:how[0]] + how[1] + data[how[0] + len(how[1]):])
+    sizes_differ = not path.exists() or path.stat().st_size < len(whole)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(tokens.READER, reader)
+        try:
+            pair = open_tokens(folder / "a.bin", vocab_size=300)
+            for first in range(0, len(pair), 5):
+                last = min(first + 5, len(pair))
+                got, prefixes = pair.read(first, last), pair.prefixes(first, last)
+                assert [len(ids) for ids in got] == pair.lengths(first, last).tolist()
+                assert all(len(ids) >= prefix for ids, prefix in zip(got, prefixes))
+                assert all(ids.max(initial=0) < 300 and ids.min(initial=0) >= 0 for ids in got)
+                pair.documents(first, last, E)
+            pair.pin("a")
+            assert not sizes_differ, "what is missing was not missed"
+        except (ValueError, FileNotFoundError) as e:
+            assert str(e).startswith(str(folder / "a.")), str(e)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda p: truncate(p / "a.bin", 7), r"a\.bin: 3\.5 tokens on disk, but the offsets in its \.idx go from 0 to 5; "
+                                         r"fetch it again, or delete it and rerun scripts\.tok_shards"),
+    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes, expected 44 for 2 entries; it was cut short"),
+    (lambda p: truncate(p / "a.idx", 9), r"a\.idx: 9 bytes that begin with b'GPTS.*', expected the header of an index"),
+    (lambda p: patch(p / "a.idx", 0, b"MMID"), r"a\.idx: 44 bytes that begin with b'MMID"),
+    (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: format version 2 and type code 2, expected version 1"),
+    (lambda p: patch(p / "a.idx", 16, b"\1"), r"a\.bin: 5 tokens on disk, but the offsets in its \.idx go from 1"),
+    (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there, but a\.bin needs it"),
+    (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there, but a\.idx needs it"),
+    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: the file is gone; bring it back"),
+    (lambda p: write_megatron(p / "a", []), r"a\.idx: no document in it \(0 entries\)")])
+def test_a_bad_pair_is_told_in_a_sentence(tmp_path, damage, message):
+    write_pair(tmp_path / "a", [[1, 2, E], [3, E]])
+    assert len(open_tokens(tmp_path / "a.bin")) == 2
+    damage(tmp_path)
+    for name in ("a.bin", "a.idx"):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            open_tokens(tmp_path / name)
+
+
+def test_opening_looks_at_the_ends_only_and_what_is_broken_inside_is_told_when_it_is_used(tmp_path):
+    write_pair(tmp_path / "a", [[i, E] for i in range(100)], [0] * 20 + [3] + [0] * 79)
+    patch(tmp_path / "a.idx", 16 + 8 * 50, (97).to_bytes(8, "little"))
+    pair = open_tokens(tmp_path / "a.bin")
+    assert len(pair.read(0, 10)) == 10
+    for read in (pair.read, pair.lengths):
+        with pytest.raises(ValueError, match=r"a\.idx: .* entries 40 to 50 run backwards.*scripts.verify"):
+            read(40, 50)
+    with pytest.raises(ValueError, match=r"a\.idx: entry 20 is shorter than its prefix \(2 ids, 3 repeated\)"):
+        pair.prefixes(15, 25)
+    write_megatron(tmp_path / "m", [[[i]] for i in range(10)])
+    patch(tmp_path / "m.idx", 34 + 40 + 8 * 4, struct.pack("<q", 400))
+    patch(tmp_path / "m.idx", 34 + 120 + 8 * 7, struct.pack("<q", 3))
+    pair = open_tokens(tmp_path / "m.bin")
+    assert len(pair.read(0, 4)) == 4
+    with pytest.raises(ValueError, match=r"m\.idx: sequence 4 is 1 ids at byte 400, which is no place in its \.bin of"):
+        pair.read(3, 5)
+    with pytest.raises(ValueError, match=r"m\.idx: .* entries 6 to 9 run backwards"):
+        pair.lengths(6, 9)
+
+
+@pytest.mark.parametrize("dtype, bad", [("<i4", 300), ("<i4", -1), ("<i8", 1 << 40)])
+def test_ids_outside_the_vocabulary_are_named(tmp_path, dtype, bad):
+    write_megatron(tmp_path / "a", [[[1, bad if i == 5 else 2]] for i in range(9)], dtype)
+    pair = open_tokens(tmp_path / "a.bin", vocab_size=300)
+    assert len(pair.read(0, 5)) == 5
+    with pytest.raises(ValueError, match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300"):
+        pair.read(3, 9)
+
+
+def test_pairs_of_another_tokenizer_are_refused(tmp_path):
+    write_folder(tmp_path / "web", {"a": ([[1, E]], None)}, fingerprint="theirs")
+    pair = open_tokens(tmp_path / "web/a.bin", vocab_size=65536)
+    pair.refuse_other_tokenizer("theirs")
+    with pytest.raises(ValueError, match=r"web: its shards were made with tokenizer theirs, this run has ours"):
+        pair.refuse_other_tokenizer("ours")
+    with pytest.raises(ValueError, match=r"a\.bin: its ids are uint16, too small for a vocabulary of 65,537"):
+        open_tokens(tmp_path / "web/a.bin", vocab_size=65537)
+
+
+# ---- what pins a pair -----------------------------------------------------------------------------------------------
+
+def test_a_pair_is_pinned_as_it_was_when_older_runs_began():
+    assert open_tokens(GOLDEN / "tiny.bin").pin("web/tiny.bin") == {
+        "name": "web/tiny.bin", "size": 160, "footer": "239cbe206c1fce1fe6ee981f00e3b33a", "groups": [13]}
+    if SHARED.exists():
+        assert open_tokens(SHARED / "a.bin").pin("a")["footer"] == "c587795027adadff2a1ce64bc5becd61"
+
+
+def test_a_changed_index_has_another_footer(tmp_path):
+    n, found = 20_000, []
+    write_pair(tmp_path / "a", [[1, 2, E]] * n)
+    for at, data in ((16 + 8 * 5, b"\x0f"), (16 + 8 * 5, b"\x10"), (16 + 8 * (n + 1) + 2 * (n - 1), b"\1\0")):
+        patch(tmp_path / "a.idx", at, data)  # nothing, near the beginning, the last prefix
+        found.append(open_tokens(tmp_path / "a.bin").pin("web/a.bin"))
+    assert len({pin["footer"] for pin in found}) == 3
+    assert {(pin["size"], tuple(pin["groups"])) for pin in found} == {(6 * n, (1024,) * 19 + (544,))}
+
+
+def test_the_manifest_must_be_of_this_pair(tmp_path):
+    write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)})
+    write_pair(tmp_path / "a", [[1, E]])
+    with pytest.raises(ValueError, match=r"a\.bin: entries 1, manifest\.json says 2; .*rerun"):
+        open_tokens(tmp_path / "a.bin").pin("a")
+    for groups in ([1, 3], [2, 0], [3, -1]):
+        write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=groups)
+        with pytest.raises(ValueError, match=r"a\.bin: groups 2, manifest\.json says"):
+            open_tokens(tmp_path / "a.bin").pin("a")
+
+
+VALUES = st.sampled_from([None, 3, -1, 0.5, "x", [], {}, [1], {"a": 1}])
+
+
+FIELDS = ["format", "version", "tokenizer", "arguments", "shards", "tokenizer.eod", "arguments.max_length", "shards.a",
+          "shards.a.entries", "shards.a.bin_hash", "shards.a.groups", "shards.a.skipped"]
+
+
+@given(st.sampled_from(FIELDS), VALUES, st.booleans())
+@settings(max_examples=examples(2))
+def test_a_broken_manifest_is_named(tmp_path_factory, field, value, drop):
+    folder = tmp_path_factory.mktemp("m")
+    write_folder(folder, {"a": ([[1, E], [2, E]], None)}, groups=[1, 1])
+    path = folder / "manifest.json"
+    manifest = inner = json.loads(path.read_text())
+    *parents, last = field.split(".")
+    for name in parents:
+        inner = inner[name]
+    same = not drop and type(inner[last]) is type(value)
+    inner.pop(last) if drop else inner.update({last: value})
+    path.write_text(json.dumps(manifest))
+    try:
+        open_tokens(folder / "a.bin").pin("a")
+        assert same or last == "groups" or (last in ("a", "shards") and not drop) or field == "shards.a"
+    except ValueError as e:
+        assert str(e).startswith((str(path), str(folder / "a.bin"))), str(e)
+
+
+def test_a_manifest_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    write_folder(tmp_path, {name: ([[1, E]], None) for name in "abc"})
+    reads, read = [], tokens.read_json
+    monkeypatch.setattr(tokens, "read_json", lambda path, *args, **kw: reads.append(path) or read(path, *args, **kw))
+    for name in "abc":
+        open_tokens(tmp_path / f"{name}.bin").pin(name)
+    once = len(reads)
+    assert once <= 4
+    write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=[1, 1])
+    assert open_tokens(tmp_path / "a.bin").pin("a.bin")["groups"] == [1, 1] and len(reads) == 2 * once
+    for text in ("{", "[" * 100_000, "[]"):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest\.json: "):
+            read_manifest(tmp_path)
+
+
+# ---- writing that fails ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("full", [".bin", ".idx", "sync"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_full_disk_leaves_nothing_or_what_was_there(tmp_path, monkeypatch, full, old):
+    if old:
+        write_pair(tmp_path / "a", [[9, E]])
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def no_room(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def small(path):
+        return no_room() if str(path).endswith(".idx") else atomic_open(path)
+
+    if full == "sync":
+        monkeypatch.setattr(os, "fsync", no_room)
+    if full == ".idx":
+        monkeypatch.setattr(token_writer, "atomic_open", small)
+    with pytest.raises(OSError, match="No space left"), ShardWriter(tmp_path / "a", vocab_size=300) as writer:
+        if full == ".bin":
+            monkeypatch.setattr(writer, "_bin", type("Full", (), {"write": no_room}))
+        writer.add(np.array([1, E]), np.array([2]), np.array([0]))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert len(before) == 2 * old and writer.written is None
+
+
+def add(*args):
+    return lambda writer: writer.add(*map(np.array, args))
+
+
+@pytest.mark.parametrize("kind, act, message", [
+    (ShardWriter, lambda writer: 1 / 0, "division"), (ShardWriter, lambda writer: None, "0 entries"),
+    (ShardWriter, add([1, 300], [2], [0]), r"uint16|int64 ids 1 \.\. 300, expected integers below 300"),
+    (ShardWriter, add([-1], [1], [0]), r"ids -1 \.\. -1"), (ShardWriter, add([0.5], [1], [0]), "float64 ids"),
+    (ShardWriter, add([1], [1], [70_000]), r"1 prefixes for 1 entries, expected one for each, of 0 \.\. 65,535"),
+    (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
+    (ShardWriter, add([1], [2, -1], [0, 0]), "expected as many"),
+    (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),
+    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) behind the last document"),
+    (MegatronWriter, add([70_000], [1], [0]), "below 300")])
+def test_an_exception_or_bad_arrays_leave_nothing(tmp_path, kind, act, message):
+    with pytest.raises((ValueError, ZeroDivisionError), match=message), kind(tmp_path / "a", vocab_size=300) as writer:
+        act(writer)
+    assert list(tmp_path.iterdir()) == []
+    for bad in (np.float32, np.uint32, "S1"):
+        with pytest.raises(ValueError, match="expected one of uint8, int8, int16, int32, int64, uint16"):
+            MegatronWriter(tmp_path / "a", dtype=bad)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_crash_between_the_renames_never_shows_a_torn_pair(tmp_path, monkeypatch, same):
+    """Whatever rename is the last one that happens, there is a whole pair or none that can be opened. If the new pair
+    is the old one there is always a whole one: other processes may be writing it as well."""
+    write_pair(tmp_path / "a", [[1, 2, 3, E]] if same else [[9, E]])
+    seen = []
+
+    def watch(change):
+        def call(*args, **kwargs):
+            change(*args, **kwargs)
+            try:
+                seen.append(open_tokens(tmp_path / "a.bin").num_tokens)
+            except FileNotFoundError as e:
+                seen.append(Path(str(e).split(":")[0]).name)
+        return call
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, watch(getattr(os, name)))
+    write_pair(tmp_path / "a", [[1, 2, 3, E]])
+    assert seen == ([4, 4] if same else ["a.idx", "a.idx", 4])
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_rename_that_fails_leaves_no_half(tmp_path, monkeypatch, suffix):
+    replace = os.replace
+
+    def fail(source, target):
+        if str(target).endswith(suffix):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_pair(tmp_path / "a", [[1, E]])
+    assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,16 @@ feeds:
     lane 1 ...               all lanes in a few processes; the first halt of any is the run's
 
 For token files this is what will happen, halting step and accounts included. Text has no lengths
-before it is tokenized: they are drawn from a few hundred of its documents, and what comes of that is
-an estimate, and is called one. A bucket that has far more than is asked of it (as a few documents of
-each lane's share tell), or has no limit, cannot run dry. It is not rehearsed, and what is told of
-its cropping is that of a few thousand rows.
+before it is tokenized: they are drawn from a few hundred documents, and what comes of that is called
+an estimate. A bucket without limit, or with far more than is asked of it (as a few documents of each
+lane's share tell), cannot run dry. It is not rehearsed; its cropping is that of some thousand rows.
+
+A plan is made once: it is kept in RUN/plan.json under the fingerprint of all that it depends on,
+and a restart reads it.
 """
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -33,19 +37,23 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import hash_json
+from nanochat.common import hash_json, print0, read_json
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
+from nanochat.run_data import stream_config
+from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Manifest, Source, open_source
 from nanochat.stream import Cursor, Feed, feed_json, ledger
+
+log = logging.getLogger(__name__)
 
 VERSION = 2
 FAR = 4  # times what is asked: half may be dropped, and shares differ
 SHARE_DOCUMENTS, SHARE_UNITS = 1024, 16  # least documents of a share to judge it by so many units
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
 PARALLEL = 300_000_000  # tokens from which processes pay for their start
-DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without it "
-            "where it is dry (--allow-bucket-exhaustion)")
+DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
+            "it where it is dry (--allow-bucket-exhaustion)")
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ class SampledLengths:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a source of lengths asks of a tokenizer."""
+    """What a source asks of a tokenizer where no token is read."""
 
     fingerprint: str
     bos: int
@@ -137,9 +145,6 @@ class _Vocabulary:
 
     def get_vocab_size(self) -> int:
         return self.size
-
-    def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[Any, Any]:
-        raise NotImplementedError("lengths are known without a token")
 
 
 class Rehearsal(Feed):
@@ -158,6 +163,12 @@ class Rehearsal(Feed):
 
 
 # ---- lanes ---------------------------------------------------------------------------------------
+
+def new_mixer(config: StreamConfig) -> Mixer | None:
+    """What says which bucket a row comes from; None without a curriculum."""
+    mix = config.curriculum
+    return None if mix is None else Mixer(mix, T=config.T, V=config.V, seed=config.seed)
+
 
 @dataclass
 class _Lane:
@@ -186,12 +197,14 @@ class _Lanes:
         source = self.sources[bucket]
         if isinstance(source, SampledLengths):
             return source
-        return open_source(source, self.tokenizer, as_stored=not self.config.framed)
+        stored = not self.config.framed
+        return open_source(source, self.tokenizer, as_stored=stored)  # type: ignore[arg-type]
 
     def feed(self, bucket: str, lane: int, source: Any) -> Rehearsal:
         """A bucket's feed as it is at the start."""
         order = Order(source.groups, bucket=bucket, config=self.config)
-        feed = Rehearsal(self.config, bucket=bucket, lane=lane, source=source, order=order, pool=None)
+        feed = Rehearsal(self.config, bucket=bucket, lane=lane, source=source, order=order,
+                         pool=None)
         begun = self.cursors[lane]["buckets"].get(bucket) if self.cursors else None
         if begun is not None:
             feed.restore(begun)
@@ -202,14 +215,13 @@ class _Lanes:
         have a row whenever one is due."""
         config = self.config
         sources = {bucket: self.open(bucket) for bucket in rehearsed}
-        mixer = None if config.curriculum is None else Mixer(config.curriculum, T=config.T, V=config.V,
-                                                             seed=config.seed)
+        mixer = new_mixer(config)
         found = []
         for lane in lanes:
             feeds = {bucket: self.feed(bucket, lane, source) for bucket, source in sources.items()}
             cursor = self.cursors.get(lane, {"row": 0, "dropped": [], "buckets": {}})
             row, dropped = cursor["row"], frozenset(cursor["dropped"])
-            used = {bucket: cursor["buckets"].get(bucket, {"row": 0})["row"] for bucket in self.sources}
+            used = {b: cursor["buckets"].get(b, {"row": 0})["row"] for b in self.sources}
             dry, halted = [], ""
             while row < stop and not halted:
                 left = (bucket for bucket in self.sources if bucket not in dropped)
@@ -239,8 +251,8 @@ class _Lanes:
             return [lane for part in told for lane in part]
 
     def plenty(self, bucket: str, asked: np.ndarray) -> bool:
-        """Whether a bucket has no limit, or each lane's share far more than the rows `asked` of each
-        lane."""
+        """Whether a bucket has no limit, or each lane's share far more than the rows `asked` of
+        each lane."""
         config, source = self.config, self.open(bucket)
         order = Order(source.groups, bucket=bucket, config=config)
         limit = config.epochs(bucket)
@@ -251,9 +263,9 @@ class _Lanes:
             documents = len(share) * int(source.groups.sum()) // order.num_units
             if documents < SHARE_DOCUMENTS:
                 return False
-            lengths = np.concatenate([
-                source.lengths(*order.unit(0, unit, share.stop)[:2])[0]
-                for unit in np.linspace(share.start, share.stop - 1, SHARE_UNITS).astype(int).tolist()])
+            units = np.linspace(share.start, share.stop - 1, SHARE_UNITS).astype(int).tolist()
+            lengths = np.concatenate([source.lengths(*order.unit(0, unit, share.stop)[:2])[0]
+                                      for unit in units])
             if config.layout == "bestfit" and config.long_docs == "crop":
                 lengths = np.minimum(lengths, config.T + 1)
             rows = documents * float(lengths.mean()) / (config.T + 1) if config.pack else documents
@@ -264,8 +276,8 @@ class _Lanes:
 
 # ---- the plan ------------------------------------------------------------------------------------
 
-def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int, num_steps: int,
-             drop_dry: bool, begun: Any = None) -> str:
+def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int,
+             num_steps: int, drop_dry: bool, begun: Any = None) -> str:
     """The fingerprint of all that a plan depends on: the same key, the same plan. `begun`: how the
     run began, where not with the first rows."""
     tokenizer = next(iter(sources.values())).tokenizer.fingerprint
@@ -335,15 +347,14 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
             ) -> list[dict[str, Any]]:
     """Each phase: its first step, its tokens, and how many rows of each bucket its mix asks of each
     lane."""
-    V, mixer, lengths = config.V, None, [stop]
-    if config.curriculum is not None:
-        mixer = Mixer(config.curriculum, T=config.T, V=V, seed=config.seed)
-        lengths = config.curriculum.phase_rows(config.T, V)
+    V, mixer, mix = config.V, new_mixer(config), config.curriculum
+    lengths = mix.phase_rows(config.T, V) if mix else [stop]
     edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
     found = []
     for begin, end in pairwise(edges):
         rows = range(begin, end)
-        counts = [mixer.counts(lane, rows) if mixer else {buckets[0]: len(rows)} for lane in range(V)]
+        counts = [mixer.counts(lane, rows) if mixer else {buckets[0]: len(rows)}
+                  for lane in range(V)]
         found.append({
             "first_step": (begin - first) // n, "tokens": len(rows) * V * config.T,
             "asked": {b: np.array([count.get(b, 0) for count in counts]) for b in buckets}})
@@ -359,6 +370,42 @@ def _stored(source: Any) -> int:
 
 
 # ---- for people ----------------------------------------------------------------------------------
+
+def rehearse(start: Any, data: Any) -> Plan:
+    """The plan of a run that is about to start, told to people. ValueError for a run that would
+    halt, unless its --plan is to warn."""
+    plan = make_run_plan(start, data, keep=True)
+    print0("\n".join(describe(plan)))
+    why = problem(plan)
+    if why and start.settings.plan == "error":
+        raise ValueError(why)
+    for line in [*warnings(plan), *([why] if why else [])]:
+        log.warning("%s", line)
+    return plan
+
+
+def make_run_plan(start: Any, data: Any, *, keep: bool = False,
+                  num_workers: int | None = None) -> Plan:
+    """The plan of a `start_run.Start` with its `RunData`; with `keep` the one in RUN/plan.json if
+    it was made for the same. Writes nothing."""
+    settings, config = start.settings, stream_config(start.settings)
+    given = {"rows_per_step": settings.total_batch_size // config.T,
+             "num_steps": start.horizon.num_iterations}
+    if not isinstance(config, StreamConfig):
+        from nanochat.sample_plan import plan_samples
+        return plan_samples(config, data.train, **given, taken=start.samples_taken())
+    origin = settings.init_from if settings.init_data == "continue" else None
+    drop_dry, begun = settings.allow_bucket_exhaustion, [origin, settings.skip_steps]
+    if keep:
+        try:
+            kept = read_json(start.run_dir / PLAN_NAME)
+            if kept["key"] == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
+                return Plan.from_json(kept)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # one that cannot be read costs nothing but time
+    return make_plan(config, data.train, drop_dry=drop_dry, begun=begun, cursors=start.cursors,
+                     start_step=start.step, num_workers=num_workers or os.cpu_count() or 1, **given)
+
 
 def problem(plan: Plan) -> str:
     """What keeps the run from its last step, in a sentence; empty where nothing does. An estimate
@@ -394,9 +441,8 @@ def describe(plan: Plan) -> list[str]:
     lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
              f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
     if plan.samples is not None:
-        lines += [f"Megatron's order: {plan.samples['taken']:,} samples of {plan.T:,} tokens, "
-                  f"{plan.samples['there']:,} are there over {plan.samples['epochs']} epochs of the "
-                  "prefixes"]
+        lines += ["Megatron's order: {taken:,} samples, {there:,} are there over {epochs} epochs "
+                  "of the prefixes".format(**plan.samples)]
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
         rows = [["phase", "from step", "tokens", *plan.buckets]]
         for number, phase in enumerate(plan.phases, 1):
@@ -404,8 +450,8 @@ def describe(plan: Plan) -> list[str]:
             rows.append([str(number), f"{phase['first_step']:,}", f"{phase['tokens']:,}",
                          *(f"{share:.1%}" for share in shares)])
         lines += _table(rows)
-    rows = [["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes", "cropped",
-             "repeated", "padded", "dry at step"]]
+    rows = [["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes",
+             "cropped", "repeated", "padded", "dry at step"]]
     for name, bucket in plan.buckets.items():
         guess, about = "~" * plan.estimate, "~" * (plan.estimate or not bucket.exact)
         padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))

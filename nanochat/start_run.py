@@ -367,7 +367,7 @@ def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
     settings = start.settings
     if settings.plan == "off" or (settings.curriculum is None and settings.data_format == "text"):
         return None
-    from nanochat.run_plan import rehearse
+    from nanochat.plan import rehearse
 
     return rehearse(start, data).to_json()
 

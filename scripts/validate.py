@@ -23,9 +23,8 @@ import torch
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
-from nanochat.plan import Plan, describe, problem, warnings
+from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
 from nanochat.run_dir import is_run_dir
-from nanochat.run_plan import make_run_plan
 from nanochat.start_run import Start, build_model, command, find_data, look
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole

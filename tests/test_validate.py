@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanochat import run_plan
+from nanochat import plan as plan_module
 from nanochat.common import read_json, run_main
 from nanochat.plan import Plan
 from nanochat.run_dir import PLAN_NAME, read_log
@@ -103,7 +103,7 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     kept = Plan.from_json(read_json(run_dir() / PLAN_NAME))
     assert kept.steps == 10 and kept.buckets["tiny"].exact
     shutil.rmtree(run_dir() / "checkpoints" / "final")
-    monkeypatch.setattr(run_plan, "make_plan", None)
+    monkeypatch.setattr(plan_module, "make_plan", None)
     outcome = training.succeed(**command(workplace, save_every=3))
     assert "resuming" in outcome.out and "plan: 10 steps" in outcome.out
     monkeypatch.undo()

@@ -1,7 +1,6 @@
 """Bad input to the main job: each kind is one sentence that names the file or the flag and the way out, an exit code
 that is not 0, and nothing half-written."""
 
-import json
 import resource
 import shutil
 from collections.abc import Iterator
@@ -9,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from nanochat import checkpoint
@@ -19,7 +16,6 @@ from tests import training
 from tests.training import checkpoints, digests, fingerprint, refuse, state_of, succeed, texts, write_shard
 
 SHORT: dict[str, Any] = {"num_iterations": 6, "save_every": 2}
-LINES = [json.dumps({"text": text}).encode() + b"\n" for text in texts(80, seed=5)]
 
 
 @pytest.fixture(autouse=True)
@@ -78,89 +74,25 @@ def test_one_shard_only(workplace: Path) -> None:
     succeed(data_path=workplace / "one", val_path=workplace / "data" / "shard_3.parquet", num_iterations=1)
 
 
-def make_other_column(path: Path) -> None:
-    pq.write_table(pa.table({"content": texts(40, seed=1)}), path)
-
-
-def make_numbers(path: Path) -> None:
-    pq.write_table(pa.table({"text": [1, 2, 3]}), path)
-
-
 def make_nulls(path: Path) -> None:
     write_shard(path, [*texts(40, seed=1), None, None])
-
-
-def make_empty(path: Path) -> None:
-    write_shard(path, [])
 
 
 def make_zero_bytes(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def make_truncated(path: Path) -> None:
-    write_shard(path, texts(96, seed=1))
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 @pytest.mark.parametrize(("make", "words"), [
-    (make_other_column, ("no `text` column", "content", "rename")),
-    (make_numbers, ("column `text`", "int64", "expected string")),
     (make_nulls, ("2 null(s)", "row group 1", "dev.repackage_data_reference")),
-    (make_empty, ("0 rows", "delete it")),
     (make_zero_bytes, ("0 bytes", "fetch or make it again")),
-    (make_truncated, ("not a whole parquet file", "fetch or make it again")),
 ], ids=lambda value: getattr(value, "__name__", ""))
-@pytest.mark.parametrize("place", ["shard_1", "shard_9"], ids=["training", "validation"])
-def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: tuple[str, ...], place: str) -> None:
-    path = workplace / "data" / f"{place}.parquet"
+def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: tuple[str, ...]) -> None:
+    """What is said of others: tests/test_sources.py."""
+    path = workplace / "data" / "shard_9.parquet"
     make(path)
     refuse_new(str(path), *words)
     path.unlink()
-    if place == "shard_9":
-        succeed(num_iterations=1)  # the way out is one
-
-
-def test_nulls_that_no_statistics_tell_of(workplace: Path) -> None:
-    """Such a file looks well until the row group is read; by then there is a run."""
-    for i in range(3):
-        write_shard(workplace / "data" / f"shard_{i}.parquet", [*texts(30, seed=i), None], write_statistics=False)
-    message = refuse(**SHORT)
-    assert "null" in message and "shard_" in message and "row group 0" in message
-    assert checkpoints() == []
-
-
-def test_text_that_is_not_utf8(workplace: Path) -> None:
-    for i in range(3):
-        raw = pa.array([*(text.encode() for text in texts(30, seed=i)), b"caf\xe9 " * 9], pa.binary())
-        table = pa.table({"text": pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())})
-        pq.write_table(table, workplace / "data" / f"shard_{i}.parquet")
-    message = refuse(**SHORT)
-    assert "not UTF-8" in message and "shard_" in message and "dev.repackage_data_reference" in message
-    assert checkpoints() == []
-
-
-def test_broken_lines_of_jsonl_are_counted_and_with_strict_fatal(workplace: Path) -> None:
-    folder = workplace / "lines"
-    folder.mkdir()
-    broken = [*LINES]
-    broken[2], broken[7], broken[11] = b'{"text": "torn\n', b'{"content": "x"}\n', b'{"text": "caf\xe9"}\n'
-    (folder / "a.jsonl").write_bytes(b"".join(broken))
-    (folder / "b.jsonl").write_bytes(b"".join(LINES))
-    refuse_new("a.jsonl: line 3", "--strict", data_path=folder, strict=True)
-    outcome = succeed(data_path=folder, num_iterations=1, save_every=-1)
-    for number in (3, 8, 12):
-        assert f"a.jsonl: line {number} skipped" in outcome.err
-    assert "3 broken line(s) skipped" in outcome.err and "b.jsonl" not in outcome.err
-    message = refuse(data_path=folder, strict=True, model_tag="later", **SHORT)  # it was converted, and still is broken
-    assert "a.jsonl: line 3" in message and not training.run_dir("later").exists()
-
-
-def test_jsonl_without_any_document(workplace: Path) -> None:
-    (workplace / "lines").mkdir()
-    (workplace / "lines" / "a.jsonl").write_bytes(b'{"content": 1}\n')
-    (workplace / "lines" / "b.jsonl").write_bytes(b"".join(LINES))
-    refuse_new("a.jsonl", "no document in it", "line 1", data_path=workplace / "lines")
+    succeed(num_iterations=1)  # the way out is one
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
@@ -224,13 +156,6 @@ def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> N
     path.write_bytes(kept)
     write_shard(workplace / "data" / "shard_2b.parquet", texts(96, seed=78))  # one that came later does not matter
     succeed(**SHORT)
-
-
-def test_changed_settings(half_done: Path) -> None:
-    refuse_old("--seed: the run has 42, the command says 43", "--depth: the run has 1, the command says 4",
-               "--model-tag NAME", seed=43, depth=4)
-    refuse_old("--lanes", lanes=8)
-    refuse_old("--packing", packing="concat")
 
 
 def test_a_checkpoint_that_is_not_there(half_done: Path) -> None:

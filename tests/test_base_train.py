@@ -25,7 +25,6 @@ from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config, read_log
 from scripts import base_train, sample
 from tests import torchrun, training
-from tests.toy import write_jsonl
 from tests.training import checkpoints, digests, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
@@ -182,23 +181,6 @@ assert 'wandb' not in sys.modules
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
-
-def test_jsonl_is_trained_on_like_the_parquet_with_the_same_documents(workplace: Path) -> None:
-    for i in range(4):
-        ending = "jsonl.gz" if i % 2 else "jsonl"
-        write_jsonl(workplace / "lines" / f"shard_{i}.{ending}", training.texts(96, seed=i))
-        training.write_shard(workplace / "columns" / f"shard_{i}.parquet", training.texts(96, seed=i))
-    succeed(data_path=workplace / "lines", num_iterations=3, eval_every=3, eval_tokens=10**9,
-            model_tag="lines")
-    assert len(list((workplace / "converted").rglob("*.parquet"))) == 4
-    assert len(set(digests("lines"))) == 3
-    documents = training.texts(96, seed=3)
-    written = training.write_shard(workplace / "val" / "v.parquet", documents)
-    succeed(data_path=workplace / "lines", val_path=written, num_iterations=1, eval_every=1, eval_tokens=10**9,
-            model_tag="val")
-    first = [events("val", tag)[0] for tag in ("lines", "val")]
-    assert [e["step"] for e in first] == [0, 0]
-    assert first[0]["bpb"] == pytest.approx(first[1]["bpb"], rel=0.02), "the same documents, grouped differently"
 
 
 @pytest.mark.parametrize("layout", [{"packing": "concat"}, {"long_docs": "split"}])
@@ -366,9 +348,3 @@ def test_a_failure_of_wandb_never_stops_a_run(workplace: Path, monkeypatch: pyte
         assert fake.given["config"]["lanes"] == 4 and fake.given["id"] is None and fake.calls[-1] == "finish"
         succeed(run="name", num_iterations=3)
         assert fake.given["id"] == fake.id, "a resumed run goes on in the same wandb run"
-
-
-def test_without_eval_every_nothing_is_evaluated(workplace: Path) -> None:
-    succeed(num_iterations=2, eval_every=-1)
-    assert events("val") == [] and len(steps()) == 2
-    assert load_checkpoint(final()).trainer_state["progress"]["val_bpb"] is None

@@ -267,10 +267,3 @@ def test_errors_on_two_processes_are_told_once() -> None:
         assert group.wait() == [1, 1]
         assert group.text().count("error: ") == 1 and "Traceback" not in group.text(), group.text()
         assert_no_trace()
-
-
-def test_what_is_told_is_json() -> None:
-    succeed(init_from="origin@4", num_iterations=1, save_every=-1)
-    config = json.loads((training.run_dir() / "config.json").read_text())
-    assert config["init_from"] == "origin@4" and config["init_data"] == "fresh"
-    assert sorted(config["origin"]) == ["checkpoint", "checksum", "config_hash", "run", "step"]

@@ -238,14 +238,14 @@ def test_files_of_another_size_are_refused(tmp_path: Path) -> None:
 
 def fail_in(bad: int, error: Exception) -> None:
     """Reading the data fails on one rank, from some unit of documents on."""
-    fetch, calls = ParquetSource.fetch, iter(range(1000))
+    read, calls = ParquetSource.read, iter(range(1000))
 
     def watched(self: ParquetSource, *args: Any, **kwargs: Any) -> Any:
         if os.environ["RANK"] == str(bad) and next(calls) >= 7:
             raise error
-        return fetch(self, *args, **kwargs)
+        return read(self, *args, **kwargs)
 
-    ParquetSource.fetch = watched  # type: ignore[method-assign]
+    ParquetSource.read = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -140,11 +140,6 @@ def test_each_split_may_have_a_blend_of_its_own(prefixes: list[str]) -> None:
     assert none is None and [len(d.indices) for d in several] == [40, 60, 25]
 
 
-def test_equal_data_sets_have_equal_identities(prefixes: list[str]) -> None:
-    one, other, longer = (build((prefixes, [3.0, 2.0, 1.0]), [n, 10, 4])[0].identity() for n in (500, 500, 600))
-    assert one == other != longer
-
-
 def test_large_indices_are_kept_in_the_cache(prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                              ) -> None:
     plain = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])[0]

@@ -326,16 +326,6 @@ def test_made_up_data() -> None:
     assert ids.shape == (513,) and ids.max() == 49 and (train[5]["tokens"].numpy() == ids[:-1]).all()
 
 
-def test_pieces_say_which_documents_are_in_a_sample() -> None:
-    lengths = [3, 0, 9, 4, 1, 6]
-    dataset = make(Memory(lengths), T=4)
-    for i, ids in enumerate(rows_of(dataset, len(dataset))[0]):
-        assert ids == [1000 * sequence + offset + j for sequence, offset, n in dataset.pieces(i) for j in range(n)]
-    for i in (-1, 5):
-        with pytest.raises(IndexError, match="there are 5"):
-            dataset.pieces(i)
-
-
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 CORPORA = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), max_size=8)

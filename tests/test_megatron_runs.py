@@ -185,18 +185,6 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace(workplace, changed, messa
     assert not run_dir().exists()
 
 
-def test_a_curriculum_has_no_place_in_megatrons_order(workplace, tmp_path):
-    (tmp_path / "mix.yaml").write_text("curriculum:\n- duration_tokens: 2560\n  mix: {a: 1, b: 1}\n")
-    said = training.refuse(**workplace, curriculum=tmp_path / "mix.yaml")
-    assert said.startswith("--curriculum: Megatron's order has one mix for the whole run (--blend-weights)")
-
-
-def test_megatrons_list_of_weights_and_prefixes_is_told_how_to_write(workplace):
-    a, b = workplace["data_path"].split(",")
-    said = training.refuse(**{**workplace, "data_path": f"70,{a},30,{b}", "blend_weights": None})
-    assert said.endswith(f"write --data-path={a},{b} --order=megatron --blend-weights=70,30")
-
-
 def test_a_file_that_changed_under_a_run_is_named(made, workplace, tmp_path):
     take_over(made, "checkpoint-4")
     data = bytearray((tmp_path / "b.idx").read_bytes())

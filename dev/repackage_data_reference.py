@@ -193,8 +193,8 @@ def write_shards(texts: Iterator[str], output: Path, report: Report, *, shard_ch
     num_groups = -(-report.documents // group_size)
     num_shards = min(max(2, round(report.chars / shard_chars)), num_groups)
     report.shard_chars = [0] * num_shards
-    groups = iter(lambda: list(itertools.islice(texts, group_size)), [])
-    numbered = number_groups(groups, report, num_groups=num_groups, num_shards=num_shards)
+    cut = iter(lambda: list(itertools.islice(texts, group_size)), [])
+    numbered = number_groups(cut, report, num_groups=num_groups, num_shards=num_shards)
     schema = pa.schema([("text", pa.string())])
     for shard, groups in itertools.groupby(numbered, key=lambda pair: pair[0]):
         write_shard(output / index_to_filename(shard), schema, (pa.table([texts], schema) for _, texts in groups))

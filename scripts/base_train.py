@@ -32,7 +32,6 @@ from nanochat.dist import (
     autodetect_device_type,
     compute_cleanup,
     compute_init,
-    gather,
     gather_all,
     on_rank0,
 )
@@ -239,12 +238,12 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
     with ExitStack() as stack:
         from nanochat.watchdog import Watchdog, open_store
 
-        everyone = gather(identify())
+        everyone = gather_all(identify())
         state = stack.enter_context(RunState(
             owner, everyone, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None)) if rank == 0 else None
         dog = stack.enter_context(Watchdog(
-            open_store(world_size), rank=rank, world_size=world_size, timeout_s=settings.collective_timeout_seconds,
+            open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
         if rank == 0:
             stop.clear(start.run_dir)

@@ -28,8 +28,8 @@ def misbehave(how: str, dog: Watchdog) -> None:
     if how == "sleep":
         time.sleep(1000)
     elif how == "stop":
-        said = dog._seq
-        while dog._seq < said + 2:  # the others have heard of this step
+        said = dog._published
+        while dog._published < said + 2:  # the others have heard of this step
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "die":
@@ -62,8 +62,10 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
     run_dir = Path(folder) / "run"
     state = RunState(acquire(run_dir), [identify()], status="running") if rank == 0 else None
     fail = (lambda verdict: state.close("failed", verdict)) if state else lambda verdict: None
-    with Watchdog(open_store(world_size), rank=rank, world_size=world_size, timeout_s=timeout_s,
-                  first_timeout_s=timeout_s, on_failure=fail) as dog:
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, identify())
+    with Watchdog(open_store(world_size), everyone, rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
+                  on_failure=fail) as dog:
         for step in range(10):
             dog.beat(step)
             time.sleep(0.05)
@@ -165,10 +167,10 @@ def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
     assert read_state(tmp_path / "run")["status"] == "running"  # nobody was there to write
 
 
-# ---- the judgement, without processes -------------------------------------------------------------------------------
+# ---- the judgement, without processes ---------------------------------------------------------------
 
 class FakeStore:
-    """The five calls of a TCPStore that are used."""
+    """The calls of a TCPStore that are used."""
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -190,96 +192,84 @@ class FakeStore:
         return self.data.setdefault(key, value.encode())
 
 
-def record(rank: int, *, count: int, step: int, idle: float = 0.0, limit: float = 600.0, seq: int = 0,
+def ranks(world_size: int) -> list[dict[str, Any]]:
+    return [{"host": f"node{r}", "place": "elsewhere", "pid": 100 + r, "start": "1"} for r in range(world_size)]
+
+
+def watcher(rank: int = 0, world_size: int = 3, store: Any = None, **options: Any) -> Watchdog:
+    return Watchdog(store or FakeStore(), ranks(world_size), rank=rank, **options)
+
+
+def record(*, count: int = 10, step: int = 9, idle: float = 0.0, limit: float = 600.0, seq: int = 1,
            left: bool = False) -> dict[str, Any]:
-    return {"host": f"node{rank}", "place": "elsewhere", "pid": 100 + rank, "start": "1", "seq": seq, "count": count,
-            "step": step, "where": "", "left": left, "idle": idle, "limit": limit, "time": time.time()}
+    return {"seq": seq, "count": count, "step": step, "where": "", "left": left, "idle": idle, "limit": limit}
 
 
-def judge(monkeypatch, others: dict[int, dict[str, Any]], *, alive: bool = True, world_size: int = 3) -> str:
-    """What rank 0, which has waited too long at step 9, says of the others."""
-    store = FakeStore()
-    dog = Watchdog(store, rank=0, world_size=world_size, timeout_s=600, first_timeout_s=0)
-    dog.silence_s = 0.0
+WAITING = record(idle=650)
+JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1 and 2, and what it says
+    "fewest beats": (WAITING, record(count=9, step=8, idle=720),
+                     "rank 2 on host node2 (pid 102): last seen at step 8, 720 s ago; the other 2 wait at step 9"),
+    "behind, and works": (WAITING, record(count=9, step=8, idle=3), ""),
+    "behind, and has patience": (record(), record(count=9, step=8, idle=5000, limit=7200), ""),
+    "silent": (record(seq=0), record(idle=650),
+               "rank 1 on host node1 (pid 101): last seen at step 9, 700 s ago, and its process does not answer; the"),
+    "has left": (WAITING, record(count=4, step=3, left=True),
+                 "rank 2 on host node2 (pid 102): last seen at step 3, 0 s ago, and has left; the other 2 wait"),
+    "all at one point": (WAITING, WAITING, "all 3 ranks have been at step 9 for 700 s: the network between them"),
+    "never heard of": (WAITING, None, "rank 2 on host node2 (pid 102): last seen at set-up, 700 s ago; the other 2"),
+    "no answer": (None, None, "rank 0 on host node0 (pid 100) has waited at step 9 for 700 s, and the store of the "
+                              "launch does not answer: its host, that of rank 0 on host node0 (pid 100), is stopped"),
+}
+
+
+@pytest.mark.parametrize("case", JUDGED)
+def test_who_is_to_blame(case, monkeypatch):
+    *others, told = JUDGED[case]
+    after = {rank: seen for rank, seen in enumerate(others, 1) if seen is not None}
+    dog = watcher(timeout_s=600, first_timeout_s=0)
     for step in range(10):
         dog.beat(step)
     monkeypatch.setattr(dog, "_idle", lambda: 700.0)
-    for rank, seen in others.items():
-        store.set(f"rank/{rank}", json.dumps(seen))
+    verdict = dog._judge({rank: {**seen, "seq": 0} for rank, seen in after.items()}, after)
+    assert verdict.startswith(told) and bool(verdict) == bool(told)
+
+
+def test_a_verdict_needs_two_looks_and_the_first_one_counts(monkeypatch):
+    """Nobody is blamed by what was published before the limit, and all ranks leave with the same words."""
+    store, ended = FakeStore(), []
+    store.data["rank/1"] = json.dumps(record(count=1, step=0, idle=720)).encode()
+    dogs = [watcher(rank, 2, store, timeout_s=0.1, first_timeout_s=0) for rank in range(2)]
+    assert [dog._settle(f"from {dog.rank}") for dog in dogs] == ["from 0", "from 0"]
+    assert dogs[1]._ask(dogs[1]._verdict) == "from 0"
+    del store.data[watchdog.VERDICT]
+    dog, looks = dogs[0], []
+    dog.silence_s = 0.2
     read_all = dog._read_all
-
-    def later(store: Any) -> Any:
-        seen = read_all(store)
-        if alive:
-            for rank, other in others.items():
-                store.set(f"rank/{rank}", json.dumps({**other, "seq": other["seq"] + 1}))
-        return seen
-
-    monkeypatch.setattr(dog, "_read_all", later)
-    assert dog._look() == ""  # suspects
-    return dog._look()
-
-
-def test_the_rank_with_the_fewest_beats_is_to_blame(monkeypatch):
-    told = judge(monkeypatch, {1: record(1, count=10, step=9, idle=650), 2: record(2, count=9, step=8, idle=720)})
-    assert told == "rank 2 on host node2 (pid 102): last seen at step 8, 720 s ago; the other 2 wait at step 9"
-
-
-def test_a_rank_that_is_behind_and_works_is_waited_for(monkeypatch):
-    assert judge(monkeypatch, {1: record(1, count=10, step=9, idle=650), 2: record(2, count=9, step=8, idle=3)}) == ""
-    slow = record(2, count=9, step=8, idle=5000, limit=7200)
-    assert judge(monkeypatch, {1: record(1, count=10, step=9), 2: slow}) == ""
-
-
-def test_a_rank_that_tells_nothing_any_more_is_to_blame_whatever_its_count(monkeypatch):
-    told = judge(monkeypatch, {1: record(1, count=10, step=9, idle=650)}, world_size=2, alive=False)
-    assert told.startswith("rank 1 on host node1 (pid 101): last seen at step 9, 650 s ago, and its process does not")
-
-
-def test_a_rank_that_has_left_while_others_wait_is_to_blame(monkeypatch):
-    told = judge(monkeypatch, {1: record(1, count=10, step=9, idle=650), 2: record(2, count=4, step=3, left=True)})
-    assert told.startswith("rank 2 on host node2 (pid 102): last seen at step 3, 0 s ago, and has left; the other 2")
-
-
-def test_where_all_wait_at_the_same_point_no_rank_is_blamed(monkeypatch):
-    told = judge(monkeypatch, {r: record(r, count=10, step=9, idle=650) for r in (1, 2)})
-    assert told.startswith("all 3 ranks have been at step 9 for 700 s: the network between them")
-
-
-def test_a_rank_of_which_nothing_was_ever_heard_is_to_blame(monkeypatch):
-    told = judge(monkeypatch, {1: record(1, count=10, step=9, idle=650)})
-    assert told == "nothing was ever heard of rank 2; the others wait for it"
-
-
-def test_the_first_verdict_counts(monkeypatch):
-    store = FakeStore()
-    dogs = [Watchdog(store, rank=rank, world_size=2) for rank in range(2)]
-    assert [dog._ask(lambda s, dog=dog: dog._settle(s, f"from {dog.rank}")) for dog in dogs] == ["from 0", "from 0"]
-    assert dogs[1]._look() == "from 0"
+    monkeypatch.setattr(dog, "_read_all", lambda s: (looks.append(time.monotonic()), read_all(s))[1])
+    monkeypatch.setattr(dog, "_end", lambda verdict: (ended.append(verdict), dog._over.set()))
+    with dog:
+        dog._over.wait(PATIENCE_S)
+    assert ended and ended[0].startswith("rank 1 on host node1") and looks[1] - looks[0] >= 0.2
+    assert store.data[watchdog.VERDICT].decode() == ended[0]
 
 
 @pytest.mark.parametrize(("verdict", "speakers"), [
-    ("rank 2 on host HERE (pid 7) has died; it was last seen at step 3", [0]),
-    ("rank 0 on host HERE (pid 7) has died; it was last seen at step 3", [1]),
-    ("rank 2 on host HERE (pid 7) failed at step 3: x.bin: torn on host b (pid 1)", []),  # it says so itself
-    ("rank 2 on host b (pid 7) failed at step 3: x.bin: torn on host HERE (pid 1)", [0]),
+    ("rank 2 on host node0 (pid 7) has died; it was last seen at step 3", [0]),
+    ("rank 0 on host node0 (pid 7) has died; it was last seen at step 3", [1]),
+    ("rank 2 on host node0 (pid 7) failed at step 3: x.bin: torn on host b (pid 1)", []),  # it says so itself
+    ("rank 2 on host b (pid 7) failed at step 3: x.bin: torn on host node0 (pid 1)", [0]),
     ("rank 0 on host b (pid 7) failed at step 3: KeyError: 'x'", []),
-    ("nothing was ever heard of rank 2; the others wait for it", [0]),
 ])
 def test_one_rank_tells_of_another(verdict, speakers):
-    dogs = [Watchdog(FakeStore(), rank=rank, world_size=3) for rank in range(3)]
-    assert [d.rank for d in dogs if d._speaks(verdict.replace("HERE", socket.gethostname()))] == speakers
+    assert [dog.rank for dog in map(watcher, range(3)) if dog._speaks(verdict)] == speakers
 
 
 def leave_with(error: Exception, rank: int, verdict: str = "") -> BaseException:
     """What comes out of a rank's watchdog when its main thread fails, after a verdict."""
-    store = FakeStore()
-    if verdict:
-        store.data[watchdog.VERDICT] = verdict.encode()
-    told: list[str] = []
-    with pytest.raises(BaseException) as caught, Watchdog(store, rank=rank, world_size=2, timeout_s=1,
-                                                          on_failure=told.append) as dog:
-        dog._thread.join(0)
+    store, told = FakeStore(), []
+    with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=told.append):
+        if verdict:
+            store.data[watchdog.VERDICT] = verdict.encode()
         raise error
     assert told == [verdict or store.data[watchdog.VERDICT].decode()]
     return caught.value
@@ -300,63 +290,48 @@ def test_what_a_failure_becomes():
 def test_a_store_that_hangs_is_asked_once(monkeypatch):
     monkeypatch.setattr(watchdog, "ASK_S", 0.1)
     store = FakeStore()
-    dog = Watchdog(store, rank=0, world_size=2, timeout_s=0.02, first_timeout_s=0)
-    dog.beat(0)
-    dog.beat(1)
+    dog = watcher(store=store)
     store.broken.set()
-    time.sleep(0.1)
-    dog.silence_s = 0.0
-    assert dog._look() == ""
-    assert "the store of the launch does not answer" in dog._look()
-    assert dog._store_lost
+    began = time.monotonic()
+    for _ in range(5):
+        assert dog._ask(dog._publish) is None
+    assert time.monotonic() - began < 0.4
 
 
-def test_limits_follow_the_phase():
-    dog = Watchdog(timeout_s=10, first_timeout_s=100)
+def test_limits_follow_the_phase_and_beats_without_a_step_move_no_count():
+    dog = watcher(timeout_s=10, first_timeout_s=100)
     limits = [dog._limit()]
     for step in (0, 0, 1):
-        dog.beat(step)
+        dog.beat(step, "forward")
+        dog.beat()
         limits.append(dog._limit())
     with dog.patience(50):
         with dog.patience(20):
             limits.append(dog._limit())
     assert limits + [dog._limit()] == [100, 100, 100, 10, 50, 10]
-    assert Watchdog(timeout_s=10, first_timeout_s=1)._limit() == 10
-
-
-def test_beats_without_a_step_move_no_count():
-    dog = Watchdog()
-    dog.beat(3, "forward")
-    dog.beat()
-    with dog.patience(5):
-        pass
-    assert (dog._record()["count"], dog._record()["step"], dog._record()["where"]) == (1, 3, "forward")
+    assert watcher(timeout_s=10, first_timeout_s=1)._limit() == 10
+    assert (dog._record()["count"], dog._record()["step"], dog._record()["where"]) == (3, 1, "forward")
+    with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
+        watcher(timeout_s=0)
 
 
 def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
     monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
-    dog = Watchdog(timeout_s=0.4, first_timeout_s=0.4)
-    dog.interval_s = 0.05
-    looks = []
-
-    def look() -> str:
-        looks.append(dog._idle())
-        if len(looks) == 2:
-            dog._mark = (0, None, "", time.monotonic() - 1000)
-        return ""
-
-    monkeypatch.setattr(dog, "_look", look)
+    dog, ended, waits = watcher(world_size=1, timeout_s=0.5, first_timeout_s=0.5), [], []
+    monkeypatch.setattr(dog, "_end", ended.append)
     wait = dog._over.wait
-    monkeypatch.setattr(dog._over, "wait", lambda s: time.sleep(0.4) or wait(s) if len(looks) == 2 else wait(s))
+
+    def paused(seconds: float) -> bool:
+        waits.append(seconds)
+        time.sleep(1.0 if len(waits) == 2 else 0.0)  # the whole machine
+        return wait(0.01)
+
+    monkeypatch.setattr(dog._over, "wait", paused)
     with dog:
-        while len(looks) < 4:
+        while len(waits) < 4:
             time.sleep(0.01)
-    assert looks[2] < 1
-
-
-def test_a_bad_timeout_is_refused():
-    with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
-        Watchdog(timeout_s=0)
+        assert dog._idle() < 0.5
+    assert ended == []
 
 
 def test_a_single_process_needs_no_store_and_ends_when_it_hangs(tmp_path):
@@ -373,6 +348,6 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs(tmp_path):
 def hang_alone(output: str) -> None:
     fd = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(fd, 2)
-    with Watchdog(timeout_s=0.3, first_timeout_s=0.3) as dog:
+    with Watchdog(None, [identify()], timeout_s=0.3, first_timeout_s=0.3) as dog:
         dog.beat(4, "forward")
         time.sleep(1000)

@@ -16,9 +16,10 @@ feeds:
     lane 1 ...               all lanes in a few processes; the first halt of any is the run's
 
 For token files this is what will happen, halting step and accounts included. Text has no lengths
-before it is tokenized: they are drawn from a few hundred documents, and what comes of that is called
-an estimate. A bucket without limit, or with far more than is asked of it (as a few documents of each
-lane's share tell), cannot run dry. It is not rehearsed; its cropping is that of some thousand rows.
+before it is tokenized: they are drawn from a few hundred documents, and what comes of that is
+called an estimate. A bucket without limit, or with far more than is asked of it (as a few documents
+of each lane's share tell), cannot run dry. It is not rehearsed; what is told of its cropping is
+that of some thousand rows.
 
 A plan is made once: it is kept in RUN/plan.json under the fingerprint of all that it depends on,
 and a restart reads it.
@@ -441,8 +442,8 @@ def describe(plan: Plan) -> list[str]:
     lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
              f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
     if plan.samples is not None:
-        lines += ["Megatron's order: {taken:,} samples, {there:,} are there over {epochs} epochs "
-                  "of the prefixes".format(**plan.samples)]
+        lines += ["Megatron's order: {taken:,} samples of {T:,} tokens, {there:,} are there over "
+                  "{epochs} epochs of the prefixes".format(T=plan.T, **plan.samples)]
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
         rows = [["phase", "from step", "tokens", *plan.buckets]]
         for number, phase in enumerate(plan.phases, 1):

@@ -142,8 +142,9 @@ def test_megatron_files_hold_the_same_documents_and_give_the_same_batches(raw, t
     capsys.readouterr()
     printed = []
     for folder, data_format in ((whole, "shards"), (out, "megatron")):
-        assert inspect_data.main(["digest", f"--data-path={folder}", f"--data-format={data_format}", "-T=24",
-                                  f"--tokenizer={folder / 'tokenizer'}", "--total-batch-size=192", "--steps=0:4"]) == 0
+        assert inspect_data.main(["digest", f"--data-path={folder}", f"--data-format={data_format}",
+                                  "--max-seq-len=24", f"--tokenizer-dir={folder / 'tokenizer'}", "--depth=1",
+                                  "--total-batch-size=192", "--steps=0:4"]) == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].count("digest") == 4
     assert verify.main([str(out)]) == 0

@@ -43,16 +43,16 @@ import numpy as np
 from nanochat.common import each, hash_json, in_store, place
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
-from nanochat.sample_data import has_own_val
 from nanochat.sample_index import blend_sources, cached
 from nanochat.sources import Manifest, Source, check_format, scan
-from nanochat.stream import FORMAT, Cursor, Row, check_cursors
+from nanochat.stream import FORMAT, Cursor, Row, check_cursors, ledger
 from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
     import torch
 
 MAX_SOURCES = 32766  # dataset_index is int16
+SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has files of its own
 
 
 # ---- blends -------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class SampleConfig:
     V: int = 64  # lanes: they give the rows of a step, and have no share of the data
     seed: int = 0
     num_samples: int = 1  # of the whole run
-    split: str = "1,0,0"  # shares of training, validation, test
+    split: str = WHOLE  # shares of training, validation, test
     weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each of several
     eod_mask_loss: bool = False  # no loss where the input is the end of a document
     index_cache: str | None = None  # a folder; decides nothing
@@ -208,6 +208,16 @@ class SampleConfig:
         found = {**asdict(self), "order": "megatron", "weights": weights}
         del found["index_cache"]
         return found
+
+
+def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
+    """Whether validation has files of its own: of --val-path, or of DIR/val beside DIR/train."""
+    return val_path is not None or (place(data_path) / "train").is_dir()
+
+
+def default_split(data_path: Path | str, val_path: Path | str | None) -> str:
+    """The --split of a run that names none."""
+    return WHOLE if has_own_val(data_path, val_path) else SPLIT
 
 
 def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
@@ -283,6 +293,31 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]
                          f"makes {len(samples):,} samples, and the run takes "
                          f"{config.num_samples:,}; give weights, or shorten the run")
     return samples
+
+
+def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_per_step: int,
+                 num_steps: int, taken: int) -> dict[str, Any]:
+    """The plan of `num_steps` steps in all, which take so many samples: the JSON of a
+    `nanochat.plan.Plan`. It follows from lengths and weights, so it is exact and reads no token. No
+    bucket can run dry: a run that takes more samples than there are does not start."""
+    samples, T = open_samples(config, sources), config.T
+    buckets = {}
+    for name, part, count in zip(sources, samples.datasets, samples.counts(taken)):
+        cursor = {"buckets": {name: account(count, count * T // part.num_tokens_per_epoch, T)}}
+        buckets[name] = {
+            "documents": len(part.indices), "tokens": part.num_tokens_per_epoch,
+            "max_epochs": part.order.num_epochs, "asked": count * T, "trained": count * T,
+            "usable": len(part) * T, "dry_step": None, "dry_lanes": 0, "exact": True,
+            "account": ledger([cursor], T)[name]}
+    phase = {"first_step": 0, "tokens": taken * T,
+             "asked": {name: bucket["asked"] for name, bucket in buckets.items()}}
+    told = {"taken": taken, "there": config.num_samples,
+            "epochs": [part.order.num_epochs for part in samples.datasets]}
+    key = hash_json([config.identity(), samples.identity(), rows_per_step, num_steps, taken,
+                     [source.fingerprint for source in sources.values()]])
+    return {"key": key, "estimate": False, "crops": False, "T": T, "V": config.V,
+            "rows_per_step": rows_per_step, "num_steps": num_steps, "steps": num_steps, "halt": "",
+            "allowed": False, "phases": [phase], "buckets": buckets, "samples": told}
 
 
 # ---- a run's stream -----------------------------------------------------------------------------

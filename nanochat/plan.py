@@ -393,8 +393,8 @@ def make_run_plan(start: Any, data: Any, *, keep: bool = False,
     given = {"rows_per_step": settings.total_batch_size // config.T,
              "num_steps": start.horizon.num_iterations}
     if not isinstance(config, StreamConfig):
-        from nanochat.sample_plan import plan_samples
-        return plan_samples(config, data.train, **given, taken=start.samples_taken())
+        from nanochat.blend import plan_samples
+        return Plan.from_json(plan_samples(config, data.train, **given, taken=start.samples_taken()))
     origin = settings.init_from if settings.init_data == "continue" else None
     drop_dry, begun = settings.allow_bucket_exhaustion, [origin, settings.skip_steps]
     if keep:

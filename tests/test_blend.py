@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 from nanochat import sample_index
 from nanochat.blend import (
+    SPLIT,
+    WHOLE,
     BlendedDataset,
     BlendedMegatronDatasetBuilder,
     SampleConfig,
     SampleStream,
+    default_split,
     find_prefixes,
     open_samples,
 )
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
-from nanochat.sample_data import DEFAULT_SPLIT, WHOLE, parse_weights, settle_split
 from nanochat.sample_index import blend_sources
 from nanochat.sources import Source, open_source
 from nanochat.stream import ledger
@@ -208,14 +210,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
                     for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()))
 
 
-def sources_of(data_path: str, split: str = DEFAULT_SPLIT, part: str = "train") -> Sources:
+def sources_of(data_path: str, split: str = SPLIT, part: str = "train") -> Sources:
     manifests = find_prefixes(data_path, None, split)[part]
     return {bucket: open_source(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
 
 
 def config_of(**changed: Any) -> SampleConfig:
     return SampleConfig(**{"T": T, "V": V, "seed": 5, "num_samples": 10 * R, "weights": (3.0, 2.0, 1.0),
-                           "split": DEFAULT_SPLIT, **changed})
+                           "split": SPLIT, **changed})
 
 
 def stream_of(config: SampleConfig, sources: Sources, **more: Any) -> SampleStream:
@@ -451,9 +453,8 @@ def test_validation_may_have_files_of_its_own(pairs, tmp_path):
     assert {k: [m["files"][0]["name"] for m in v.values()] for k, v in found.items()} == {
         "train": ["train/a.bin", "train/x/b.bin"], "val": ["val/x/v.bin"]}
     assert list(found["train"]) == ["a", "x/b"]
-    for data, val, split in ((tmp_path / "dir", None, WHOLE), (pairs, own, WHOLE), (pairs, None, DEFAULT_SPLIT)):
-        settings = {"order": "megatron", "split": None, "data_path": str(data), "val_path": val}
-        assert settle_split(settings) == split and settle_split({**settings, "split": "1,1"}) == "1,1"
+    assert default_split(tmp_path / "dir", None) == default_split(pairs, own) == WHOLE
+    assert default_split(pairs, None) == SPLIT
 
 
 @pytest.mark.parametrize("change, message", [
@@ -466,14 +467,9 @@ def test_what_cannot_be_is_an_error_of_one_sentence(pairs, change, message):
         open_samples(config_of(**change), sources_of(pairs))
 
 
-def test_bad_weights_prefixes_and_splits_are_errors_too(pairs):
-    for text, told in (("30,x", "expected a number for each"), ("", "expected a number"), ("1,0", "above 0"),
-                       ("1,-2", "above 0"), ("1,inf", "above 0"), ("nan,1", "above 0")):
-        with pytest.raises(ValueError, match=f"--blend-weights: got .*{told}"):
-            parse_weights(text)
-    assert parse_weights("30,70") == [30.0, 70.0] and parse_weights(None) is None
+def test_bad_prefixes_and_splits_are_errors_too(pairs):
     a = pairs.split(",")[0]
     with pytest.raises(ValueError, match="--data-path: it names a twice"):
-        find_prefixes(f"{a},{a}", None, DEFAULT_SPLIT)
+        find_prefixes(f"{a},{a}", None, SPLIT)
     with pytest.raises(ValueError, match="--split: 1,0,0 leaves no whole document for validation in a, b, c"):
         find_prefixes(pairs, None, WHOLE)

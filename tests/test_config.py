@@ -73,7 +73,9 @@ def test_flags_of_elsewhere_are_told_what_to_do_here(argv: list[str], told: str,
     (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
-    (["--blend-weights=a"], "--blend-weights: got 'a'"), (["--blend-weights=0,1"], "numbers above 0")])
+    (["--blend-weights=a"], "--blend-weights: got 'a'"), (["--blend-weights=0,1"], "numbers above 0"),
+    (["--blend-weights="], "expected a number"), (["--blend-weights=1,inf"], "numbers above 0"),
+    (["--blend-weights=nan,1"], "numbers above 0"), (["--blend-weights=1,-2"], "numbers above 0")])
 def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)

@@ -274,10 +274,10 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
         Curriculum.from_json(settings.curriculum).phase_rows(settings.max_seq_len, lanes)  # and so does this
         _check_budget(settings, horizon)
     split = settings.split
-    if settings.order == "megatron":
+    if settings.order == "megatron" and split is None:
         from nanochat.blend import default_split
 
-        split = split or default_split(settings.data_path or "", settings.val_path)
+        split = default_split(settings.data_path or "", settings.val_path)
     resolved = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves, split=split,
                        dtype=str(dtype).removeprefix("torch."))
     return resolved, horizon, model.config

@@ -87,15 +87,15 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                          f"multiple of --max-seq-len {sequence_len:,} (or -1 for automatic)")
     target_tokens = max(0, int(target_param_data_ratio * scaling_params))
     step_flops = flops_per_token * total_batch_size
-    for flag, total, of_a_step in (("--num-iterations", num_iterations, 1),
-                                   ("--target-flops", target_flops, step_flops),
-                                   ("--curriculum", curriculum_tokens, total_batch_size),
-                                   ("--target-param-data-ratio", target_tokens, total_batch_size)):
-        if total > 0:
-            break
-    else:
+    horizons = (("--num-iterations", num_iterations, 1),
+                ("--target-flops", target_flops, step_flops),
+                ("--curriculum", curriculum_tokens, total_batch_size),
+                ("--target-param-data-ratio", target_tokens, total_batch_size))
+    chosen = next((horizon for horizon in horizons if horizon[1] > 0), None)
+    if chosen is None:
         raise ValueError("no training horizon: set one of --num-iterations, --target-flops, "
                          "--target-param-data-ratio to a positive number")
+    flag, total, of_a_step = chosen
     steps = round(total / of_a_step) if flag == "--target-flops" else int(total // of_a_step)
     if steps < 1:
         raise ValueError(f"{flag}: the horizon is less than one step of {total_batch_size:,} "

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
@@ -115,22 +115,27 @@ def etag_of(path: Path) -> dict[str, str]:
 
 
 def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16) -> Iterator[B]:
-    """`call` of each item, in their order, several at once in daemon threads: a signal ends the loop over them, though
-    a file system or a store keeps the threads waiting."""
+    """`call` of each item, in their order, several at once in daemon threads. Whoever waits for them wakes up twice a
+    second, so that Python handles signals, though a file system or a store keeps the threads waiting."""
     def work(item: A, future: "Future[B]") -> None:
         try:
             future.set_result(call(item))
         except BaseException as e:
             future.set_exception(e)
 
+    def first() -> B:
+        while not wait([under_way[0]], timeout=0.5).done:
+            pass
+        return under_way.popleft().result()
+
     under_way: deque[Future[B]] = deque()
     for item in items:
         under_way.append(Future())
         threading.Thread(target=work, args=(item, under_way[-1]), daemon=True).start()
         if len(under_way) == at_once:
-            yield under_way.popleft().result()
+            yield first()
     while under_way:
-        yield under_way.popleft().result()
+        yield first()
 
 
 def fetch(paths: Iterable[Path]) -> None:

@@ -24,6 +24,7 @@ memory, state and a shutdown of their own.
 At the end, nanochat's loaders under their names.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -270,7 +271,10 @@ class DataLoader:
         if self._closed.is_set():
             raise RuntimeError("this loader is closed")
         began = time.perf_counter()
-        filled = self._filled.get()
+        filled = None
+        while filled is None:
+            with contextlib.suppress(queue.Empty):  # each time it wakes up, Python handles signals
+                filled = self._filled.get(timeout=0.2)
         self.wait_s += time.perf_counter() - began
         if isinstance(filled, BaseException):
             self._filled.put(filled)  # for the next call

@@ -261,6 +261,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
             num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
             num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
             drop_dry=settings.allow_bucket_exhaustion))
+        stack.callback(stop.ignore_stores)  # before the loader is closed, which waits for its threads
         saver = Saver(good=start.checkpoint.path if start.checkpoint else None, asynchronous=not settings.sync_save,
                       prune=lambda path: prune(start.run_dir, good=path, keep_last_k=settings.keep_last_k,
                                                keep_milestone_every=settings.keep_milestone_every))

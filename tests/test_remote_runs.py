@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from nanochat import store as room
 from nanochat.common import begin_data, read_json
 from nanochat.megatron import IndexedDatasetBuilder
-from nanochat.run_dir import iter_log
+from nanochat.run_dir import TrainLog, iter_log
 from nanochat.store import Patience
 from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
@@ -90,13 +92,12 @@ def bucket(made: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = made[1]
     monkeypatch.setattr(room, "PATIENCE", QUICK)
     begin_data()
-    store.proxy.faults.clear()
-    store.proxy.seen.clear()
+    store.calm()
     with training.workplace(tmp_path):
         shutil.rmtree(tmp_path / "data")
         shutil.rmtree(tmp_path / "tokenizer")
         yield store
-    store.proxy.faults.clear()
+    store.calm()
     etags, kept = contents
     found = store.etags()
     for key in found.keys() - etags.keys():
@@ -238,12 +239,8 @@ def test_prefixes_may_lie_in_several_buckets_of_a_store(bucket, made):
     store.make_bucket("other")
     for name in ("b.bin", "b.idx"):
         store.put(f"moved/{name}", (folder / "pairs" / name).read_bytes(), bucket="other")
-    prefixes = "s3://bucket/pairs/a,s3://other/moved/b"
-    succeed(**command("samples", "", data_path=prefixes))
+    succeed(**command("samples", "", data_path="s3://bucket/pairs/a,s3://other/moved/b"))
     assert digests_of() == digests["samples"]
-    for tag, num in (("straight", 4), ("resumed", 2), ("resumed", 4)):
-        succeed(**command("documents", "", data_path=prefixes, num_iterations=num, model_tag=tag))
-    assert digests_of("straight") == digests_of("resumed") and len(set(digests_of("resumed"))) == 4
     for other in ("gs://other/b", f"{folder}/pairs/b"):
         said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
         assert "several kinds of stores" in said and not run_dir("mixed").exists()
@@ -278,13 +275,6 @@ def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, c
     assert tokenize("s3://bucket/raw", "of bucket") != found, "another object of the same size"
 
 
-def test_a_tokenizer_is_trained_on_a_bucket_as_on_files(bucket, made, tmp_path):
-    for number, path in enumerate(("s3://bucket/data", made[0] / "data")):
-        assert tok_train.main([f"--data-path={path}", f"--output-dir={tmp_path / str(number)}",
-                               "--vocab-size=300"]) == 0
-    assert (tmp_path / "0" / "ranks.tiktoken").read_bytes() == (tmp_path / "1" / "ranks.tiktoken").read_bytes()
-
-
 def test_nothing_is_written_into_a_store_but_by_push_shards(bucket, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
@@ -313,18 +303,6 @@ def test_the_command_that_push_shards_prints_works(made, bucket, capsys, tmp_pat
         push_shards.main([str(made[0] / "shards"), bucket.path("again"), "--split", "90,10"])
 
 
-def test_copies_of_indices_lie_where_they_should_and_torn_ones_are_made_again(made, bucket, tmp_path):
-    cache = tmp_path / "elsewhere"
-    succeed(**command("documents", "s3://bucket", num_iterations=2), object_storage_cache=cache)
-    [copy] = (cache / "bucket" / "pairs").glob("*-b.idx")
-    assert copy.read_bytes() == bucket.get("pairs/b.idx") and not (tmp_path / "object_storage").exists()
-    copy.write_bytes(copy.read_bytes()[:-8])
-    bucket.proxy.seen.clear()
-    succeed(**command("documents", "s3://bucket"), object_storage_cache=cache)
-    assert digests_of() == made[2]["documents"]
-    assert [s.path.rsplit("/", 1)[1] for s in bucket.proxy.gets(".idx")] == ["b.idx"]
-
-
 def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
     assert verify.main(["s3://bucket/shards", "s3://bucket/pairs", "--tokenizer", "s3://bucket/shards/tokenizer"]) == 0
     assert "all good" in capsys.readouterr().out
@@ -334,3 +312,63 @@ def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
     bucket.put("shards/b.bin", data[:400] + b"\xff\xff" + data[402:])
     assert verify.main(["s3://bucket/shards"]) == 1
     assert "s3://bucket/shards/b.bin: entry" in capsys.readouterr().out
+
+
+# ---- a store that stalls --------------------------------------------------------------------------------------------
+
+LONG: dict[str, Any] = {"num_iterations": 30, "save_every": 5}
+
+
+@pytest.mark.parametrize("world_size, number", [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step(bucket, made, world_size, number):
+    succeed(**command("samples", made[0], **LONG, model_tag="straight"))
+    bucket.proxy.faults += [Fault(name=".bin", times=100, shift=0), Fault(name=".bin", stall=True, times=-1)]
+    group = training.start(world_size, **command("samples", "s3://bucket", **LONG))
+    wait_for_stall(bucket, group)
+    time.sleep(1.0)  # steps that were read before
+    began, done = time.monotonic(), len(training.steps())
+    for process in group.processes:
+        os.kill(process.pid, number)
+    assert group.wait() == [0] * world_size and time.monotonic() - began < 8, group.text()
+    assert 0 < done == len(training.steps()) < 30 and f"checkpoint-{done}-shutdown" in checkpoints()
+    bucket.calm()
+    succeed(**command("samples", "s3://bucket", **LONG))
+    assert digests_of() == digests_of("straight")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
+    bucket.proxy.faults.append(Fault(method=method, stall=True, times=-1))
+    group = training.start(**command("text" if method == "GET" else "samples", "s3://bucket"))
+    wait_for_stall(bucket, group)
+    began = time.monotonic()
+    os.kill(group.processes[0].pid, signal.SIGTERM)
+    assert group.wait() == [0] and time.monotonic() - began < 8, group.text()
+    assert "not waited for any longer" in group.text() and not run_dir().exists()
+
+
+def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatch):
+    monkeypatch.setattr(room, "PART_BYTES", 256)
+    monkeypatch.setattr(room, "KEPT_PARTS", 4)
+    bucket.proxy.latency_s = 0.02  # so that reading ahead is never done
+    stall = Fault(name=".bin", stall=True, times=-1)
+    write = TrainLog.write
+
+    def watched(self: TrainLog, **record: Any) -> None:
+        write(self, **record)
+        if record.get("step") == 3:
+            bucket.proxy.faults.append(stall)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(TrainLog, "write", watched)
+    began = time.monotonic()
+    succeed(**command("documents", "s3://bucket", eval_every=-1))
+    assert stall.times < -1, "nobody was waiting"
+    assert time.monotonic() - began < QUICK.give_up_s - 5
+
+
+def wait_for_stall(bucket: Store, group: training.Group) -> None:
+    """Until a request waits for ever."""
+    while not any(s.fault is not None and s.fault.stall for s in bucket.proxy.seen):
+        assert all(process.exitcode is None for process in group.processes), group.text()
+        time.sleep(0.05)

@@ -25,7 +25,6 @@ lay: another store gives the same bytes another one.
 import importlib
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    each,
     etag_of,
     fetch,
     hash_bytes,
@@ -311,8 +311,8 @@ def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str,
             return known[name]
         return source_class(name).scan_file(as_parquet(path, strict=strict), name)
 
-    with ThreadPoolExecutor(32 if any(map(in_store, paths)) else 8) as pool:
-        return list(pool.map(look, paths, names))
+    far = any(map(in_store, paths))
+    return list(each(lambda pair: look(*pair), zip(paths, names, strict=True), at_once=32 if far else 8))
 
 
 def fingerprint(manifest: Manifest) -> str:

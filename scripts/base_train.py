@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ def loop(run: Trainer) -> int:
             if run.due(settings.eval_every):
                 evaluate(run)
             if run.due(settings.sample_every) and p.step > 0 and run.loader.layout.rank == 0:
-                sample(run)
+                with suppress(StopAsked):  # the next step sees to it
+                    sample(run)
             if p.step >= last:
                 run.save("final", "completed", last=True)
                 break

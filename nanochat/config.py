@@ -57,23 +57,32 @@ ROUNDING = "same data, not the same bits: "
 class RunSettings:
     """run"""
 
-    run: str = setting("dummy", "name of the wandb run; dummy: no wandb", note="the name shown by wandb")
-    model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)",
-                                    note="names the run directory; the run found is the one that goes on")
-    resume: str = setting("auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path",
-                          note="asks for this very resume")
-    force: bool = setting(False, "with --resume=scratch: delete the run that is there", note="asks for this very start")
+    run: str = setting(
+        "dummy", "name of the wandb run; dummy: no wandb", note="the name shown by wandb")
+    model_tag: str | None = setting(
+        None, "name of the run directory (default: d<depth>)",
+        note="names the run directory; the run found is the one that goes on")
+    resume: str = setting(
+        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path",
+        note="asks for this very resume")
+    force: bool = setting(
+        False, "with --resume=scratch: delete the run that is there",
+        note="asks for this very start")
     device_type: str = setting("", "cuda | mps | cpu (default: the best there is)", tell=True,
                                note=ROUNDING + "other devices round differently")
-    dtype: str = setting("auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
-                         fixed="the type of activations and embeddings")
-    compile: str = setting("auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"), tell=True,
-                           note=ROUNDING + "compiled kernels round differently")
+    dtype: str = setting(
+        "auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
+        fixed="the type of activations and embeddings")
+    compile: str = setting(
+        "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"), tell=True,
+        note=ROUNDING + "compiled kernels round differently")
     seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
-    world_size: int = setting(1, "processes of the launch", flag=False, tell=True,
-                              note="same data; same bits as long as it divides the number of leaves")
-    cpu_threads: int | None = setting(None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False, tell=True,
-                                      note=ROUNDING + "PyTorch's threads (OMP_NUM_THREADS) share out sums on a CPU")
+    world_size: int = setting(
+        1, "processes of the launch", flag=False, tell=True,
+        note="same data; same bits as long as it divides the number of leaves")
+    cpu_threads: int | None = setting(
+        None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False, tell=True,
+        note=ROUNDING + "PyTorch's threads (OMP_NUM_THREADS) share out sums on a CPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +93,11 @@ class ModelSettings:
     aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE)
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE)
     max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row")
-    attention_mode: str = setting("causal", "the last two keep attention inside a document", choices=tuple(MODES),
-                                  fixed="what a token attends to")
-    window_pattern: str = setting("SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)
+    attention_mode: str = setting(
+        "causal", "the last two keep attention inside a document", choices=tuple(MODES),
+        fixed="what a token attends to")
+    window_pattern: str = setting(
+        "SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)
     vocab_size: int = setting(0, "of the tokenizer", flag=False, fixed=SHAPE)
 
 
@@ -95,46 +106,65 @@ class DataSettings:
     """data"""
 
     data_path: str | None = setting(
-        None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths without .bin, with "
+        None,
+        "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths without .bin, with "
         f"commas between them (default: the {DEFAULT_DATASET.name} download)",
         note="a folder may move: the files are pinned by relative name and hash")
     val_path: str | None = setting(
-        None, "validation files (default: the last file below --data-path; with --order=megatron the whole documents "
-        "of the valid split)", note="a folder may move: the files are pinned by relative name and hash")
-    data_format: str = setting("text", "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | "
-                               "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
-                               "nanochat/source_xyz.py reads", fixed=STREAM)
+        None,
+        "validation files (default: the last file below --data-path; with --order=megatron the "
+        "whole documents of the valid split)",
+        note="a folder may move: the files are pinned by relative name and hash")
+    data_format: str = setting(
+        "text",
+        "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | megatron: "
+        "Megatron's pairs of .bin and .idx | xyz: .xyz files, which nanochat/source_xyz.py reads",
+        fixed=STREAM)
     tokenizer_dir: str | None = setting(
-        None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where scripts.tok_train puts it",
+        None,
+        "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where "
+        "scripts.tok_train puts it",
         note="a run has its own copy of its tokenizer; the fingerprint is compared")
     tokenizer_fingerprint: str = setting(
         "", "of the tokenizer", flag=False,
-        fixed="decides the tokens of every text; the run's own copy is in its folder: --tokenizer-dir=RUN/tokenizer")
+        fixed="decides the tokens of every text; the run's own copy is in its folder: "
+        "--tokenizer-dir=RUN/tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", note=SPEED)
     object_storage_cache: str | None = setting(
-        None, "where indices of data in a store are copied to (default: <base dir>/object_storage)", metavar="DIR",
-        note="where copies of indices lie, not what they say")
-    strict: bool = setting(False, "a broken line of jsonl is an error", note="whether a broken line ends the run")
-    packing: str = setting("bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
+        None,
+        "where indices of data in a store are copied to (default: <base dir>/object_storage)",
+        metavar="DIR", note="where copies of indices lie, not what they say")
+    strict: bool = setting(
+        False, "a broken line of jsonl is an error", note="whether a broken line ends the run")
+    packing: str = setting(
+        "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
     pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM)
-    long_docs: str = setting("crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM)
-    overlap: int = setting(64, "context tokens repeated before a split document's rest", fixed=STREAM)
-    buffer_size: int = setting(128, "documents that wait in a lane for a row they fit", fixed=STREAM)
+    long_docs: str = setting(
+        "crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM)
+    overlap: int = setting(
+        64, "context tokens repeated before a split document's rest", fixed=STREAM)
+    buffer_size: int = setting(
+        128, "documents that wait in a lane for a row they fit", fixed=STREAM)
     packer_version: int = setting(VERSION, "of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(-1, "V; -1: the largest divisor of the rows per step up to 64", auto=True,
                          fixed="every lane has its own share of the data")
     leaves: int = setting(-1, "K; -1: the next power of two >= the number of processes", auto=True,
                           fixed="the order in which gradients are added")
-    plan: str = setting("error", "where the data end before the run does, which is computed first: do not start | warn "
-                        "| do not compute it", choices=("error", "warn", "off"), note="looked at before training only")
+    plan: str = setting(
+        "error",
+        "where the data end before the run does, which is computed first: do not start | warn | "
+        "do not compute it", choices=("error", "warn", "off"),
+        note="looked at before training only")
     curriculum: dict[str, Any] | None = setting(
         None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
-        fixed="decides which bucket a row comes from; how it is written, and how long its last phase lasts, is free")
+        fixed="decides which bucket a row comes from; how it is written, and how long its last "
+        "phase lasts, is free")
     allow_bucket_exhaustion: bool = setting(
         False, "go on without a bucket that has run dry", tell=True,
         note="a lane whose bucket has run dry goes on with the others, or halts the run")
-    allow_budget_mismatch: bool = setting(False, "as the curriculum says", flag=False,
-                                          note="the run may be longer or shorter than its curriculum")
+    allow_budget_mismatch: bool = setting(
+        False, "as the curriculum says", flag=False,
+        note="the run may be longer or shorter than its curriculum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,20 +172,27 @@ class MegatronSettings:
     """Megatron's order"""
 
     order: str = setting(
-        "lanes", "lanes: documents, packed | megatron: its own samples in its own shuffled order, row i of the run is "
-        "sample i. Instead of reset_attention_mask: --attention-mode; reset_position_ids would change nothing",
-        choices=("lanes", "megatron"), fixed=STREAM)
+        "lanes",
+        "lanes: documents, packed | megatron: its own samples in its own shuffled order, row i of "
+        "the run is sample i. Instead of reset_attention_mask: --attention-mode; "
+        "reset_position_ids would change nothing", choices=("lanes", "megatron"), fixed=STREAM)
     split: str | None = setting(
-        None, "shares of training, validation, test (default: 969,30,1; all for training where validation has data of "
-        "its own)", auto=True, fixed="decides which documents train and which validate")
+        None,
+        "shares of training, validation, test (default: 969,30,1; all for training where "
+        "validation has data of its own)", auto=True,
+        fixed="decides which documents train and which validate")
     blend_weights: list[float] | None = setting(
-        None, "the weight of each prefix (default: all of each prefix once; of a single one as much as it takes)",
-        metavar="A,B", fixed=STREAM)
-    eod_mask_loss: bool = setting(False, "no loss where the input is EOD", fixed="decides which targets count")
-    num_samples: int = setting(-1, "of the whole run", flag=False, auto=True, fixed="Megatron's order is a shuffle of "
-                               "so many samples: another number is another order")
-    index_cache: str | None = setting(None, "where shuffled indices are kept (default: <base dir>/index_cache)",
-                                      metavar="DIR", note=SPEED)
+        None,
+        "the weight of each prefix (default: all of each prefix once; of a single one as much as "
+        "it takes)", metavar="A,B", fixed=STREAM)
+    eod_mask_loss: bool = setting(
+        False, "no loss where the input is EOD", fixed="decides which targets count")
+    num_samples: int = setting(
+        -1, "of the whole run", flag=False, auto=True,
+        fixed="Megatron's order is a shuffle of so many samples: another number is another order")
+    index_cache: str | None = setting(
+        None, "where shuffled indices are kept (default: <base dir>/index_cache)", metavar="DIR",
+        note=SPEED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +201,19 @@ class HorizonSettings:
 
     num_iterations: int = setting(-1, "optimizer steps", tell=True, note=HORIZON)
     target_flops: float = setting(-1.0, "steps to spend so many FLOPs", tell=True, note=HORIZON)
-    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter", tell=True, note=HORIZON)
+    target_param_data_ratio: float = setting(
+        12.0, "tokens per scaling parameter", tell=True, note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """optimization (rates are for the reference depth and batch; they are scaled from there)"""
 
-    device_batch_size: int = setting(32, "B: rows in one forward pass; fewer if memory ends", tell=True,
-                                     note=ROUNDING + "sums are grouped differently")
-    total_batch_size: int = setting(-1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)
+    device_batch_size: int = setting(
+        32, "B: rows in one forward pass; fewer if memory ends", tell=True,
+        note=ROUNDING + "sums are grouped differently")
+    total_batch_size: int = setting(
+        -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)
     embedding_lr: float = setting(0.3, "embeddings (AdamW)", fixed=STEP)
     unembedding_lr: float = setting(0.008, "output head (AdamW)", fixed=STEP)
     matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP)
@@ -186,12 +226,14 @@ class LookSettings:
     """looking and saving (every N steps and at the end; -1: never, or saving at the end only)"""
 
     eval_every: int = setting(250, "steps between evaluations", note=LOOK)
-    eval_tokens: int = setting(80 * 524288, "validation tokens an evaluation reads", tell=True,
-                               note="bits per byte before and after are taken over different amounts of text")
+    eval_tokens: int = setting(
+        80 * 524288, "validation tokens an evaluation reads", tell=True,
+        note="bits per byte before and after are taken over different amounts of text")
     sample_every: int = setting(2000, "steps between continuations of validation text", note=LOOK)
     save_every: int = setting(-1, "steps between checkpoints", note=LOOK)
-    log_every: int = setting(10, "after a launch's first 100 steps, steps between printed lines; the log has all",
-                             note=LOOK)
+    log_every: int = setting(
+        10, "after a launch's first 100 steps, steps between printed lines; the log has all",
+        note=LOOK)
     sync_save: bool = setting(False, "write checkpoints in the loop, not in a thread", note=SPEED)
     keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)",
                                       note="which checkpoints stay")
@@ -203,16 +245,19 @@ class LookSettings:
 class LongRunSettings:
     """long runs, and new runs from old ones"""
 
-    max_runtime_seconds: float = setting(-1.0, "stop in time, saved (default: SLURM_JOB_END_TIME or "
-                                         "NANOCHAT_MAX_RUNTIME, if set)", note=LIMIT)
+    max_runtime_seconds: float = setting(
+        -1.0, "stop in time, saved (default: SLURM_JOB_END_TIME or NANOCHAT_MAX_RUNTIME, if set)",
+        note=LIMIT)
     walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", note=LIMIT)
-    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run", note=LIMIT)
-    init_from: str | None = setting(None, "a new run starts with the weights of another", metavar="RUN[@STEP]",
-                                    fixed=ORIGIN)
+    collective_timeout_seconds: float = setting(
+        600.0, "a rank that hangs for so long ends the run", note=LIMIT)
+    init_from: str | None = setting(
+        None, "a new run starts with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
     init_optimizer: bool = setting(False, "and with the state of its optimizer", fixed=ORIGIN)
     init_data: str = setting("fresh", "at the start of the data, or where the other was",
                              choices=("fresh", "continue"), fixed=ORIGIN)
-    skip_steps: int = setting(0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN)
+    skip_steps: int = setting(
+        0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN)
 
 
 @dataclass(frozen=True, kw_only=True)

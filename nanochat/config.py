@@ -107,8 +107,8 @@ class DataSettings:
 
     data_path: str | None = setting(
         None,
-        "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths without .bin, with "
-        f"commas between them (default: the {DEFAULT_DATASET.name} download)",
+        "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
+        f"without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)",
         note="a folder may move: the files are pinned by relative name and hash")
     val_path: str | None = setting(
         None,
@@ -261,33 +261,35 @@ class LongRunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, HorizonSettings, OptimizerSettings,
-               ScheduleSettings, LookSettings, LongRunSettings):
+class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, HorizonSettings,
+               OptimizerSettings, ScheduleSettings, LookSettings, LongRunSettings):
     """All settings of a run. Raises ValueError for flags that contradict each other."""
 
     def __post_init__(self) -> None:
         for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least {least}")
+                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least "
+                                 f"{least}")
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
-            raise ValueError("--init-optimizer, --init-data: they say what else comes from another run; name it with "
-                             "--init-from RUN")
+            raise ValueError("--init-optimizer, --init-data: they say what else comes from "
+                             "another run; name it with --init-from RUN")
         self._check_order()
 
     def _check_order(self) -> None:
         """ValueError for flags of one --order beside the other, where they would do nothing."""
         if self.order == "megatron" and self.data_format != "megatron":
-            raise ValueError(f"--order megatron: it is an order of Megatron's files, and --data-format is "
-                             f"{self.data_format}; take --data-format megatron, or --order lanes")
+            raise ValueError(f"--order megatron: it is an order of Megatron's files, and "
+                             f"--data-format is {self.data_format}; take --data-format megatron, "
+                             f"or --order lanes")
         if self.order == "megatron" and self.curriculum is not None:
-            raise ValueError("--curriculum: Megatron's order has one mix for the whole run (--blend-weights); take "
-                             "--order lanes for a curriculum")
+            raise ValueError("--curriculum: Megatron's order has one mix for the whole run "
+                             "(--blend-weights); take --order lanes for a curriculum")
         other, idle = ("lanes", ("packing", "pack", "long_docs", "allow_bucket_exhaustion")) \
             if self.order == "megatron" else ("megatron", ("split", "blend_weights", "eod_mask_loss"))
         for name in idle:
             if getattr(self, name) != FIELDS[name].default:
-                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave it out, or take "
-                                 f"--order {other}")
+                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave "
+                                 f"it out, or take --order {other}")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
@@ -364,10 +366,11 @@ def _weights(text: str) -> list[float]:
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--blend-weights: got {text!r}, expected a number for each prefix, as 30,70") from None
+        raise ValueError(f"--blend-weights: got {text!r}, expected a number for each prefix, as "
+                         f"30,70") from None
     if not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(f"--blend-weights: got {text}, expected numbers above 0; leave out a prefix that should give "
-                         f"nothing")
+        raise ValueError(f"--blend-weights: got {text}, expected numbers above 0; leave out a "
+                         f"prefix that should give nothing")
     return weights
 
 
@@ -395,8 +398,9 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[
     refused += [f"{flag(n)}: the run has {run[n]!r}, and this code has no such setting" for n in sorted(unknown)]
     if refused:
         tag, lines = run_dir.name, "\n".join(f"  {line}".replace("RUN/", f"{run_dir}/") for line in refused)
-        raise ValueError(f"the run {tag!r} was started with other settings:\n{lines}\nuse the run's settings, or start "
-                         f"a new run with --model-tag NAME; --init-from {tag} begins it with these weights")
+        raise ValueError(f"the run {tag!r} was started with other settings:\n{lines}\nuse the "
+                         f"run's settings, or start a new run with --model-tag NAME; --init-from "
+                         f"{tag} begins it with these weights")
     return Settings(**now), notices
 
 
@@ -435,6 +439,7 @@ def may_change(name: str) -> bool:
 
 def settings_table() -> str:
     """The rules as markdown, in the order of the code."""
-    rows = [f"| `{flag(name)}` | {'yes' if may_change(name) else 'no'} | {f.metadata['fixed'] or f.metadata['note']} |"
-            for name, f in FIELDS.items()]
-    return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |", *rows]) + "\n"
+    rows = [f"| `{flag(name)}` | {'yes' if may_change(name) else 'no'} | "
+            f"{f.metadata['fixed'] or f.metadata['note']} |" for name, f in FIELDS.items()]
+    return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |",
+                      *rows]) + "\n"

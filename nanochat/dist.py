@@ -46,7 +46,8 @@ def autodetect_device_type() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> tuple[bool, int, int, int, torch.device]:
+def compute_init(device_type: str, *, timeout_s: float = 1800.0
+                 ) -> tuple[bool, int, int, int, torch.device]:
     """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the
     device.
 
@@ -56,7 +57,8 @@ def compute_init(device_type: str, *, timeout_s: float = 1800.0) -> tuple[bool, 
     if device_type not in ("cuda", "mps", "cpu"):
         raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type cpu")
+        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type "
+                         "cpu")
     if device_type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device-type mps: this PyTorch sees no Apple GPU; use --device-type cpu")
     distributed, rank, local_rank, world_size = get_dist_info()
@@ -182,10 +184,11 @@ def same(settings: Mapping[str, Any]) -> None:
         for rank, (host, mine) in enumerate(everyone):
             differing = [k for k in sorted(theirs.keys() | mine.keys()) if theirs.get(k) != mine.get(k)]
             if differing:
-                told = "; ".join(f"{k} is {theirs.get(k)!r} on rank 0, {mine.get(k)!r} on rank {rank} on host {host}"
-                                 for k in differing)
-                raise ValueError(f"the processes of this launch were started differently: {told}; start all with the "
-                                 f"same flags, the same files under the same paths, and the same tokenizer")
+                told = "; ".join(f"{k} is {theirs.get(k)!r} on rank 0, {mine.get(k)!r} on rank "
+                                 f"{rank} on host {host}" for k in differing)
+                raise ValueError(f"the processes of this launch were started differently: {told}; "
+                                 f"start all with the same flags, the same files under the same "
+                                 f"paths, and the same tokenizer")
 
     on_rank0(compare)
 
@@ -227,7 +230,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor
         return type(value)(map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got {type(value).__name__}")
+    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got "
+                    f"{type(value).__name__}")
 
 
 def broadcast(state: Any) -> Any:
@@ -245,7 +249,8 @@ def broadcast(state: Any) -> Any:
     def move(tensor: torch.Tensor, _: str) -> torch.Tensor:
         sent = tensor.detach().to(device).contiguous() if rank == 0 else _like(tensor, device)
         if sent.numel():
-            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)  # bytes: backends do not know every dtype
+            # bytes: backends do not know every dtype
+            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
         return tensor if rank == 0 else sent.cpu()
 
     return map_tensors(state if rank == 0 else box[0], move, "state")

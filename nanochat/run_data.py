@@ -68,7 +68,8 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
     if not old or (curriculum is not None and set(curriculum.buckets) - set(old["train"])):
         files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=curriculum is not None)
         for split, buckets_of in files.items():
-            check_format(roots[split], [file for some in buckets_of.values() for file in some], data_format)
+            check_format(roots[split], [file for some in buckets_of.values() for file in some],
+                         data_format)
         if curriculum is not None:
             curriculum.check_buckets(files["train"])
             files["train"] = {bucket: files["train"][bucket] for bucket in curriculum.buckets}
@@ -105,17 +106,21 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
         for entry in manifest["files"]:
             path = root / entry["name"]
             if not path.exists():
-                raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the data itself: copy or "
-                                        f"mount the same files there under the same path")
-            if (size := as_parquet(path).stat().st_size) != entry["size"]:  # jsonl is converted on each machine
-                raise ValueError(f"{path}: {size:,} bytes, the run's manifest says {entry['size']:,}; each machine of "
-                                 f"a launch needs the same files under the same path: copy it there again")
+                raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the "
+                                        f"data itself: copy or mount the same files there under "
+                                        f"the same path")
+            # jsonl is converted on each machine
+            if (size := as_parquet(path).stat().st_size) != entry["size"]:
+                raise ValueError(f"{path}: {size:,} bytes, the run's manifest says "
+                                 f"{entry['size']:,}; each machine of a launch needs the same "
+                                 f"files under the same path: copy it there again")
             if (found := etag_of(path).get("etag")) != entry.get("etag", found):
-                raise ValueError(f"{path}: it changed since this launch began (ETag {entry['etag']} then, {found} now)")
+                raise ValueError(f"{path}: it changed since this launch began (ETag "
+                                 f"{entry['etag']} then, {found} now)")
 
 
-def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *, as_stored: bool = False
-              ) -> RunData:
+def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *,
+              as_stored: bool = False) -> RunData:
     """The sources of a run's manifests."""
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
     val = {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()}
@@ -145,7 +150,8 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     settings, manifests = Settings.from_json(read_config(run_dir)), pinned_data(run_dir)
     begin_data(settings.object_storage_cache)
     if not manifests:
-        raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any data; start it first")
+        raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any "
+                                f"data; start it first")
     for buckets in manifests.values():
         for manifest in buckets.values():
             check(manifest)

@@ -115,7 +115,8 @@ class Start:
         may."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         if status == "completed" and self.step >= self.horizon.num_iterations:
-            return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME starts another run")
+            return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME "
+                       f"starts another run")
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
             way_on = WAY_ON.format(tag=self.run_dir.name)
@@ -142,14 +143,16 @@ def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> R
     return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
 
 
-def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, RustBPETokenizer]:
+def command(settings: Settings, world_size: int, device_type: str
+            ) -> tuple[Settings, RustBPETokenizer]:
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
     begin_data(settings.object_storage_cache)
     data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
     tokenizer = find_tokenizer(settings.tokenizer_dir, data_path)
     check_retention(settings.keep_last_k, settings.keep_milestone_every)
     if settings.attention_mode == "flex" and device_type == "cpu":
-        raise ValueError("--attention-mode=flex: its kernels need a GPU; take --attention-mode=sdpa_mask on a CPU")
+        raise ValueError("--attention-mode=flex: its kernels need a GPU; take "
+                         "--attention-mode=sdpa_mask on a CPU")
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # says what is no name
     return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),
@@ -174,20 +177,23 @@ def look(settings: Settings, device: torch.device) -> Start:
 def _check_home(run_dir: Path, at_rank0: bool) -> None:
     """ValueError where this machine has the run and rank 0's has not, which would start it anew."""
     if is_run_dir(run_dir) and not at_rank0:
-        raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the directory between the "
-                         f"machines, or give this one --node-rank=0 (--resume scratch starts anew)")
+        raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the "
+                         f"directory between the machines, or give this one --node-rank=0 "
+                         f"(--resume scratch starts anew)")
 
 
 def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     """Rank 0's part of `look`."""
     exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
     if exists and scratch and not settings.force:
-        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete it, or name a new "
-                         f"one with --model-tag")
-    generation = check_free(run_dir)  # before any look: a launch that ends while it is watched may leave a newer save
+        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete "
+                         f"it, or name a new one with --model-tag")
+    # before any look: a launch that ends while it is watched may leave a newer save
+    generation = check_free(run_dir)
     if exists and scratch and generation == 0:
-        raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this program ever owned it, "
-                         f"so nothing is deleted; move it away, or name a new run with --model-tag")
+        raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this "
+                         f"program ever owned it, so nothing is deleted; move it away, or name a "
+                         f"new run with --model-tag")
     config: dict[str, Any] = {}
     notices: list[str] = []
     if exists and not scratch:
@@ -218,8 +224,9 @@ def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
     path = Path(resume).expanduser()
     if not path.is_dir():
         there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
-        raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a checkpoint's path; "
-                                f"checkpoints in {run_dir / 'checkpoints'}: {there}")
+        raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a "
+                                f"checkpoint's path; checkpoints in {run_dir / 'checkpoints'}: "
+                                f"{there}")
     return load_checkpoint(path)
 
 
@@ -232,11 +239,13 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoi
         try:
             checkpoint, told = load_run_weights(before)
         except (OSError, ValueError) as e:
-            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
-                             f"which cannot be had any more ({e}); {OTHER_ORIGIN}") from e
+            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
+                             f"of {known['run']}, which cannot be had any more ({e}); "
+                             f"{OTHER_ORIGIN}") from e
         if known["checksum"] != told["checksum"]:
-            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
-                             f"but {before} is another checkpoint now (step {told['step']}); {OTHER_ORIGIN}")
+            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
+                             f"of {known['run']}, but {before} is another checkpoint now (step "
+                             f"{told['step']}); {OTHER_ORIGIN}")
     return checkpoint, told
 
 
@@ -269,9 +278,11 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
     if lanes < 1:
         raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
-    Layout(lanes, rows, settings.device_batch_size, 0, settings.world_size, leaves)  # says what does not fit
+    # says what does not fit
+    Layout(lanes, rows, settings.device_batch_size, 0, settings.world_size, leaves)
     if settings.curriculum is not None:
-        Curriculum.from_json(settings.curriculum).phase_rows(settings.max_seq_len, lanes)  # and so does this
+        # and so does this
+        Curriculum.from_json(settings.curriculum).phase_rows(settings.max_seq_len, lanes)
         _check_budget(settings, horizon)
     split = settings.split
     if settings.order == "megatron" and split is None:
@@ -289,9 +300,9 @@ def _check_budget(settings: Settings, horizon: Horizon) -> None:
     wanted, total = settings.curriculum_tokens, horizon.total_tokens
     if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
         raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
-                         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); leave out "
-                         f"--num-iterations to train as long as the curriculum, mend its durations, or set "
-                         f"allow_budget_mismatch: true in it")
+                         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
+                         f"leave out --num-iterations to train as long as the curriculum, mend "
+                         f"its durations, or set allow_budget_mismatch: true in it")
 
 
 def _settle_samples(start: Start) -> Start:
@@ -304,10 +315,11 @@ def _settle_samples(start: Start) -> Start:
         number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
     if needed > number:
         too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
-        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has {number:,}, as many as it "
-                         f"asked for when it began: another number would shuffle all of Megatron's order anew; end at "
-                         f"--num-iterations {horizon.num_iterations - too_many}, or start a new run with --model-tag "
-                         f"NAME (with --order lanes runs can be made longer)")
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has "
+                         f"{number:,}, as many as it asked for when it began: another number "
+                         f"would shuffle all of Megatron's order anew; end at --num-iterations "
+                         f"{horizon.num_iterations - too_many}, or start a new run with "
+                         f"--model-tag NAME (with --order lanes runs can be made longer)")
     return replace(start, settings=replace(settings, num_samples=number))
 
 
@@ -357,7 +369,8 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     except ValueError as e:
         if start.cursors is None or start.skip:
             raise
-        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with --init-data fresh") from e
+        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with "
+                         f"--init-data fresh") from e
 
 
 def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
@@ -437,15 +450,17 @@ def introduce(start: Start, layout: Layout) -> None:
         print0(f"{flag(name):32s} {json.dumps(value)}")
     for name, value in derive(start).items():
         print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value:.4g}")
-    print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} process(es) x "
-           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} rows; "
-           f"{layout.K} leaves")
+    print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} "
+           f"process(es) x {len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) "
+           f"of {layout.device_batch_size} rows; {layout.K} leaves")
     if layout.K % layout.world_size:
-        print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, but other bits "
-               f"than with a number that does (--leaves is chosen when a run starts)")
+        print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, "
+               f"but other bits than with a number that does (--leaves is chosen when a run "
+               f"starts)")
     if layout.dead_share > 0.1:
-        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of processes and a "
-               f"--device-batch-size that divide {layout.rows_per_step} rows waste none")
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of "
+               f"processes and a --device-batch-size that divide {layout.rows_per_step} rows "
+               f"waste none")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

@@ -132,7 +132,8 @@ class Progress:
     val_bpb: float | None = None
     first_val_bpb: float | None = None
     min_val_bpb: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)  # buckets that lanes have dropped: how many lanes
+    # buckets that lanes have dropped: how many lanes
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def note_step(self, loss: float, tokens: int, step_s: float) -> float:
         """Count a step that is done. Returns the smoothed loss."""
@@ -149,7 +150,8 @@ class Progress:
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
-def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
+def make_model(start: Start, schedule: Schedule, device: torch.device
+               ) -> tuple[GPT, MuonAdamW, Progress]:
     """Collective. Model, optimizer and progress of a run: fresh, with another run's weights, or as
     they were saved."""
     settings, scale = start.settings, start.horizon.batch_lr_scale
@@ -166,7 +168,8 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
         optimizer.load_state(saved["optimizer"])
     progress = Progress(**start.state.get("progress", {}))
     if progress.step > 0:
-        schedule.apply(optimizer, progress.step - 1)  # rates are saved with the state: those of the step before
+        # rates are saved with the state: those of the step before
+        schedule.apply(optimizer, progress.step - 1)
     return model, optimizer, progress
 
 
@@ -281,7 +284,8 @@ class Journal:
         path = start.run_dir / "logs" / "train.jsonl"
         events = [record for record in iter_log(path) if "event" in record]
         logged_id = next((e.get("id") for e in reversed(events) if e["event"] == "wandb"), None)
-        self._note_code(next((e.get("code") for e in reversed(events) if e["event"] == "started"), None))
+        self._note_code(next((e.get("code") for e in reversed(events) if e["event"] == "started"),
+                             None))
         self.log = TrainLog(path, first_step=progress.step)
         self.wandb = start_wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
         self.wandb_id = self.wandb.id or self.wandb_id or logged_id
@@ -311,15 +315,17 @@ class Journal:
         before."""
         logged = None if self.log is None else self.log.digest_of(self.progress.step)
         if logged not in (None, digest):
-            raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {logged} when this "
-                             f"run was there before: data or code changed; go back to what it was")
+            raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had "
+                             f"{logged} when this run was there before: data or code changed; go "
+                             f"back to what it was")
 
     def note_dropped(self, dropped: dict[str, int]) -> None:
         """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each
         bucket."""
         for bucket, lanes in dropped.items():
             if lanes > self.progress.dropped.get(bucket, 0):
-                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
+                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go "
+                       f"on with the others")
                 self.event("dropped", bucket=bucket, lanes=lanes)
         self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
 
@@ -332,7 +338,8 @@ class Journal:
             print0(f"step {done - 1:05d}/{last:05d} | {line}")
         if self.log is not None:
             self.log.write(step=done - 1, **record)
-        self.wandb.log({"step": done - 1, **{f"train/{k}": v for k, v in record.items() if k != "digest"}})
+        for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
+        self.wandb.log({"step": done - 1, **for_wandb})
         if self.state is not None:
             self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
 
@@ -363,7 +370,8 @@ def code_version() -> str:
                               timeout=20).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD")[:12] + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD")[:12] + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
 

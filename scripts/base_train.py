@@ -98,12 +98,15 @@ def loop(run: Trainer) -> int:
         if run.loader.layout.rank != 0:
             raise SystemExit(1) from e  # all ranks know; one says so
         run.saver.wait()
-        kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)), "nothing was saved before it")
-        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the learning rates in a new "
-                         f"run (--model-tag NAME), or begin one behind these rows: --init-from, --skip-steps") from e
+        kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)),
+                    "nothing was saved before it")
+        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the "
+                         f"learning rates in a new run (--model-tag NAME), or begin one behind "
+                         f"these rows: --init-from, --skip-steps") from e
     run.journal.end("completed")
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; {run.start.run_dir}")
+    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; "
+           f"{run.start.run_dir}")
     return 0
 
 
@@ -127,7 +130,8 @@ def one_step(run: Trainer) -> None:
             (losses.sum() / settings.total_batch_size).backward()
             if at + 1 == loader.layout.micro_batches_per_leaf:
                 run.leaves.leaf_done()
-            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)  # (2, B)
+            # (2, B)
+            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)
             sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
     except Dry as e:
         dry, none_left, whole = str(e), e.bucket is None, False
@@ -151,10 +155,12 @@ def one_step(run: Trainer) -> None:
     # the update
     run.schedule.apply(run.optimizer, p.step)
     run.dog.beat(p.step, "optimizer")
-    grad_norm = float(run.optimizer.step(totals.grad_scale(settings.total_batch_size)))  # waits for the device
+    # waits for the device
+    grad_norm = float(run.optimizer.step(totals.grad_scale(settings.total_batch_size)))
     run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
-        raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
+        raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm "
+                              f"{grad_norm}")
     run.journal.check_digest(totals.digest)
     run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
 
@@ -262,7 +268,8 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
             num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
             num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
             drop_dry=settings.allow_bucket_exhaustion))
-        stack.callback(stop.ignore_stores)  # before the loader is closed, which waits for its threads
+        # before the loader is closed, which waits for its threads
+        stack.callback(stop.ignore_stores)
         saver = Saver(good=start.checkpoint.path if start.checkpoint else None, asynchronous=not settings.sync_save,
                       prune=lambda path: prune(start.run_dir, good=path, keep_last_k=settings.keep_last_k,
                                                keep_milestone_every=settings.keep_milestone_every))

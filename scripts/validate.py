@@ -32,12 +32,16 @@ COPIES = 2  # of the newest checkpoint: the old one goes when the new one is who
 
 def parser() -> Parser:
     """base_train's flags and a few more."""
-    p = Parser(prog="python -m scripts.validate", description="Check a run before it starts.", epilog=__doc__)
+    p = Parser(prog="python -m scripts.validate", description="Check a run before it starts.",
+               epilog=__doc__)
     add_flags(p)
     g = p.add_argument_group("validate")
-    g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)), help="processes of the run")
-    g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that rehearse")
-    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes (needs matplotlib)")
+    g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)),
+                   help="processes of the run")
+    g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that "
+                   "rehearse")
+    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes "
+                   "(needs matplotlib)")
     return p
 
 
@@ -58,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok(f"run directory {start.run_dir}: " + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
-    check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))  # weights, and two float32 of the optimizer
+    # weights, and two float32 of the optimizer
+    check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
     plan = make_run_plan(start, data, num_workers=args.workers)
@@ -86,8 +91,8 @@ def check_disk(start: Start, one: int) -> None:
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     number = 1 + (num_steps - 1) // every if every > 0 else 1
-    about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} GB, "
-             f"the run writes {number:,}")
+    about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} "
+             f"GB, the run writes {number:,}")
     if free < COPIES * one:
         raise ValueError(f"disk: {about}; free some, or move the runs with NANOCHAT_BASE_DIR")
     print(f"{'ok' if free > (number + 1) * one else 'warning'}: disk: {about}")
@@ -107,8 +112,8 @@ def draw(plan: Plan, path: Path) -> None:
     ran = plan.steps * plan.rows_per_step * plan.T
     figure = Figure(figsize=(9, 6), layout="constrained")
     shares, passes = figure.subplots(2, 1, sharex=True)
-    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(asked / np.maximum(tokens, 1)[:, None], 2, axis=0).T,
-                     labels=names)
+    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(asked / np.maximum(tokens, 1)[:, None],
+                                                          2, axis=0).T, labels=names)
     shares.set_ylabel("share of rows")
     shares.set_ylim(0, 1)
     for i, name in enumerate(names):
@@ -118,7 +123,8 @@ def draw(plan: Plan, path: Path) -> None:
         line, = passes.plot(*zip(*[(x, y / max(1, stop) * bucket.passes) for x, y in zip(edges, rows) if x < ran],
                                  (ran, bucket.passes)), label=name)
         if bucket.dry_step is not None:
-            passes.axvline(bucket.dry_step * plan.rows_per_step * plan.T, color=line.get_color(), linestyle=":")
+            passes.axvline(bucket.dry_step * plan.rows_per_step * plan.T, color=line.get_color(),
+                           linestyle=":")
     passes.set_ylabel("passes over the bucket")
     passes.set_xlabel("tokens trained on (dotted: a bucket runs dry)")
     for axes in (shares, passes):

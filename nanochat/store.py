@@ -198,9 +198,9 @@ class Question(Generic[T]):
                               f"({self.tries} tries; the last: {self.trouble}); check the network "
                               f"and {bucket.where}, then start again: a run goes on from its last "
                               f"checkpoint") from None
-            backoff_s = PATIENCE.first_backoff_s * 2.0 ** min(self.tries - 1, 30)
-            spread = random.SystemRandom().uniform(0.5, 1.0)  # not all ranks at once
-            time.sleep(min(PATIENCE.max_backoff_s, backoff_s) * spread)
+            most_s = PATIENCE.max_backoff_s if bucket.answered else PATIENCE.first_answer_s / 10
+            backoff_s = min(most_s, PATIENCE.first_backoff_s * 2.0 ** min(self.tries - 1, 30))
+            time.sleep(backoff_s * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
 
     def answer(self) -> T:
         """Wait for the answer, or raise what became of the question."""

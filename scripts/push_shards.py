@@ -18,7 +18,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, md5
 from pathlib import Path
@@ -171,66 +171,59 @@ def is_there(file: Path, stat: store.Stat | None) -> bool:
     return holds(stat, sums)
 
 
-def send(file: Path, path: str) -> None:
+def send(file: Path, path: str) -> bool:
     """Have an object be what a file is. ValueError where something else has arrived, which is taken away again."""
     sums = sum_file(file)
     store.write(path, file, part_bytes=part_bytes(sums.size))
     if not holds(store.find(path), sums):
         store.delete(path)
-        raise ValueError(f"{path}: what arrived is not what {file} is; run the command again")
+        raise ValueError(f"{path}: what arrived is not what was sent; run the command again")
+    return True
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 @dataclass
-class Push:
-    """A push under way: where to, and what became of it."""
+class Pushed:
+    """What became of files."""
 
-    folder: Path
-    target: str
-    there: dict[str, store.Stat]
-    num_workers: int
-    bar: Any
-    sent: int = 0
-    sent_bytes: int = 0
+    sent: list[Path] = field(default_factory=list)
     left_alone: int = 0
     failed: list[str] = field(default_factory=list)
 
-    def path(self, file: Path) -> str:
-        return f"{self.target}/{file.relative_to(self.folder).as_posix()}"
 
-    def push(self, files: Sequence[Path]) -> None:
-        """Send what is not there yet, several files at once, the largest first."""
-        def compare(file: Path) -> bool | str:
+def push(files: Sequence[Path], paths: dict[Path, str], there: dict[str, store.Stat],
+         pushed: Pushed, *, num_workers: int, bar: Any) -> None:
+    """Send what is not there yet, several files at once, the largest first."""
+    def tried(work: Callable[[Path], bool]) -> Callable[[Path], bool | str]:
+        def work_or_say(file: Path) -> bool | str:
             try:
-                return is_there(file, self.there.get(self.path(file)))
+                return work(file)
             except (ValueError, OSError) as e:
-                return str(e)
+                return f"{file}: {e}"
+        return work_or_say
 
-        def send_one(file: Path) -> str:
-            try:
-                send(file, self.path(file))
-            except (ValueError, OSError) as e:
-                return str(e)
-            return ""
+    def tell(file: Path, outcome: bool | str) -> None:
+        bar.update(file.stat().st_size)
+        if isinstance(outcome, str):
+            pushed.failed.append(outcome)
 
-        files = sorted(files, key=lambda file: -file.stat().st_size)
-        compared = list(zip(files, each(compare, files, at_once=self.num_workers)))
-        self.failed += [f"{file}: {why}" for file, why in compared if isinstance(why, str)]
-        self.left_alone += sum(same is True for _, same in compared)
-        self.bar.update(sum(file.stat().st_size for file, same in compared if same is not False))
-        todo = [file for file, same in compared if same is False]
-        if todo:  # before anything changes: no manifest may name what is missing or another
-            for path in [path for path in self.there if path.rsplit("/", 1)[-1] in LAST]:
-                store.delete(path)
-                del self.there[path]
-        for file, why in zip(todo, each(send_one, todo, at_once=self.num_workers)):
-            self.bar.update(file.stat().st_size)
-            if why:
-                self.failed.append(f"{file}: {why}")
-            else:
-                self.sent += 1
-                self.sent_bytes += file.stat().st_size
+    files, todo = sorted(files, key=lambda file: -file.stat().st_size), []
+    compare = tried(lambda file: is_there(file, there.get(paths[file])))
+    for file, same in zip(files, each(compare, files, at_once=num_workers)):
+        if same is False:
+            todo.append(file)
+        else:
+            pushed.left_alone += same is True
+            tell(file, same)
+    if todo:  # before anything changes: no manifest may name what is missing or another
+        for path in [path for path in there if path.rsplit("/", 1)[-1] in LAST]:
+            store.delete(path)
+            del there[path]
+    for file, done in zip(todo, each(tried(lambda file: send(file, paths[file])), todo,
+                                     at_once=num_workers)):
+        pushed.sent += [file] * (done is True)
+        tell(file, done)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -239,22 +232,26 @@ def run(args: argparse.Namespace) -> int:
     if not in_store(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
     files, manifests = find_files(args.folder)
-    data = [f for f in files if f.name.endswith(DATA)]
-    settings = make_settings(args, data, manifests)
-    target = str(place(args.target)).rstrip("/")
+    settings = make_settings(args, [f for f in files if f.name.endswith(DATA)], manifests)
+    target, pushed = str(place(args.target)).rstrip("/"), Pushed()
     there = {stat.path: stat for stat in store.list_files(target)}
-    total = sum(f.stat().st_size for f in [*files, *manifests])
+    paths = {f: f"{target}/{f.relative_to(args.folder).as_posix()}" for f in [*files, *manifests]}
+    total = sum(file.stat().st_size for file in paths)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        push = Push(args.folder, target, there, args.num_workers, bar)
-        push.push(files)
-        if not push.failed:
-            store.write(f"{target}/{SETTINGS_NAME}", (json.dumps(settings, indent=2) + "\n").encode())
-            push.push(manifests)
-    for why in sorted(push.failed)[:SHOWN]:
+        more = {"num_workers": args.num_workers, "bar": bar}
+        push(files, paths, there, pushed, **more)
+        if not pushed.failed:
+            data = (json.dumps(settings, indent=2) + "\n").encode()
+            store.write(f"{target}/{SETTINGS_NAME}", data)
+            push(manifests, paths, there, pushed, **more)
+    for why in sorted(pushed.failed)[:SHOWN]:
         print(f"failed: {why}", file=sys.stderr)
-    print(f"{target}: {push.sent:,} files sent and checked ({push.sent_bytes:,} bytes), {push.left_alone:,} were there")
-    if push.failed:
-        print(f"{len(push.failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
+    num_bytes = sum(file.stat().st_size for file in pushed.sent)
+    print(f"{target}: {len(pushed.sent):,} files sent and checked ({num_bytes:,} bytes), "
+          f"{pushed.left_alone:,} were there")
+    if pushed.failed:
+        print(f"{len(pushed.failed):,} failed, so no manifest was written; run the same command "
+              f"again", file=sys.stderr)
         return 1
     print(f"train from it: {training_command(target, settings)}")
     return 0

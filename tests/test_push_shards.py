@@ -110,7 +110,7 @@ def test_what_changed_goes_up_again_and_no_manifest_is_there_meanwhile(store, fo
 
     def look_and_send(*args):
         manifests.append([k for k in store.names() if k.endswith("manifest.json")])
-        send(*args)
+        return send(*args)
 
     monkeypatch.setattr(push_shards, "send", look_and_send)
     assert main([str(folder), store.path("s")]) == 0
@@ -135,7 +135,7 @@ def test_sums_are_the_etags_of_the_store_and_what_arrived_damaged_is_told(store,
         damaged = Fault("HEAD", "a.bin", before=lambda: store.put("s/train/web/a.bin", b"\0" * len(file.read_bytes())))
         store.proxy.faults.append(damaged)
         assert main([str(folder), store.path("s")]) == 1
-        assert damaged.times == 0 and "a.bin: what arrived is not what" in capsys.readouterr().err
+        assert damaged.times == 0 and "a.bin: what arrived is not what was sent" in capsys.readouterr().err
         assert "s/train/web/a.bin" not in store.names()
 
 

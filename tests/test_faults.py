@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -336,3 +337,58 @@ def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -
     assert_equal(reference)
     started = [json.dumps(record) for record in iter_log(log_file()) if record.get("event") == "started"]
     assert len(started) == 1 and len(steps()) == len([r for r in iter_log(log_file()) if "event" not in r])
+
+
+# ---- removed and wiped ------------------------------------------------------------------------------
+
+def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing is made anew at the old place, and a launch that began there meanwhile is alone."""
+    for begun_again in (False, True):
+        flag = tmp_path / f"flag-{begun_again}"
+        first = training.start(hook=partial(pause, 5, flag))
+        wait_until(flag.exists)
+        pid = first.processes[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        training.run_dir().rename(tmp_path / f"gone-{begun_again}")
+        if begun_again:
+            succeed()
+        os.kill(pid, signal.SIGCONT)
+        assert first.wait() == [1]
+        told = first.text()
+        assert told.count("error: ") == 1 and "does not own the run any more" in told and "Traceback" not in told
+        assert training.run_dir().exists() == begun_again
+    assert_equal(reference)
+
+
+def test_a_wipe_that_is_cut_short_never_mixes_old_weights_and_new_settings(reference: dict[str, Any]) -> None:
+    new: dict[str, Any] = {"matrix_lr": 0.01}
+    refused = 0
+    for at in (0, 1, 3, 20, 10_000):
+        take_over(reference, 6)
+        hook = partial(faults.dying_at, at, below=training.run_dir(), since=r"^rename checkpoints/checkpoint-")
+        group = training.start(hook=hook, resume="scratch", force=True, **new)
+        if at == 10_000:
+            assert group.wait() == [0]
+            break
+        group.wait_for_death()
+        if (training.run_dir() / "config.json").exists():
+            assert "--matrix-lr" in refuse(**new)
+            refused += 1
+        else:
+            succeed(**new)
+            assert resumed_at() == 0
+        shutil.rmtree(training.run_dir())
+    assert refused >= 3
+
+
+def test_what_is_no_whole_run_is_neither_wiped_nor_gone_on_with(reference: dict[str, Any]) -> None:
+    take_over(reference, 6)
+    (training.run_dir() / "config.json").unlink()
+    assert re.search(r"config\.json: missing, so nobody knows which settings .* belong to; put it back", refuse())
+    shutil.rmtree(training.run_dir())
+    for name in ("config.json", "logs/train.jsonl", "tokenizer/tokenizer.json"):  # somebody's
+        (training.run_dir() / name).parent.mkdir(parents=True, exist_ok=True)
+        (training.run_dir() / name).write_text("{}")
+    before = training.fingerprint(training.run_dir())
+    assert "no launch of this program ever owned it" in refuse(resume="scratch", force=True)
+    assert training.fingerprint(training.run_dir()) == before

@@ -149,14 +149,6 @@ def test_other_etags_are_settled_by_reading_back(store, folder, monkeypatch):
     assert puts(store) == ["s/settings.json"]
 
 
-def test_faults_that_pass(store, folder):
-    faults = [Fault("PUT", "a.bin", status=503, code="SlowDown", times=3), Fault("HEAD", "b.bin", status=500),
-              Fault("PUT", "manifest.json", status=500, times=2)]
-    store.proxy.faults.extend(faults)
-    assert main([str(folder), store.path("s")]) == 0
-    assert [f.times for f in faults] == [0, 0, 0] and len(store.names()) == len(files_of(folder)) + 1
-
-
 def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
     def refused(match, folder=folder, target=""):
         with pytest.raises((ValueError, OSError), match=match):

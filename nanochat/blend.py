@@ -307,7 +307,7 @@ def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_pe
         buckets[name] = {
             "documents": len(part.indices), "tokens": part.num_tokens_per_epoch,
             "max_epochs": part.order.num_epochs, "asked": count * T, "trained": count * T,
-            "usable": len(part) * T, "dry_step": None, "dry_lanes": 0, "exact": True,
+            "usable": len(part) * T, "dry_step": None, "exact": True,
             "account": ledger([cursor], T)[name]}
     phase = {"first_step": 0, "tokens": taken * T,
              "asked": {name: bucket["asked"] for name, bucket in buckets.items()}}

@@ -68,7 +68,6 @@ class BucketPlan:
     trained: int  # that the run gets
     usable: int | None  # to be had before the first lane is dry; None: more than is asked
     dry_step: int | None  # at which the first lane is dry
-    dry_lanes: int  # that are dry by the end
     account: dict[str, int]  # see nanochat.stream.ledger; `exact` or of some rows
     exact: bool
 
@@ -127,10 +126,6 @@ class SampledLengths:
         """As `Source.lengths`."""
         drawn = self.sample[(rows * 7919 + group * 104729) % len(self.sample)]
         return drawn.tolist(), [0] * len(rows)
-
-    @property
-    def num_tokens(self) -> int:
-        return round(float(self.sample.mean()) * int(self.groups.sum()))
 
 
 @dataclass(frozen=True)
@@ -251,7 +246,25 @@ class _Lanes:
             told = tqdm(found, desc="rehearse", total=len(parts), unit="part", delay=2)
             return [lane for part in told for lane in part]
 
-    def plenty(self, bucket: str, asked: np.ndarray) -> bool:
+    def account(self, bucket: str, done: Sequence[_Lane], sample_rows: int) -> dict[str, Any]:
+        """How much there is of a bucket, and its account: of all lanes where it is rehearsed, else
+        of the first rows of one."""
+        source = self.open(bucket)
+        if isinstance(source, SampledLengths):
+            tokens = round(float(source.sample.mean()) * int(source.groups.sum()))
+        else:
+            tokens = sum(sum(lengths) - sum(repeated) for lengths, repeated in (
+                source.lengths(group, np.arange(n)) for group, n in enumerate(source.groups)))
+        feeds = [end.feeds[bucket] for end in done if bucket in end.feeds]
+        if not feeds:
+            feed = self.feed(bucket, 0, source)
+            for _ in range(sample_rows):
+                feed.pack()
+            feeds = [feed_json(feed.state())]
+        account = ledger([{"buckets": {bucket: feed}} for feed in feeds], self.config.T)[bucket]
+        return {"documents": int(source.groups.sum()), "tokens": tokens, "account": account}
+
+    def plenty(self, bucket: str, asked: int) -> bool:
         """Whether a bucket has no limit, or each lane's share far more than the rows `asked` of
         each lane."""
         config, source = self.config, self.open(bucket)
@@ -270,7 +283,7 @@ class _Lanes:
             if config.layout == "bestfit" and config.long_docs == "crop":
                 lengths = np.minimum(lengths, config.T + 1)
             rows = documents * float(lengths.mean()) / (config.T + 1) if config.pack else documents
-            if limit * rows < FAR * asked.max():
+            if limit * rows < FAR * asked:
                 return False
         return True
 
@@ -300,48 +313,36 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
              for b in buckets}
     one = sources[buckets[0]].tokenizer
     vocabulary = _Vocabulary(one.fingerprint, one.get_bos_token_id(), one.get_vocab_size())
-    begun_at = cursors[0]["row"] if cursors else 0
-    first, stop = begun_at - start_step * n, begun_at + (num_steps - start_step) * n
+    lanes = _Lanes(config, given, vocabulary, drop_dry, {c["lane"]: c for c in cursors or ()})
+    begin = cursors[0]["row"] if cursors else 0
+    first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
     phases = _phases(config, buckets, first, stop, n)
     asked = {b: np.sum([phase["asked"][b] for phase in phases], axis=0) for b in buckets}
-    most = np.full(V, stop - first) if drop_dry else 0  # what one bucket gives where others are dry
-    lanes = _Lanes(config, given, vocabulary, drop_dry, {c["lane"]: c for c in cursors or ()})
-    rehearsed = [b for b in buckets if not lanes.plenty(b, np.maximum(asked[b], most))]
+    most = stop - first if drop_dry else 0  # rows that one bucket gives where all others are dry
+    rehearsed = [b for b in buckets if not lanes.plenty(b, max(most, int(asked[b].max())))]
     ends = lanes.follow_all(stop, rehearsed, num_workers)
     halts = [((end.row - first) // n, end.lane, end.halted) for end in ends if end.halted]
     steps, lane, why = min(halts, default=(num_steps, 0, ""))
     done = lanes.follow_all(first + steps * n, rehearsed, num_workers) if why else ends
-
-    def of_bucket(bucket: str) -> BucketPlan:
-        """What there is to say of one bucket."""
-        source = lanes.open(bucket)
-        feeds = [end.feeds[bucket] for end in done if bucket in end.feeds]
-        if not feeds:
-            feed = lanes.feed(bucket, 0, source)
-            for _ in range(min(SAMPLE_ROWS, int(asked[bucket][0]))):
-                feed.pack()
-            feeds = [feed_json(feed.state())]
+    plans = {}
+    for bucket, rows in asked.items():
         dry = [(row, end.used[bucket]) for end in ends for row, name in end.dry if name == bucket]
         dry_steps = [step for row, _ in dry if (step := (row - first) // n) <= steps]
-        return BucketPlan(
-            documents=int(source.groups.sum()), tokens=_stored(source),
-            max_epochs=config.epochs(bucket), asked=int(asked[bucket].sum()) * config.T,
+        plans[bucket] = BucketPlan(
+            **lanes.account(bucket, done, min(SAMPLE_ROWS, int(rows[0]))),
+            max_epochs=config.epochs(bucket), asked=int(rows.sum()) * config.T,
             trained=sum(end.used[bucket] for end in done) * config.T,
             usable=min(used for _, used in dry) * V * config.T if dry else None,
-            dry_step=min(dry_steps, default=None), dry_lanes=len(dry_steps),
-            account=ledger([{"buckets": {bucket: feed}} for feed in feeds], config.T)[bucket],
-            exact=bucket in rehearsed)
-
-    return Plan(
-        key=plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
-                     drop_dry=drop_dry, begun=begun),
-        estimate=any(isinstance(source, SampledLengths) for source in given.values()),
-        T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
-        halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry,
-        crops=config.layout == "bestfit" and config.long_docs == "crop",
-        phases=[{**phase, "asked": {b: int(rows.sum()) * config.T
-                                    for b, rows in phase["asked"].items()}} for phase in phases],
-        buckets={bucket: of_bucket(bucket) for bucket in buckets})
+            dry_step=min(dry_steps, default=None), exact=bucket in rehearsed)
+    for phase in phases:
+        phase["asked"] = {b: int(rows.sum()) * config.T for b, rows in phase["asked"].items()}
+    key = plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
+                   drop_dry=drop_dry, begun=begun)
+    return Plan(key=key, estimate=any(isinstance(s, SampledLengths) for s in given.values()),
+                T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
+                halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry,
+                crops=config.layout == "bestfit" and config.long_docs == "crop", phases=phases,
+                buckets=plans)
 
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int,
@@ -360,14 +361,6 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
             "first_step": (begin - first) // n, "tokens": len(rows) * V * config.T,
             "asked": {b: np.array([count.get(b, 0) for count in counts]) for b in buckets}})
     return found
-
-
-def _stored(source: Any) -> int:
-    """Tokens of one pass, each document's delimiter included."""
-    if isinstance(source, SampledLengths):
-        return source.num_tokens
-    each = (source.lengths(group, np.arange(n)) for group, n in enumerate(source.groups.tolist()))
-    return sum(sum(lengths) - sum(repeated) for lengths, repeated in each)
 
 
 # ---- for people ----------------------------------------------------------------------------------

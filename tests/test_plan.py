@@ -14,7 +14,7 @@ from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.plan import BucketPlan, Plan, SampledLengths, describe, make_plan, plan_key, problem, warnings
+from nanochat.plan import BucketPlan, Plan, describe, make_plan, plan_key, problem, warnings
 from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.token_writer import ShardWriter
@@ -97,7 +97,7 @@ def test_the_plan_is_what_happens(tmp_path_factory, data):
     config = StreamConfig(T=T, V=V, buffer_size=data.draw(st.sampled_from([1, 4, 32])), unit_size=8, curriculum=mix,
                           **kwargs)
     plan = both(config, sources, R=n * V, steps=data.draw(st.integers(1, 30)), drop_dry=data.draw(st.booleans()))
-    event(f"halted: {bool(plan.halt)}, dropped: {plan.allowed and any(b.dry_lanes for b in plan.buckets.values())}")
+    event(f"halted: {bool(plan.halt)}, dropped: {plan.allowed and any(b.dry_step for b in plan.buckets.values())}")
     assert Plan.from_json(plan.to_json()) == plan and describe(plan)
 
 
@@ -115,7 +115,7 @@ def test_training_until_a_bucket_is_dry_finds_the_step_and_the_accounts_of_the_p
     assert small.trained <= small.usable < small.asked and "runs dry at step" in warnings(halted)[0]
     assert "(--allow-bucket-exhaustion)" in problem(halted)
     dropped = both(config, sources, R=8, steps=220, drop_dry=True)
-    assert dropped.buckets["small"].dry_step == halted.steps and dropped.buckets["small"].dry_lanes == 4
+    assert dropped.buckets["small"].dry_step == halted.steps
     assert (dropped.steps == 220) == (not dropped.halt) == (not problem(dropped))
     assert 0.8 < dropped.buckets["small"].usable / dropped.buckets["small"].trained <= 1
 
@@ -154,7 +154,7 @@ def test_what_has_no_limit_or_far_more_than_is_asked_is_not_rehearsed(tmp_path, 
 def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it(tmp_path):
     account = dict.fromkeys(("read", "bos", "repeated", "pending", "padded", "rows", "documents", "epochs"), 0)
     bucket = BucketPlan(documents=9, tokens=1000, max_epochs=1, asked=900, trained=600, usable=600, dry_step=3,
-                        dry_lanes=1, account={**account, "emitted": 300, "cropped": 100, "pending": 600}, exact=True)
+                        account={**account, "emitted": 300, "cropped": 100, "pending": 600}, exact=True)
     plan = Plan(key="", estimate=False, T=16, V=2, rows_per_step=4, num_steps=9, steps=3, halt="lane 0", allowed=False,
                 crops=True, phases=[], buckets={"web": bucket})
     assert (bucket.passes, bucket.share("cropped")) == (0.6, 0.25)
@@ -180,7 +180,7 @@ def test_text_is_estimated_from_a_sample(tmp_path):
     plan = make_plan(config, {"data": text}, rows_per_step=8, num_steps=2000)
     done, accounts, _ = run(config, {"data": text}, R=8, steps=2000, drop_dry=False)
     assert plan.estimate and plan.halt and done < 2000 and abs(plan.steps / done - 1) < 0.25
-    assert abs(SampledLengths(text).num_tokens / (accounts["data"]["read"] + accounts["data"]["bos"]) - 1) < 0.25
+    assert abs(plan.buckets["data"].tokens / (accounts["data"]["read"] + accounts["data"]["bos"]) - 1) < 0.25
     assert "estimated" in describe(plan)[0] and "~" in describe(plan)[-1]
 
 

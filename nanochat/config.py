@@ -330,7 +330,7 @@ def flag(name: str) -> str:
 
 def add_flags(parser: Parser) -> Parser:
     """Give a parser the flags of all settings, in their groups."""
-    parser.instead = ELSEWHERE
+    parser.instead, parser.usage = ELSEWHERE, "%(prog)s [flags]"
     hints = typing.get_type_hints(Settings)
     for group in Settings.__bases__:
         titled = parser.add_argument_group((group.__doc__ or "").strip())

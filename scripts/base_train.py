@@ -110,15 +110,11 @@ def loop(run: Trainer) -> int:
     return 0
 
 
-def one_step(run: Trainer) -> None:
-    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked
-    to."""
-    p, loader, settings = run.progress, run.loader, run.settings
-    began, waited, dry, none_left, whole = time.perf_counter(), loader.wait_s, "", False, True
-    run.dog.beat(p.step)
-
-    # forward and backward: gradients are added leaf by leaf, losses and live targets summed for
-    # each leaf and bucket
+def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
+    """This rank's rows of a step, leaf by leaf: gradients are left in the model. Returns the sums
+    of losses and live targets of each leaf and bucket, whether it had all rows, and if its data
+    have run dry why, and whether all have."""
+    loader, settings, why = run.loader, run.settings, ("", False)
     sums = leaf_sums(loader.layout, len(loader.buckets), loader.device)
     bucket_ids = torch.arange(len(loader.buckets), device=loader.device)
     try:
@@ -130,33 +126,42 @@ def one_step(run: Trainer) -> None:
             (losses.sum() / settings.total_batch_size).backward()
             if at + 1 == loader.layout.micro_batches_per_leaf:
                 run.leaves.leaf_done()
-            # (2, B)
-            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)]).to(sums.dtype)
-            sums[leaf] += (of_rows[:, :, None] * (batch.buckets[:, None] == bucket_ids)).sum(dim=1)
+            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)])  # (2, B)
+            in_bucket = batch.buckets[:, None] == bucket_ids  # (B, buckets)
+            sums[leaf] += (of_rows.to(sums.dtype)[:, :, None] * in_bucket).sum(dim=1)
+        return sums, True, why
     except Dry as e:
-        dry, none_left, whole = str(e), e.bucket is None, False
-    except StopAsked:  # while it waited for a store
-        whole = False
+        return sums, False, (str(e), e.bucket is None)
+    except StopAsked:  # it waited for a store
+        return sums, False, why
+
+
+def one_step(run: Trainer) -> None:
+    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked
+    to."""
+    p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
+    began, waited = time.perf_counter(), loader.wait_s
+    run.dog.beat(p.step)
+    sums, whole, dry = forward_backward(run)
 
     # what all ranks must agree on, in one small reduction
     reason = run.stop.wanted()
     saved = run.told_save()
     run.dog.beat(p.step, "reduction")
-    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()), digest=loader.digest, dry=not whole,
-                    stop=bool(reason), saved=saved)
+    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()),
+                    digest=loader.digest, dry=not whole, stop=bool(reason), saved=saved)
     if totals.saved == Code.FATAL:
         run.give_up()
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        texts = [(text, all_dry) for text, all_dry in gather_all((dry, none_left)) if text]
+        texts = [(text, all_dry) for text, all_dry in gather_all(dry) if text]
         raise Halt(*texts[0])
 
     # the update
     run.schedule.apply(run.optimizer, p.step)
     run.dog.beat(p.step, "optimizer")
-    # waits for the device
-    grad_norm = float(run.optimizer.step(totals.grad_scale(settings.total_batch_size)))
+    grad_norm = float(run.optimizer.step(totals.grad_scale(tokens)))  # waits for the device
     run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm "
@@ -166,18 +171,21 @@ def one_step(run: Trainer) -> None:
 
     # tell: a value that is added to the record is logged, one that is added to the line is printed
     lr, step_s = run.schedule.lr(p.step), time.perf_counter() - began
-    rate, smooth = settings.total_batch_size / step_s, p.note_step(totals.loss, settings.total_batch_size, step_s)
+    rate, smooth = tokens / step_s, p.note_step(totals.loss, tokens, step_s)
     eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
     record: dict[str, Any] = {
-        "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr, "grad_norm": grad_norm,
-        "step_s": step_s, "wait_s": loader.wait_s - waited, "tokens": p.tokens, "tokens_per_s": rate,
-        "mfu": rate * run.mfu_per_rate}
+        "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
+        "grad_norm": grad_norm, "step_s": step_s, "wait_s": loader.wait_s - waited,
+        "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
     if len(loader.buckets) > 1:
-        record |= {f"loss/{bucket}": loss for bucket, loss in zip(loader.buckets, totals.bucket_losses())}
-    line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}", f"{step_s * 1000:.1f} ms",
-            f"{rate:,.0f} tok/s", *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
+        of_buckets = zip(loader.buckets, totals.bucket_losses())
+        record |= {f"loss/{bucket}": loss for bucket, loss in of_buckets}
+    line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
+            f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
+            *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
             f"data wait {record['wait_s'] * 1000:.1f} ms", f"eta {eta_s / 60:.1f} min"]
-    run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s, phase=loader.phase)
+    run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s,
+                     phase=loader.phase)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
 

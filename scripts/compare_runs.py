@@ -15,16 +15,13 @@ What both runs have is compared; what only one of them has is mentioned. Things 
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     part at step 2
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, another weight after 4
 
-Each of these is a plain state, a nest of dicts and lists of numbers, texts and tensors, and one function compares them
-all leaf by leaf. Step k of a log is the one that makes k steps k + 1. Checkpoint k is taken after k steps, whatever its
-name is. Of two different experiments a table shows loss and bits per byte at the same numbers of tokens.
+Each of these is a plain state, a nest of dicts and lists, and one function compares them all leaf by leaf. Step k of a
+log makes k steps k + 1; checkpoint k is taken after k steps. Of two different experiments a table shows loss and bits
+per byte at the same numbers of tokens.
 
 **Equal** means equal bits. With --tolerance REL two floats also count as equal where they differ by at most REL of the
-larger one or, in a tensor, by at most REL of the largest element of both: an element near zero may differ from itself
-by any factor. Digests, counts and cursors must be equal in any case.
-
-Checkpoints are verified, then mapped into memory and compared in blocks. The exit code is 0 if all that both have is
-equal, 1 if not, and 1 with a sentence for bad input.
+larger one or, in a tensor, of the largest element of both: an element near zero may differ from itself by any factor.
+Digests, counts and cursors must be equal in any case. The exit code is 0 if all that both have is equal, else 1.
 """
 
 import argparse
@@ -48,6 +45,7 @@ STEPS = {"loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms"
 SMOOTH = "smooth_loss"
 BLOCK_ELEMENTS = 1 << 20
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WIDEST = 50  # characters of a setting that are shown
 TABLE_ROWS = 8  # of the table of two experiments, about
 
 
@@ -180,24 +178,11 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Side:
     """What a name on the command line means: a run, or one checkpoint alone, whose run may be gone."""
-    name: str
     run_dir: Path | None
     saved: dict[int, Path]  # the checkpoints, by step
     log: Series
-    alone: bool = False
-
-    @property
-    def about(self) -> str:
-        """One line for people: what is there, and whether the run is at work."""
-        steps, status = self.log.get("loss", {}), ""
-        logged = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
-        if self.run_dir is not None and not self.alone:
-            try:
-                state = read_state(self.run_dir)
-                status = f"; {state['status']} ({liveness(state)})" if state else ""
-            except ValueError as e:
-                status = f"; {e}"
-        return f"{self.name}: {logged}; checkpoints: {', '.join(map(str, self.saved)) or 'none'}{status}"
+    alone: bool
+    about: str  # one line for people: what is there, and whether the run is at work
 
     def settings(self) -> dict[str, Any] | None:
         """The settings that the run was started with, None where there is no config.json."""
@@ -213,14 +198,24 @@ def open_side(name: str, notes: list[str]) -> Side:
     except FileNotFoundError:
         path = find_checkpoint(name)
         owner = path.absolute().parent.parent
-        return Side(name, owner if is_run_dir(owner) else None, {read_trainer_state(path)["step"]: path}, {}, True)
-    saved: dict[int, Path] = {}
+        saved = {read_trainer_state(path)["step"]: path}
+        return Side(owner if is_run_dir(owner) else None, saved, {}, True, f"{name}: {path}")
+    saved = {}
     for path in list_checkpoints(run_dir):
         try:
             saved.setdefault(read_trainer_state(path)["step"], path)
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
-    return Side(name, run_dir, dict(sorted(saved.items())), read_series(run_dir))
+    log, saved = read_series(run_dir), dict(sorted(saved.items()))
+    steps = log.get("loss", {})
+    logged = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
+    try:
+        state = read_state(run_dir)
+        status = f"; {state['status']} ({liveness(state)})" if state else ""
+    except ValueError as e:
+        status = f"; {e}"
+    about = f"{name}: {logged}; checkpoints: {', '.join(map(str, saved)) or 'none'}{status}"
+    return Side(run_dir, saved, log, False, about)
 
 
 # ---- two runs -------------------------------------------------------------------------------------------------------
@@ -304,15 +299,19 @@ def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bo
     """(whether all is equal but for noise, a sentence: equal in how much, or what parts and where)."""
     damaged = sum(note.startswith("passed over") for note in notes)
     end = f"; {damaged} damaged file(s) passed over" if damaged else ""
-    parted = [part.describe(tolerance) for part in parts if part.parted(tolerance)]
+    differ = [part for part in parts if part.parted(tolerance)]
+    saved = [part for part in differ if part.kind == "checkpoint"]
+    parted = [part.describe(tolerance) for part in differ if part not in saved[1:]]  # later ones follow from the first
     if parted:
         same_data = not any(part.gaps for part in parts if part.kind == "data")
         return False, "same data; " * same_data + "; ".join(parted) + end
     noise = [gap.relative for part in parts for gap in part.gaps]
     how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart" if noise else "equal bit for bit"
     logs = [f"{part.compared:,} {part.name}" for part in parts if part.name in ("digests", "losses")]
-    saved = [f"{part.name} ({part.compared:,} values)" for part in parts if part.kind == "checkpoint"]
-    return True, f"{how}: {', '.join(logs + saved)}{end}"
+    values = [f"{part.name} ({part.compared:,} values)" for part in parts if part.kind == "checkpoint"]
+    if len(values) > 3:
+        values[1:-1] = [f"{len(values) - 2} between"]
+    return True, f"{how}: {', '.join(logs + values)}{end}"
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -355,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     equal, summary = summarize(parts, args.tolerance, notes)
     print(summary, "", f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes), sep="\n")
     x, y = (found or {} for found in settings)
-    differ = [(name, repr(x.get(name)), repr(y.get(name))) for name in dict.fromkeys([*x, *y])
+    differ = [(name, repr(x.get(name))[:WIDEST], repr(y.get(name))[:WIDEST]) for name in dict.fromkeys([*x, *y])
               if x.get(name) != y.get(name)]
     if differ and None not in settings:
         print("", *table(("settings that differ", "a", "b"), differ), sep="\n")

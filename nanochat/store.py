@@ -130,8 +130,10 @@ def split(path: str) -> tuple[str, str, str]:
 
 
 def is_odd(key: str) -> bool:
-    """Whether no path can name this object: a part of its key is empty, . or .., or a query."""
-    return "?" in key or bool({"", ".", ".."} & set(key.rstrip("/").split("/")))
+    """Whether no path can name this object: a part of its key is empty, . or .., or `split` would
+    take it for a secret."""
+    parts = key.rstrip("/").split("/")
+    return bool({"", ".", ".."} & set(parts) or re.search(r":[^@]*@|\?", key))
 
 
 # ---- questions ----------------------------------------------------------------------------------
@@ -276,15 +278,24 @@ class Bucket:
             return None
 
     def list(self, prefix: str) -> list[Stat]:
-        """All objects below a prefix that a path can name."""
+        """All objects below a prefix that a path can name; of others a line in the log."""
         try:
             chunks = self.obs.list(self.store, prefix or None)
-            found = [self.stat(meta) for chunk in chunks for meta in chunk]
-            return [stat for stat in found if not is_odd(split(stat.path)[2])]
+            found = {meta["path"]: self.stat(meta) for chunk in chunks for meta in chunk}
+            keys = list(found)
         except Exception as e:
-            if kind(e) != "InvalidPathError" or self.scheme != "s3":
+            if type(e).__name__ != "InvalidPathError" or self.scheme != "s3":
                 raise
-        # obstore refuses the whole listing for one odd key; pyarrow does not, but tells no ETags
+            found, keys = {}, self._all_keys(prefix)
+        odd = [key for key in keys if is_odd(key)]
+        if odd:
+            log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the "
+                        "key is empty, . or .., or could be a secret)", self.name, prefix, len(odd))
+        looked = (found.get(key) or self.head(key) for key in keys if not is_odd(key))
+        return [stat for stat in looked if stat is not None]
+
+    def _all_keys(self, prefix: str) -> "list[str]":  # type: ignore[valid-type]
+        """obstore refuses the whole listing for one odd key. pyarrow lists all, without ETags."""
         from pyarrow import fs
 
         scheme, _, host = endpoint_url().rpartition("://")
@@ -294,13 +305,8 @@ class Bucket:
             anonymous=bool(os.environ.get("AWS_SKIP_SIGNATURE")),
             connect_timeout=PATIENCE.connect_s, request_timeout=PATIENCE.silence_s)
         below = fs.FileSelector(f"{self.bucket}/{prefix}".rstrip("/"), recursive=True)
-        keys = [info.path.removeprefix(f"{self.bucket}/") for info in s3.get_file_info(below)
+        return [info.path.removeprefix(f"{self.bucket}/") for info in s3.get_file_info(below)
                 if info.type == fs.FileType.File]
-        odd = [key for key in keys if is_odd(key)]
-        log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the key "
-                    "is empty, . or ..); the first: %r", self.name, prefix, len(odd), min(odd))
-        looked = [self.head(key) for key in keys if not is_odd(key)]
-        return [stat for stat in looked if stat is not None]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes of an object that must be what it was."""
@@ -324,7 +330,7 @@ class Bucket:
     def explain(self, e: BaseException, path: str) -> Exception:
         """What became of a question, without a word of the store's own; Passing where another try
         may help."""
-        text, name = str(e), kind(e)
+        text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
         said = f"HTTP {status} {code}".rstrip()
@@ -358,11 +364,6 @@ class Bucket:
 def open_bucket(scheme: str, bucket: str, silence_s: float) -> Bucket:
     """The client of a bucket, one for all who ask."""
     return Bucket(scheme, bucket, silence_s)
-
-
-def kind(e: BaseException) -> str:
-    """The name of an error's class: obstore, which has them, may not be installed."""
-    return type(e).__name__
 
 
 def endpoint_url() -> str:

@@ -306,11 +306,16 @@ def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
 
 
 def test_odd_keys_are_left_out_with_a_line_and_a_refused_listing_is_not_repeated(store, caplog):
-    for key in ("odd/a.bin", "odd/-b.bin", "odd//c.bin", "odd/../d.bin", "odd/./e.bin", "odd/x//f.bin", "odd/x/g.bin"):
+    for key in ("odd/a.bin", "odd/-b.bin", "odd//c.bin", "odd/../d.bin", "odd/./e.bin", "odd/x//f.bin", "odd/x/g.bin"
+                ):
         store.put(key, b"1")
     assert {str(path) for path in place(store.path("odd")).rglob("*")} == {
         store.path(f"odd/{name}") for name in ("a.bin", "-b.bin", "x/g.bin")}
     assert "4 objects are left out" in caplog.text
+    for key in ("mail/a@b.bin", "mail/a:b@c.bin", "mail/q%3Fx.bin"):
+        store.put(key, b"1")
+    assert list(map(str, place(store.path("mail")).rglob("*"))) == [store.path("mail/a@b.bin")]
+    assert "2 objects are left out" in caplog.text
     store.proxy.seen.clear()
     with pytest.raises(ValueError, match=r"s3://bucket/odd/../x: no key may have"):
         list_files("s3://bucket/odd/../x")

@@ -21,7 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat.common import Parser
-from nanochat.dataset import find_files, read_texts
+from nanochat.dataset import find_files
+from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

@@ -34,14 +34,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
-from nanochat.dataset import (
-    data_folder,
-    find_files,
-    index_to_filename,
-    open_parquet,
-    read_batches,
-    read_jsonl,
-)
+from nanochat.dataset import data_folder, find_files, index_to_filename
+from nanochat.text import open_parquet, read_batches, read_jsonl
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again

@@ -37,10 +37,9 @@ from nanochat.dataset import (
     Dataset,
     index_to_filename,
     list_parquet_files,
-    open_parquet,
     pinned_dataset,
-    read_texts,
 )
+from nanochat.text import open_parquet, read_texts
 
 log = logging.getLogger(__name__)
 

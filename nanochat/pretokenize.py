@@ -54,15 +54,8 @@ from nanochat.common import (
     remove_leftovers,
     write_bytes,
 )
-from nanochat.dataset import (
-    data_folder,
-    find_buckets,
-    find_files,
-    open_parquet,
-    read_batches,
-    read_footer,
-    read_jsonl,
-)
+from nanochat.dataset import data_folder, find_buckets, find_files
+from nanochat.text import open_parquet, read_batches, read_footer, read_jsonl
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import MANIFEST_NAME, RECORD_SHAPE, TokenFile, new_manifest, record_groups

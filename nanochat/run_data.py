@@ -26,10 +26,11 @@ from nanochat.common import (
 )
 from nanochat.config import Settings
 from nanochat.curriculum import Curriculum
-from nanochat.dataset import as_parquet, split_train_val
+from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.sources import Manifest, Source, check, check_format, open_source, scan
+from nanochat.text import as_parquet
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"

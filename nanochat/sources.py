@@ -42,7 +42,8 @@ from nanochat.common import (
     in_store,
     place,
 )
-from nanochat.dataset import as_parquet, data_folder, find_files, open_parquet, read_batches, read_footer
+from nanochat.dataset import data_folder, find_files
+from nanochat.text import as_parquet, open_parquet, read_batches, read_footer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 CHUNK = 64  # documents that are kept, compressed, as one

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging
-from nanochat.dataset import FORMATS, read_texts, split_train_val
+from nanochat.dataset import FORMATS, split_train_val
+from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 
 PEERS = ("gpt2", "cl100k_base")

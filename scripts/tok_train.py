@@ -29,14 +29,8 @@ from nanochat.common import (
     run_main,
     setup_logging,
 )
-from nanochat.dataset import (
-    BUCKET,
-    DEFAULT_DATASET,
-    FORMATS,
-    data_folder,
-    read_texts,
-    split_train_val,
-)
+from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
+from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 

@@ -8,16 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset
-from nanochat.dataset import (
-    as_parquet,
-    find_files,
-    list_parquet_files,
-    open_parquet,
-    parquets_iter_batched,
-    read_batches,
-    read_texts,
-)
+from nanochat import dataset, text
+from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched
+from nanochat.text import as_parquet, open_parquet, read_batches, read_texts
 from tests.toy import write_jsonl
 
 
@@ -108,7 +101,7 @@ def test_the_same_documents_are_read_from_parquet_jsonl_and_gzipped_jsonl(tmp_pa
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz"])
 def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(dataset, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 1000)
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
@@ -118,7 +111,7 @@ def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_
 
 def test_a_document_of_parquet_larger_than_any_is_told(tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
-    monkeypatch.setattr(dataset, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 1000)
     with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,001 bytes"):
         list(read_batches(file, 0, tmp_path / "big.parquet"))
 
@@ -128,7 +121,7 @@ def test_broken_lines_are_told_at_every_launch_but_once_in_each(tmp_path, caplog
     path.write_bytes(b'{"text": "one"}\n{"text": ' + b"[" * 100_000 + b"\nbroken\n")
     for launch in range(2):
         caplog.clear()
-        dataset._tell_skipped.cache_clear()  # what a new process begins with
+        text._tell_skipped.cache_clear()  # what a new process begins with
         with caplog.at_level(logging.WARNING):
             assert [list(read_texts(path)) for _ in range(3)] == [["one"]] * 3, launch
         assert caplog.text.count("a.jsonl: line 2 skipped") == caplog.text.count("2 broken line(s)") == 1

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
-from nanochat.dataset import as_parquet
 from nanochat.pretokenize import (
     Input,
     Pretokenizer,
@@ -29,6 +28,7 @@ from nanochat.pretokenize import (
     find_inputs,
     read_documents,
 )
+from nanochat.text import as_parquet
 from nanochat.token_writer import ShardWriter
 from nanochat.tokens import open_tokens
 from tests.toy import BOS, ByteTokenizer, examples, some_texts, write_jsonl, write_parquet

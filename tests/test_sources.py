@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset, sources
+from nanochat import sources, text
 from nanochat.common import read_json
 from nanochat.dataset import BUCKET, find_files, split_train_val
 from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
@@ -25,7 +25,7 @@ BAD_UTF8 = [b"fine", b"\xff\xfe broken", b"fine too"]
 def base_dir(tmp_path, monkeypatch):
     """Converted files go to a folder of the test's own, in small row groups."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(dataset, "GROUP_DOCUMENTS", GROUP)
+    monkeypatch.setattr(text, "GROUP_DOCUMENTS", GROUP)
     return tmp_path / "base"
 
 

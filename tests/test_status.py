@@ -13,10 +13,8 @@ import pytest
 import yaml
 
 from nanochat import lifecycle
-from nanochat.lifecycle import RunState, acquire, exit_code, identify, read_state, stop_requested
+from nanochat.lifecycle import exit_code, identify, read_state, stop_requested
 from scripts import status, stop
-from tests import training
-from tests.training import a_step_is_a_second
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120
@@ -301,41 +299,6 @@ def test_the_loop_goes_on_through_walltimes_until_the_run_is_completed(base):
     assert read_state(run_dir(base))["step"] == 20
 
 
-# Asks the test for a launch of the real command, in a process that need not import torch first.
-LAUNCH = """
-n=$(ls asked | wc -l)
-touch asked/$n
-until [[ -s done/$n ]]; do sleep 0.05; done
-exit "$(cat done/$n)"
-"""
-
-
-def test_the_loop_takes_the_real_command_through_walltimes_to_the_end(base):
-    settings = {"num_iterations": 5, "save_every": -1}
-    with training.workplace(base, **training.SMALL):
-        for name in ("asked", "done"):
-            (base / name).mkdir()
-        process = subprocess.Popen(
-            ["bash", ROOT / "dev/run_until_done.sh", "run", "bash", "-c", f"cd {base}; {LAUNCH}"], cwd=ROOT,
-            env=environment(base, PAUSE_S=0), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        launches = 0
-        while process.poll() is None:
-            asked = base / "asked" / str(launches)
-            until(lambda asked=asked: process.poll() is not None or asked.exists())
-            if process.poll() is None:
-                group = training.start(hook=a_step_is_a_second, max_runtime_seconds=3.5, walltime_reserve_seconds=0,
-                                       **settings)
-                (base / "done" / str(launches)).write_text(str(group.wait()[0]))
-                launches += 1
-        code, told = ended(process)
-        stops = [name for name in training.checkpoints() if name.endswith("-shutdown")]
-        assert code == 0 and launches == len(stops) + 1 >= 3, told
-        assert told.count("run is stopped (walltime: ") == len(stops) and "run is completed" in told
-        training.succeed(**settings, model_tag="one")
-        ends = [training.state_of(training.run_dir(tag) / "checkpoints" / "final") for tag in ("run", "one")]
-        assert ends[0] == ends[1] and training.digests() == training.digests("one")
-
-
 def test_the_loop_ends_when_the_run_is_halted(base):
     code, told = ended(loop(base, HALT_AT=5))
     assert (code, told.count("run_until_done:")) == (3, 1)
@@ -463,11 +426,3 @@ def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():
     [patience] = [int(word.partition("=")[2]) for word in words if word.startswith("--shutdown-timeout=")]
     assert 60 < patience < pod["terminationGracePeriodSeconds"]
     assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 3, 10]
-
-
-def test_the_writer_and_these_scripts_agree(base):
-    with RunState(acquire(run_dir(base)), [identify()], num_iterations=7) as state:
-        state.update(status="running", step=1)
-        assert status.main(["d1", "--exit-code"]) == 20
-        state.close("halted", "dry")
-    assert status.main(["d1", "--exit-code"]) == 3

@@ -103,17 +103,6 @@ def test_fewer_queries_than_keys_are_the_last_positions(Tq, Tk, window):
     assert_equals_oracle(attention(q, k, v, window=window), oracle(q, k, v, window))
 
 
-def test_documents_equal_each_document_alone():
-    q, k, v, _ = make(0, 1, 17, 2, 1, 8)
-    edges = [0, 4, 5, 12, 17]
-    doc_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(edges).diff())[None].int()
-    for window in (-1, 2):
-        together = attention(q, k, v, mask=mask_of(doc_ids, window))
-        alone = [attention(q[:, a:b], k[:, a:b], v[:, a:b], window=window)
-                 for a, b in itertools.pairwise(edges)]
-        torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=2e-6, rtol=0)
-
-
 def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(monkeypatch):
     """The kernel exists on CUDA only; this stand-in does what its documentation says."""
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):

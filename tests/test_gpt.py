@@ -76,17 +76,6 @@ def test_impossible_shapes_are_refused(wrong, message):
         GPTConfig(**wrong)
 
 
-@pytest.mark.parametrize("config", [
-    GPTConfig(sequence_len=8, vocab_size=3, n_layer=1, n_head=1, n_kv_head=1, n_embd=2),
-    GPTConfig(sequence_len=9, vocab_size=65, n_layer=2, n_head=3, n_kv_head=1, n_embd=18, window_pattern="L"),
-])
-def test_tiny_shapes_work(config):
-    x = tokens(2, config.sequence_len, vocab=config.vocab_size)
-    logits = build(config)(x)
-    assert logits.shape == (2, config.sequence_len, config.vocab_size) and logits.dtype == torch.float32
-    assert build(config)(x[:, :1]).shape == (2, 1, config.vocab_size)
-
-
 # ---- initial weights ------------------------------------------------------------------------------------------------
 
 def test_initial_bits_depend_on_seed_and_name_only():

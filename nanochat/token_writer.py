@@ -31,17 +31,6 @@ from nanochat.tokens import DTYPES, HEADERS, MAGICS, pair_paths, running
 MAX_SEQUENCE = 2**31 - 1  # ids of a sequence of Megatron's
 
 
-def shard_dtype(vocab_size: int) -> np.dtype:
-    """The type of ids in GPTS: uint16, or uint32 for more than 65,535 ids."""
-    return DTYPES["shards"][2 if vocab_size <= 65535 else 4]
-
-
-def megatron_dtype(vocab_size: int) -> np.dtype:
-    """The type of ids in Megatron's format: uint16, or int32 from 65,500 ids on, as Megatron has
-    it."""
-    return DTYPES["megatron"][8 if vocab_size < 65500 else 4]
-
-
 @dataclass(frozen=True)
 class Written:
     """What a finished pair holds, as its record in manifest.json has it."""
@@ -156,10 +145,10 @@ def _code(data_format: str, dtype: np.dtype) -> int:
 
 
 class ShardWriter(TokenWriter):
-    """Writes GPTS. `dtype`: in place of the one that fits the vocabulary."""
+    """Writes GPTS. `dtype`: in place of uint16, or uint32 for more than 65,535 ids."""
 
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
-        dtype = dtype or shard_dtype(vocab_size)
+        dtype = dtype or DTYPES["shards"][2 if vocab_size <= 65535 else 4]
         self._code = _code("shards", dtype)
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
         self._prefixes = array("H")
@@ -184,14 +173,16 @@ class ShardWriter(TokenWriter):
 
 
 class MegatronWriter(TokenWriter):
-    """Writes Megatron's format. `dtype`: in place of the one that fits the vocabulary.
+    """Writes Megatron's format. `dtype`: in place of uint16, or int32 from 65,500 ids on, which is
+    Megatron's own choice.
 
     `add` makes each entry a document of one sequence. For documents of several, `append` their
     sequences, then `end_documents`.
     """
 
     def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
-        dtype = np.dtype(dtype or megatron_dtype(vocab_size)).newbyteorder("<")
+        own = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
+        dtype = np.dtype(dtype or own).newbyteorder("<")
         self._code = _code("megatron", dtype)
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
         self._boundaries = array("q", [0])

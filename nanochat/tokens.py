@@ -96,9 +96,10 @@ class Reader(Protocol):
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """`read` of each range (begin, end), in their order."""
+        return [self.read(begin, end) for begin, end in ranges]
 
 
-class MappedReader:
+class MappedReader(Reader):
     """A memory map: what is read is a view of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
@@ -109,11 +110,8 @@ class MappedReader:
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._elements[begin:end]
 
-    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        return [self._elements[begin:end] for begin, end in ranges]
 
-
-class PlainReader:
+class PlainReader(Reader):
     """Reads into memory of its own. The file is opened for each read, so any number of files can be
     in use; each time its size and time must be those of the first time."""
 
@@ -133,9 +131,6 @@ class PlainReader:
                              f"the old file back, or start a new run (--model-tag)")
         elements.flags.writeable = False
         return elements
-
-    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        return [self.read(begin, end) for begin, end in ranges]
 
 
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
@@ -352,8 +347,12 @@ class TokenFile:
 
     @functools.cached_property
     def ends_follow(self) -> bool:
-        """Whether the index alone tells which entries end a document."""
-        return self.record is not None and ends_follow(read_manifest(self.path.parent))
+        """Whether the index alone tells which entries end a document: each later window has a
+        prefix, or there is none."""
+        manifest = read_manifest(self.path.parent)
+        if manifest is None or self.record is None:
+            return False
+        return manifest["arguments"]["max_length"] == 0 or manifest["arguments"]["overlap_size"] > 0
 
     def ends_document(self, first: int, last: int, eod: int) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
@@ -475,13 +474,6 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
     groups = {name: {"groups": [int]} for name, record in manifest["shards"].items()
               if record.get("groups") is not None}
     return read_json(copy, {"shards": groups}, way_out=REDO)
-
-
-def ends_follow(manifest: Mapping[str, Any] | None) -> bool:
-    """Whether lengths and prefixes tell which entries end a document: each later window has a
-    prefix, or there is none."""
-    arguments = {"max_length": 1, "overlap_size": 0} if manifest is None else manifest["arguments"]
-    return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:

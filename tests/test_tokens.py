@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from nanochat import token_writer, tokens
 from nanochat.common import atomic_open, hash_file
-from nanochat.token_writer import MegatronWriter, ShardWriter, megatron_dtype, shard_dtype
-from nanochat.tokens import TokenFile, ends_follow, open_tokens, read_manifest
+from nanochat.token_writer import MegatronWriter, ShardWriter
+from nanochat.tokens import TokenFile, open_tokens, read_manifest
 from tests.token_files import GOLDEN, E, patch, truncate, windowed, write_folder, write_megatron, write_pair
 from tests.toy import examples
 
@@ -118,8 +118,12 @@ def test_the_bytes_are_those_of_the_formats(tmp_path):
     assert (tmp_path / "m.idx").read_bytes() == (
         b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 3, 4) + struct.pack("<3i", 2, 1, 1) + struct.pack("<3q", 0, 8, 12)
         + struct.pack("<4q", 0, 2, 3, 3))
-    assert [shard_dtype(n).itemsize for n in (2, 65535, 65536, 200_000)] == [2, 2, 4, 4]
-    assert [megatron_dtype(n).name for n in (257, 65499, 65500)] == ["uint16", "uint16", "int32"]
+    for kind, sizes in ((ShardWriter, {2: "uint16", 65535: "uint16", 65536: "uint32"}),
+                        (MegatronWriter, {257: "uint16", 65499: "uint16", 65500: "int32"})):
+        for n, name in sizes.items():
+            with kind(tmp_path / "t", vocab_size=n) as writer:
+                writer.add(np.array([1]), np.array([1]), np.array([0]))
+            assert open_tokens(tmp_path / "t.bin").dtype.name == name
 
 
 def test_files_of_gpt_simple_are_read_and_written_again(tmp_path):
@@ -184,8 +188,8 @@ def test_the_manifest_decides_whether_ids_are_looked_at(tmp_path, max_length, ov
     write_folder(tmp_path, {"a": ([[1, 2], [2, 3, E], [4, E]], [0, 1, 0])}, max_length=max_length,
                  overlap_size=overlap_size)
     write_pair(tmp_path / "foreign", [[1, 2], [3, E]])
-    assert ends_follow(read_manifest(tmp_path)) == index_only and not ends_follow(None)
     pair = open_tokens(tmp_path / "a.bin")
+    assert pair.ends_follow == index_only
     patch(tmp_path / "a.bin", 0, bytes(14))  # no E in sight
     assert pair.document_lengths(0, 3, E).tolist() == ([3, 3, 2] if index_only else [3, 4, 3])
     assert documents_of(open_tokens(tmp_path / "foreign.bin")) == [[1, 2], [3]], "the manifest does not list it"

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import sample_index
+from nanochat import megatron, sample_index
 from nanochat.blend import BlendedMegatronDatasetBuilder
+from nanochat.common import LAUNCH
 from nanochat.megatron import (
     GPTDataset,
     GPTDatasetConfig,
@@ -533,6 +534,16 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog: pyte
     (record,) = caplog.records
     assert record.getMessage() == ("num_dataset_builder_threads, sequences_per_dataset, context_parallel_size: "
                                    "accepted; it changes nothing here")
+
+
+def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(LAUNCH, "cache", None)
+    monkeypatch.setattr(megatron, "IndexedDataset", lambda prefix, mmap: opened.append(f"{prefix} {LAUNCH.cache}"))
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere")
+    for prefix in ("/data/web", "s3://bucket/web"):
+        GPTDataset.build_low_level_dataset(prefix, config)
+    assert opened == ["/data/web None", "s3://bucket/web /somewhere"]
 
 
 def test_bad_data_are_one_sentence() -> None:

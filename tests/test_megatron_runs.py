@@ -248,5 +248,5 @@ def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, caps
         read, bos, repeated, emitted, cropped, pending, _, given, *_, balance = rows[name]
         assert (read, repeated, emitted, given) == (count * T, count, count * (T + 1), count)
         assert bos == cropped == pending == balance == 0
-    with pytest.raises(ValueError, match="--split: it does nothing with --order.lanes"):
+    with pytest.raises(ValueError, match="--split: it does nothing with --order"):
         inspect_data.main(["digest", "--steps=0:1", f"--data-path={made / 'data'}", "--split=9,1"])

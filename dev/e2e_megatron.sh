@@ -117,11 +117,12 @@ expect 0 python "${lanes[@]}" --num-iterations 4
 python - "$remote_prefixes" <<'PY'
 import sys
 
-from nanochat import remote
+from nanochat import store
+from nanochat.common import place
 
 path = sys.argv[1].split(",")[0] + ".bin"
-data = remote.read_bytes(path)
-remote.write(path, data[2:] + data[:2])
+data = place(path).read_bytes()
+store.write(path, data[2:] + data[:2])
 PY
 expect 1 python "${lanes[@]}" --num-iterations 8 2>&1 | tee "$work/refused"
 grep -q "changed since this run began (etag" "$work/refused"

@@ -6,8 +6,12 @@ Train a model. The same command starts a run and goes on with it.
 
 A small one for a laptop or a test:
 
-    python -m scripts.base_train --depth=4 --aspect-ratio=32 --head-dim=32 --max-seq-len=512 --device-batch-size=4 \\
-        --total-batch-size=8192 --num-iterations=100 --eval-tokens=65536 --data-path=DIR
+    python -m scripts.base_train --depth=4 --aspect-ratio=32 --head-dim=32 --max-seq-len=512 \\
+        --device-batch-size=4 --total-batch-size=8192 --num-iterations=100 --eval-tokens=65536 \\
+        --matrix-lr=0.16 --embedding-lr=2.4 --unembedding-lr=0.064 --data-path=DIR
+
+Rates are meant for batches of 2^19 tokens and are scaled by the square root of the batch: here by
+1/8, at which 100 steps barely learn. So the example gives eight times the defaults.
 
 Everything the run writes is in one folder, <base dir>/runs/<model tag> (--model-tag, default
 d<depth>): configuration, log, checkpoints, tokenizer, and which files it reads.

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,7 @@ def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step
     began, done = time.monotonic(), len(training.steps())
     for process in group.processes:
         os.kill(process.pid, number)
-    assert group.wait() == [0] * world_size and time.monotonic() - began < 8, group.text()
+    assert group.wait() == [0] * world_size and time.monotonic() - began < 20, group.text()  # 2 s where nothing else runs
     assert 0 < done == len(training.steps()) < 30 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
     succeed(**command("samples", "s3://bucket", **LONG))
@@ -343,15 +344,16 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
     wait_for_stall(bucket, group)
     began = time.monotonic()
     os.kill(group.processes[0].pid, signal.SIGTERM)
-    assert group.wait() == [0] and time.monotonic() - began < 8, group.text()
+    assert group.wait() == [0] and time.monotonic() - began < 20, group.text()  # 2 s where nothing else runs
     assert "not waited for any longer" in group.text() and not run_dir().exists()
 
 
 def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatch):
-    monkeypatch.setattr(room, "PART_BYTES", 256)
+    monkeypatch.setattr(room, "PART_BYTES", 1024)
     monkeypatch.setattr(room, "KEPT_PARTS", 4)
     bucket.proxy.latency_s = 0.02  # so that reading ahead is never done
-    stall = Fault(name=".bin", stall=True, times=-1)
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=90.0))
+    stall, began = Fault(name=".bin", stall=True, times=-1), []
     write = TrainLog.write
 
     def watched(self: TrainLog, **record: Any) -> None:
@@ -359,12 +361,12 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
         if record.get("step") == 3:
             bucket.proxy.faults.append(stall)
             time.sleep(0.3)
+            began.append(time.monotonic())
 
     monkeypatch.setattr(TrainLog, "write", watched)
-    began = time.monotonic()
     succeed(**command("documents", "s3://bucket", eval_every=-1))
     assert stall.times < -1, "nobody was waiting"
-    assert time.monotonic() - began < QUICK.give_up_s - 5
+    assert time.monotonic() - began[0] < 45  # of a save, on a machine that does much else
 
 
 def wait_for_stall(bucket: Store, group: training.Group) -> None:

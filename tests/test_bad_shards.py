@@ -360,14 +360,6 @@ def read_only(request: pytest.FixtureRequest, workplace: Path, monkeypatch: pyte
     yield folder
 
 
-def test_shards_into_a_folder_that_cannot_be_written(workplace: Path, read_only: Path) -> None:
-    made = tokenize(workplace, out="read-only/shards")
-    assert made.code == 1 and made.err.count("error: ") == 1 and "Traceback" not in made.err
-    assert f"--output-dir {read_only}" in made.err and "cannot be written (Permission denied" in made.err
-    assert "name another one" in made.err
-    assert list(read_only.iterdir()) == []
-
-
 def test_a_run_into_a_folder_that_cannot_be_written(workplace: Path, read_only: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     data = workplace / "shards"

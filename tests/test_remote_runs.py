@@ -330,7 +330,7 @@ def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step
     began, done = time.monotonic(), len(training.steps())
     for process in group.processes:
         os.kill(process.pid, number)
-    assert group.wait() == [0] * world_size and time.monotonic() - began < 20, group.text()  # 2 s where nothing else runs
+    assert group.wait() == [0] * world_size and time.monotonic() - began < 20, group.text()
     assert 0 < done == len(training.steps()) < 30 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
     succeed(**command("samples", "s3://bucket", **LONG))
@@ -344,7 +344,7 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
     wait_for_stall(bucket, group)
     began = time.monotonic()
     os.kill(group.processes[0].pid, signal.SIGTERM)
-    assert group.wait() == [0] and time.monotonic() - began < 20, group.text()  # 2 s where nothing else runs
+    assert group.wait() == [0] and time.monotonic() - began < 20, group.text()
     assert "not waited for any longer" in group.text() and not run_dir().exists()
 
 

@@ -15,6 +15,7 @@ The exit code is 0 where the run can reach its last step, 1 where it cannot.
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,12 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    start = look(settings, device)
+    refused = None
+    try:
+        start = look(settings, device)
+    except ValueError as e:  # the run of that tag is in the way: tell what a new one would do
+        start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}"), device)
+        refused = e
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
     told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
-    ok(f"run directory {start.run_dir}: " + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
+    if refused is None:
+        ok(f"run directory {start.run_dir}: "
+           + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
     # weights, and two float32 of the optimizer
@@ -73,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"plot {args.plot}")
     for line in warnings(plan):
         print(f"warning: {line}")
+    if refused is not None:
+        raise refused
     if why := problem(plan):
         print(f"error: {why}")
         return EXIT_FAILED

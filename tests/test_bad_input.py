@@ -106,7 +106,7 @@ def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: t
     ({"leaves": 0}, ("--leaves", "got 0")),
     ({"device_batch_size": 0}, ("--device-batch-size", "at least 1")),
     ({"tokenizer_threads": 0}, ("--tokenizer-threads", "at least 1")),
-    ({"attention_mode": "flex"}, ("--attention-mode=flex", "needs a GPU", "--attention-mode=sdpa_mask")),
+    ({"attention_mode": "flex"}, ("--attention-mode=flex", "need a GPU", "--attention-mode=sdpa_mask")),
     ({"num_iterations": None, "target_param_data_ratio": -1}, ("--num-iterations", "--target-flops")),
     ({"num_iterations": None, "target_flops": 1.0}, ("--target-flops", "less than one step")),
     ({"warmdown_ratio": 1.5}, ("--warmdown-ratio", "0 to 1")),

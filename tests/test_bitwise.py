@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch import Tensor
 
-from nanochat import gpt, messages, optim, reduce
+from nanochat import gpt, optim, reduce
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import iter_log
 from scripts import base_train, compare_runs, tok_shards
@@ -49,7 +49,7 @@ def everything() -> Iterator[None]:
     """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
     with mock.patch.object(gpt.GPTConfig, "from_depth", partial(from_depth, n_kv_head=1)), \
-            mock.patch.multiple(messages, SMALL_ELEMENTS=8192, MESSAGE_ELEMENTS=1 << 14):
+            mock.patch.multiple(reduce, SMALL_ELEMENTS=8192):
         yield
 
 
@@ -143,10 +143,11 @@ def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
     assert weights["transformer.h.0.attn.c_q.weight"][1] == (44, 44) != weights["transformer.h.0.attn.c_k.weight"][1]
     matrices = [name for name, (_, shape, _) in weights.items() if len(shape) == 2 and ".h." in name]
     assert len(matrices) % 4 and len(shapes) % 4 and len(shapes) % 2
-    cut = [messages.Member(name, torch.zeros(shape), "adamw", 0) for name, (_, shape, _) in weights.items()
-           if name.endswith(("wte.weight", "lm_head.weight"))]
     with everything():
-        assert not any(member.whole for member in cut) and not messages.cut_at_grains(cut, 2)[0].direct
+        cut = [reduce.Part(name, torch.zeros(shape), {"kind": "adamw"}, 0, shape[0] * shape[1])
+               for name, (_, shape, _) in weights.items() if name.endswith(("wte.weight", "lm_head.weight"))]
+        assert cut and all(part.grain < part.stop for part in cut)
+        assert all(2 * message.chunk > part.stop for message, part in zip(reduce.lay_out(cut, 2), cut)), "padded"
 
 
 # ---- whatever happened in between ------------------------------------------------------------------------------------
@@ -218,15 +219,15 @@ def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Te
     return lambda: message.view(world_size, -1)[rank]
 
 
-def in_parameters_dtype(self: messages.Message) -> Tensor:
-    return GRADIENTS(self).to(self.layout[0][0].param.dtype)
+def in_parameters_dtype(self: reduce.Message) -> Tensor:
+    return GRADIENTS(self).to(self._first.dtype)
 
 
 def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
     """polar_express of one of so many alike matrices in a batch."""
     tall = G.size(0) > G.size(1)
     X = (G.mT if tall else G).repeat(number, 1, 1)
-    X = X / (X.norm(dim=(1, 2), keepdim=True) * 1.01 + optim.TINY)
+    X = X / (X.norm(dim=(1, 2), keepdim=True, dtype=torch.float32) * 1.01 + optim.NORM_FLOOR).to(X.dtype)
     for a, b, c in optim.POLAR_EXPRESS[:steps]:
         gram = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
@@ -234,7 +235,7 @@ def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
 
 
 def batched_update(self: Any, piece: Any, *args: Any) -> None:
-    alike = sum(p.member.param.shape == piece.member.param.shape for p in self._pieces())
+    alike = sum(p is not None and p.param.shape == piece.param.shape for p in self._mine)
     with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
         UPDATE(self, piece, *args)
 
@@ -266,7 +267,7 @@ def from_global_generator(name: str, shape: torch.Size, *, seed: int, n_embd: in
 @contextlib.contextmanager
 def odd_cuts() -> Iterator[None]:
     """Large tensors are cut where no vector ends: 61 grains of 231 elements."""
-    with patch(messages, "GRAINS", 61), patch(messages, "ALIGNED", 1):
+    with patch(reduce, "GRAINS", 61), patch(reduce, "ALIGNED", 1):
         yield
 
 
@@ -276,7 +277,7 @@ def odd_cuts_and_pow() -> Iterator[None]:
         yield
 
 
-GRADIENTS, UPDATE, ADD_UP = messages.Message.gradients, optim.MuonAdamW._update, base_train.add_up
+GRADIENTS, UPDATE, ADD_UP = reduce.Message.gradients, optim.MuonAdamW._update, base_train.add_up
 patch = mock.patch.object
 SHORT: dict[str, Any] = {  # three layers have two gates of 1 x 12
     "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
@@ -288,7 +289,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
     "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
     "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
                            TRAINED),
-    "bfloat16 messages": (lambda: patch(messages.Message, "gradients", in_parameters_dtype), 2, TRAINED),
+    "bfloat16 messages": (lambda: patch(reduce.Message, "gradients", in_parameters_dtype), 2, TRAINED),
     "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 2, TRAINED),
     "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 2, {"losses"}),

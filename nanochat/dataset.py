@@ -11,9 +11,10 @@ Where a file lies says whether it trains or validates, and its suffix says its f
 
 Hidden files are never data. Any of these paths may lie in object storage.
 
-A known data set is a run of parquet shards with a `text` column. Its last shard is validation and is
-pinned by name: it is always fetched, and it is an error where it is missing. Taking "the last file that
-is here" instead would turn a failed download into a silent change of every number computed on validation.
+A known data set is a run of parquet shards with a `text` column. Its last shard is validation and
+is pinned by name: it is always fetched, and it is an error where it is missing. Taking "the last
+file that is here" instead would turn a failed download into a silent change of every number
+computed on validation.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
@@ -48,7 +49,7 @@ HUB = "https://huggingface.co"
 MARKER = "dataset.json"  # beside downloaded shards: which data set they are
 
 
-# ---- which files are data -------------------------------------------------------------------------------------------
+# ---- which files are data ------------------------------------------------------------------------
 
 def suffixes_of(data_format: str) -> tuple[str, ...]:
     """How names of files of a --data-format end. A format that is not known here is a suffix (see
@@ -57,19 +58,22 @@ def suffixes_of(data_format: str) -> tuple[str, ...]:
 
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """All files of a format below a folder in the order of their relative paths; a single file is itself.
-    Of pairs also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order given."""
+    """All files of a format below a folder in the order of their relative paths; a single file is
+    itself. Of pairs also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order
+    given."""
     path, suffixes = place(path), suffixes_of(data_format)
     if path.is_file():
         if not path.name.endswith(suffixes):
-            raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for --data-format "
-                             f"{data_format}; rename it, or take another --data-format")
+            raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
+                             f"--data-format {data_format}; rename it, or take another "
+                             f"--data-format")
         return [path]
     if is_prefixes(path):
         return [_pair_at(prefix, data_format) for prefix in str(path).split(",")]
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, "
-                                f"make some with python -m dev.make_sample_corpus, or point --data-path at yours")
+        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m "
+                                f"nanochat.dataset, make some with python -m "
+                                f"dev.make_sample_corpus, or point --data-path at yours")
     known = (".idx", *suffixes, *itertools.chain(*FORMATS.values()))
     there = {file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
              and not any(part.startswith(".") for part in file.relative_to(path).parts)}
@@ -78,8 +82,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         for idx in sorted(file for file in there if file.suffix == ".idx"):
             file = idx.with_suffix(".bin")
             if file not in there:  # must not make the data silently less
-                raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it back, or delete "
-                                        f"{idx.name} and rerun scripts.tok_shards")
+                raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it "
+                                        f"back, or delete {idx.name} and rerun scripts.tok_shards")
     if not files:
         others = [name for name, some in FORMATS.items()
                   if some != suffixes and any(file.name.endswith(some) for file in there)]
@@ -89,14 +93,16 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 
 def is_prefixes(path: Path | str) -> bool:
-    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between them.
-    ValueError, which says what to write, for Megatron's own list with a weight before each of them."""
+    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between
+    them. ValueError, which says what to write, for Megatron's own list with a weight before each
+    of them."""
     if place(path).exists():
         return False
     parts = str(path).split(",")
     if len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2]):
-        raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write --data-path="
-                         f"{','.join(parts[1::2])} --order=megatron --blend-weights={','.join(parts[::2])}")
+        raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
+                         f"--data-path={','.join(parts[1::2])} --order=megatron "
+                         f"--blend-weights={','.join(parts[::2])}")
     return len(parts) > 1 or any(file.is_file() for file in _pair(path))
 
 
@@ -108,23 +114,25 @@ def _pair_at(prefix: str, data_format: str) -> Path:
     """The .bin of a prefix; ValueError or FileNotFoundError where it names no pair."""
     file, idx = _pair(prefix)
     if data_format == "text":
-        raise ValueError(f"{prefix}: the path of a pair of token files, and --data-format is text; take "
-                         f"--data-format shards or megatron, whichever they are, or name a folder of text")
+        raise ValueError(f"{prefix}: the path of a pair of token files, and --data-format is "
+                         f"text; take --data-format shards or megatron, whichever they are, or "
+                         f"name a folder of text")
     if not file.is_file() and not idx.is_file():
-        raise FileNotFoundError(f"{prefix}: neither {file.name} nor {idx.name} is there; --data-path takes a "
-                                f"folder, or paths without .bin and .idx with commas between them")
+        raise FileNotFoundError(f"{prefix}: neither {file.name} nor {idx.name} is there; "
+                                f"--data-path takes a folder, or paths without .bin and .idx with "
+                                f"commas between them")
     return file
 
 
 def data_folder(path: Path | str) -> Path:
-    """What the names of files below a --data-path are relative to: itself, or the folder of a file or of
-    prefixes."""
+    """What the names of files below a --data-path are relative to: itself, or the folder of a file
+    or of prefixes."""
     path = place(path)
     if is_prefixes(path):
         folders = [place(prefix).parent for prefix in str(path).split(",")]
         if len({folder.parts[0] if in_store(folder) else "" for folder in folders}) > 1:
-            raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on this machine; "
-                             f"the data of a run lie in one of them")
+            raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
+                             f"this machine; the data of a run lie in one of them")
         return place(os.path.commonpath(folders))
     return path.parent if path.is_file() else path
 
@@ -138,8 +146,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         DIR/...                                      one bucket: the last of all files validates
         PREFIX,PREFIX                                with `by_bucket`: each is a bucket, else the same
 
-    `val_path` names validation files in place of the last ones; each of its subfolders is a bucket of its
-    own. ValueError or FileNotFoundError where files for one of the two are missing.
+    `val_path` names validation files in place of the last ones; each of its subfolders is a bucket
+    of its own. ValueError or FileNotFoundError where files for one of the two are missing.
     """
     root = place(data_path)
     if pinned_dataset(root):
@@ -148,23 +156,25 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if laid_out and val_path is None:
         val_path = root / "val"
         if not val_path.is_dir():
-            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
+            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data "
+                                    f"with --val-path")
     train = find_buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
     if val_path is not None:
         return {"train": train, "val": find_buckets(place(val_path), data_format)}
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
-        raise ValueError(f"{root}: one data file only ({only}){' in each bucket' * (len(train) > 1)}, expected "
-                         f"at least two (the last one is validation); add one, or name validation data with "
+        raise ValueError(f"{root}: one data file only "
+                         f"({only}){' in each bucket' * (len(train) > 1)}, expected at least two "
+                         f"(the last one is validation); add one, or name validation data with "
                          f"--val-path")
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
             "val": val}
 
 
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are BUCKET. Of
-    prefixes each is a bucket."""
+    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are
+    BUCKET. Of prefixes each is a bucket."""
     folder, prefixes = data_folder(path), is_prefixes(path)
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):
@@ -179,7 +189,7 @@ def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) 
     return buckets
 
 
-# ---- known data sets ------------------------------------------------------------------------------------------------
+# ---- known data sets -----------------------------------------------------------------------------
 
 def index_to_filename(index: int) -> str:
     """The name of shard `index`."""
@@ -209,57 +219,61 @@ DATASETS = {d.name: d for d in (DEFAULT_DATASET, FINEWEB_EDU)}
 
 
 def pinned_dataset(data_dir: Path | str) -> Dataset | None:
-    """The known data set that a folder holds, by the marker that the downloader left there or by its place;
-    None for any other folder, in which simply the last file is validation."""
+    """The known data set that a folder holds, by the marker that the downloader left there or by
+    its place; None for any other folder, in which simply the last file is validation."""
     folder = place(data_dir)
     if not (folder / MARKER).exists():
         return next((d for d in DATASETS.values() if d.data_dir.resolve() == folder.resolve()), None)
     name = read_json(local(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
-        raise ValueError(f"{folder / MARKER}: unknown data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
+        raise ValueError(f"{folder / MARKER}: unknown data set {name[:80]!r}, expected "
+                         f"{' or '.join(DATASETS)}")
     return DATASETS[name]
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
-    """Full paths of the parquet files below a folder (default: the default data set's) in the order of their
-    relative paths; the last one is validation. FileNotFoundError where there is none, or where the folder
-    holds a known data set without its validation shard; ValueError where that shard would not be the last."""
+    """Full paths of the parquet files below a folder (default: the default data set's) in the
+    order of their relative paths; the last one is validation. FileNotFoundError where there is
+    none, or where the folder holds a known data set without its validation shard; ValueError where
+    that shard would not be the last."""
     root = place(data_dir) if data_dir is not None else DEFAULT_DATASET.data_dir
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")
     pinned = pinned_dataset(root)
     if pinned and root / pinned.val_filename not in files:
-        raise FileNotFoundError(f"{root}: {pinned.name}'s validation shard {pinned.val_filename} is missing, "
-                                f"{len(files)} other files are there; run `python -m nanochat.dataset --dataset "
-                                f"{pinned.name} -n 8 --data-dir {root}`")
+        raise FileNotFoundError(f"{root}: {pinned.name}'s validation shard {pinned.val_filename} "
+                                f"is missing, {len(files)} other files are there; run `python -m "
+                                f"nanochat.dataset --dataset {pinned.name} -n 8 --data-dir {root}`")
     if pinned and files[-1] != root / pinned.val_filename:
-        raise ValueError(f"{root}: last file is {files[-1].relative_to(root)}, expected {pinned.name}'s "
-                         f"validation shard {pinned.val_filename}; move what is not {pinned.name} elsewhere")
+        raise ValueError(f"{root}: last file is {files[-1].relative_to(root)}, expected "
+                         f"{pinned.name}'s validation shard {pinned.val_filename}; move what is "
+                         f"not {pinned.name} elsewhere")
     return [str(file) for file in files]
 
 
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
                           data_dir: Path | str | None = None) -> Iterator[list[str]]:
-    """Yield the texts of one row group after another: of all files but the last for "train", of the last for
-    "val". Rank r of W passes start=r, step=W and gets row groups r, r + W, ... of each file."""
+    """Yield the texts of one row group after another: of all files but the last for "train", of
+    the last for "val". Rank r of W passes start=r, step=W and gets row groups r, r + W, ... of
+    each file."""
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        raise ValueError(f"{paths[0]}: the only file here, expected at least 2 (the last one is validation); "
-                         f"add one")
+        raise ValueError(f"{paths[0]}: the only file here, expected at least 2 (the last one is "
+                         f"validation); add one")
     for path in paths[:-1] if split == "train" else paths[-1:]:
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):
                 yield [text for column in read_batches(file, group, path) for text in column.to_pylist()]
 
 
-# ---- downloads, behind a door: nobody who trains loads an HTTP library ----------------------------------------------
+# ---- downloads, behind a door: nobody who trains loads an HTTP library ---------------------------
 
 def download_single_file(index: int, **kwargs: Any) -> bool:
-    """Fetch one shard of a known data set unless it is here (`download.download_single_file`); True when it
-    is."""
+    """Fetch one shard of a known data set unless it is here (`download.download_single_file`);
+    True when it is."""
     from nanochat import download
 
     return download.download_single_file(index, **kwargs)

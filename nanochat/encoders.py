@@ -1,5 +1,5 @@
-r"""
-Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly its ids.
+r""" Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly
+its ids.
 
     texts ["ab ab", "  \u180e", "\ud800"]
             |          |           |
@@ -8,34 +8,41 @@ Encoders: from texts to flat token ids, several times as fast as tiktoken and al
             v          v           v
     (ids [bos, ...  bos, ...  bos, ...], lengths [3, 4, 4])
 
-tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed, knows the pattern
-and passes the check, `fastest_encoder` takes it, else tiktoken. On one core tiktoken encodes 4 million tokens a
-second and fastokens 13 million.
+tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed,
+knows the pattern and passes the check, `fastest_encoder` takes it, else tiktoken. On one core
+tiktoken encodes 4 million tokens a second and fastokens 13 million.
 
 Invariants
-- Every encoder gives tiktoken's ids for every text. So which one served is in no fingerprint and never changes a
-  row.
-- Before fastokens is used it encodes a built-in hard sample. At the first difference it is refused, with a warning
-  that shows the difference. This finds a broken build; what follows came from a full comparison.
-- Calls may come from many threads at once. Encoding releases the GIL and starts no threads of its own.
+- Every encoder gives tiktoken's ids for every text. So which one served is in no fingerprint and
+  never changes a row.
+- Before fastokens is used it encodes a built-in hard sample. At the first difference it is
+  refused, with a warning that shows the difference. This finds a broken build; what follows came
+  from a full comparison.
+- Calls may come from many threads at once. Encoding releases the GIL and starts no threads of its
+  own.
 
-Where fastokens 0.3.5 and tiktoken 0.14.0 differ. Compared were every character in 16 contexts with a vocabulary of
-all pairs of bytes (so that every edge between pieces shows), long runs, shared prefixes and vocabularies of few
-letters.
-- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does not. Texts that
-  hold it go to tiktoken.
-- tiktoken fails at about a million spaces in a row and is then given the run in parts, which may make other tokens
-  than the whole run. Texts that may hold 65,536 spaces or more go to tiktoken, so that there is one answer.
-- A few patterns fastokens recognizes and cuts by hand, and not quite as written. So a pattern is handed over as
-  "(?:...)", in which it recognizes none.
-- A lone surrogate has no UTF-8: fastokens raises, tiktoken replaces it. A text that raises goes to tiktoken.
-- Other classes of characters (`\w`, `\d`, `.`, `$`) may mean something else to PCRE2. A pattern with a part that
-  was not compared is left to tiktoken. Those of this project, gpt2, cl100k_base and o200k_base were compared.
-- A vocabulary in which a token is not made by merges of earlier ones cannot be loaded: tiktoken, with a warning.
+Where fastokens 0.3.5 and tiktoken 0.14.0 differ. Compared were every character in 16 contexts with
+a vocabulary of all pairs of bytes (so that every edge between pieces shows), long runs, shared
+prefixes and vocabularies of few letters.
+- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does
+  not. Texts that hold it go to tiktoken.
+- tiktoken fails at about a million spaces in a row and is then given the run in parts, which may
+  make other tokens than the whole run. Texts that may hold 65,536 spaces or more go to tiktoken,
+  so that there is one answer.
+- A few patterns fastokens recognizes and cuts by hand, and not quite as written. So a pattern is
+  handed over as "(?:...)", in which it recognizes none.
+- A lone surrogate has no UTF-8: fastokens raises, tiktoken replaces it. A text that raises goes to
+  tiktoken.
+- Other classes of characters (`\w`, `\d`, `.`, `$`) may mean something else to PCRE2. A pattern
+  with a part that was not compared is left to tiktoken. Those of this project, gpt2, cl100k_base
+  and o200k_base were compared.
+- A vocabulary in which a token is not made by merges of earlier ones cannot be loaded: tiktoken,
+  with a warning.
 
-Rejected: cutting numbers ourselves, so that fastokens can cut our pattern by hand (32 million tokens a second, which
-nobody needs). gigatoken, faster still, whose patterns are built in, and ours is none of them. splintr, with no
-difference found, which is slower and either holds the GIL or uses a pool whose size no caller decides.
+Rejected: cutting numbers ourselves, so that fastokens can cut our pattern by hand (32 million
+tokens a second, which nobody needs). gigatoken, faster still, whose patterns are built in, and
+ours is none of them. splintr, with no difference found, which is slower and either holds the GIL
+or uses a pool whose size no caller decides.
 """
 
 import contextlib
@@ -66,7 +73,8 @@ _COMPARED = re.compile(
 
 @functools.lru_cache(maxsize=1)  # to load and check a fast one takes 0.4 s
 def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
-    """fastokens where it is installed and gives the ids of `encoding` on the hard sample, else tiktoken."""
+    """fastokens where it is installed and gives the ids of `encoding` on the hard sample, else
+    tiktoken."""
     oracle = TiktokenEncoder(encoding)
     try:
         import fastokens  # noqa: F401  # an optional dependency, loaded by `_native`
@@ -82,10 +90,11 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
         return oracle
 
 
-# ---- fastokens -----------------------------------------------------------------------------------------------------
+# ---- fastokens -----------------------------------------------------------------------------------
 
 class FastokensEncoder:
-    """fastokens, with tiktoken for the texts about which they would differ. Pickled as what it encodes."""
+    """fastokens, with tiktoken for the texts about which they would differ. Pickled as what it
+    encodes."""
 
     def __init__(self, oracle: TiktokenEncoder):
         self.oracle = oracle
@@ -112,16 +121,19 @@ class FastokensEncoder:
 
 
 def is_odd(text: str) -> bool:
-    """Whether fastokens may differ from tiktoken on a text: U+180E, or perhaps a long run of white space.
+    """Whether fastokens may differ from tiktoken on a text: U+180E, or perhaps a long run of white
+    space.
 
-    Costs next to nothing: a run of 65,536 spaces covers 64 neighbours among every 1,024th character.
+    Costs next to nothing: a run of 65,536 spaces covers 64 neighbours among every 1,024th
+    character.
     """
     return "\u180e" in text or (len(text) >= LONG_RUN
                                 and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
 
 
 def is_compared(pattern: str) -> bool:
-    """Whether a pattern is made of parts that mean the same to fastokens' regex engine and to tiktoken's."""
+    """Whether a pattern is made of parts that mean the same to fastokens' regex engine and to
+    tiktoken's."""
     return _COMPARED.fullmatch(pattern) is not None
 
 
@@ -133,11 +145,13 @@ def _join(results: list[Encoded]) -> Encoded:
 
 
 def _native(encoding: tiktoken.Encoding) -> Any:
-    """fastokens' own object for an encoding, without special tokens, so that their text is ordinary text.
+    """fastokens' own object for an encoding, without special tokens, so that their text is
+    ordinary text.
 
-    It has two pools. One, for batches, is sized by FASTOKENS_BPE_THREADS when first used: 1 means none. The other
-    cuts texts over 16 kB, in as many parts as there were CPUs when the process compiled its first pattern: so that
-    happens with one CPU in sight (on Linux; elsewhere the pool stays, and a forked child must not encode).
+    It has two pools. One, for batches, is sized by FASTOKENS_BPE_THREADS when first used: 1 means
+    none. The other cuts texts over 16 kB, in as many parts as there were CPUs when the process
+    compiled its first pattern: so that happens with one CPU in sight (on Linux; elsewhere the pool
+    stays, and a forked child must not encode).
     """
     from fastokens import Tokenizer
 
@@ -164,7 +178,7 @@ def _one_cpu() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-# ---- the check -----------------------------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 # One character or more of every class that patterns know, and what engines like to disagree about.
 _CHARACTERS = ("aZ\u017f\u212a\xe9\xdf\u01c5\u02b0\u4e2d\ud55c\u0301\u20dd1\u0663\xb2\u2167 \t\n\r\x0b\x0c\x1c"
@@ -175,7 +189,8 @@ _CONTEXTS = ("  {0}", "..{0}", "12{0}34", "{0}the", "a{0}b", "'{0}x", "'{0}", "{
 
 
 def hard_sample() -> list[str]:
-    """Texts of all classes of characters at all kinds of edges, long ones, and ones that share a long prefix."""
+    """Texts of all classes of characters at all kinds of edges, long ones, and ones that share a
+    long prefix."""
     short = ["\n".join(context.format(c) for context in _CONTEXTS) for c in _CHARACTERS]
     long = "".join(text for text in short if not is_odd(text))
     words = "It's 2024: the quick\tbrown fox, WE'LL see...\r\n\r\n  na\xefve \u4e2d\u6587 \U0001f642 [1, 23]\n" * 200
@@ -185,7 +200,8 @@ def hard_sample() -> list[str]:
 
 
 def checked(fast: Encoder, oracle: Encoder) -> Encoder:
-    """`fast` if it gives the ids of `oracle` on the hard sample, else `oracle`, with a warning of the difference."""
+    """`fast` if it gives the ids of `oracle` on the hard sample, else `oracle`, with a warning of
+    the difference."""
     for text in hard_sample():
         try:
             got = fast([text], 0)[0].tolist()
@@ -194,7 +210,8 @@ def checked(fast: Encoder, oracle: Encoder) -> Encoder:
         expected = oracle([text], 0)[0].tolist()
         if got != expected:
             at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
-            log.warning("encoding with tiktoken, slower: %s gives other ids for %s...: %s instead of %s at token %d",
+            log.warning("encoding with tiktoken, slower: %s gives other ids for %s...: %s instead "
+                        "of %s at token %d",
                         type(fast).__name__, ascii(text[:40]), got[at:at + 5], expected[at:at + 5], at)
             return oracle
     return fast

@@ -1,11 +1,13 @@
 """
-What a readable text file is: parquet with a column `text`, or jsonl, which is converted once into a cached parquet.
+What a readable text file is: parquet with a column `text`, or jsonl, which is converted once into
+a cached parquet.
 
     .parquet               open_parquet, read_footer: the footer, checked       read_batches: documents, checked
     .jsonl, .jsonl.gz      as_parquet: {"text": ...} a line, converted once, broken lines told and passed over
                            read_texts: the documents of either kind
 
-Every command that reads text reads it here, so all take the same files and say the same of bad ones.
+Every command that reads text reads it here, so all take the same files and say the same of bad
+ones.
 """
 
 import contextlib
@@ -34,11 +36,11 @@ MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on thi
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
 
 
-# ---- parquet --------------------------------------------------------------------------------------------------------
+# ---- parquet -------------------------------------------------------------------------------------
 
 def open_parquet(path: Path | str) -> pq.ParquetFile:
-    """Open a parquet file by its footer and check that it has rows and a string column `text`. ValueError or
-    FileNotFoundError names the file if not. The caller closes it."""
+    """Open a parquet file by its footer and check that it has rows and a string column `text`.
+    ValueError or FileNotFoundError names the file if not. The caller closes it."""
     path, size = place(path), 0
     try:  # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
         size = path.stat().st_size
@@ -49,8 +51,8 @@ def open_parquet(path: Path | str) -> pq.ParquetFile:
                                 f"(--model-tag)") from None
     except (pa.ArrowException, OSError) as e:
         _raise_of_store(path, e)
-        raise ValueError(f"{path}: not a whole parquet file ({size:,} bytes; {e}); delete it and fetch or make "
-                         f"it again") from e
+        raise ValueError(f"{path}: not a whole parquet file ({size:,} bytes; {e}); delete it and "
+                         f"fetch or make it again") from e
     columns, problem = {f.name: f.type for f in file.schema_arrow}, ""
     if "text" not in columns:
         problem = f"no `text` column, it has {list(columns)}; rename the column that holds the documents"
@@ -65,9 +67,9 @@ def open_parquet(path: Path | str) -> pq.ParquetFile:
 
 
 def read_footer(path: Path) -> tuple[bytes, list[int]]:
-    """(raw footer, documents in each row group) of a parquet file of text. The footer holds offsets, sizes
-    and statistics of every column chunk, so a file that was written anew does not keep it. Errors as of
-    `open_parquet`, and a ValueError for nulls that the footer tells of."""
+    """(raw footer, documents in each row group) of a parquet file of text. The footer holds
+    offsets, sizes and statistics of every column chunk, so a file that was written anew does not
+    keep it. Errors as of `open_parquet`, and a ValueError for nulls that the footer tells of."""
     with open_parquet(path) as file:
         metadata = file.metadata
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # a struct has several
@@ -87,12 +89,12 @@ def read_footer(path: Path) -> tuple[bytes, list[int]]:
 
 def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = GROUP_DOCUMENTS
                  ) -> Iterator[pa.Array]:
-    """The texts of a row group, `batch_size` documents at a time, checked. ValueError names the file where
-    pages are damaged, or a text is null, not UTF-8 or too large.
+    """The texts of a row group, `batch_size` documents at a time, checked. ValueError names the
+    file where pages are damaged, or a text is null, not UTF-8 or too large.
 
-    At the end what was freed goes back to the system: Arrow's pool keeps what the largest group took, and
-    glibc keeps the holes that units of many sizes leave (measured over 960 steps of 64 lanes: 158 MB and
-    growing, instead of 130).
+    At the end what was freed goes back to the system: Arrow's pool keeps what the largest group
+    took, and glibc keeps the holes that units of many sizes leave (measured over 960 steps of 64
+    lanes: 158 MB and growing, instead of 130).
     """
     taken = 0
     try:
@@ -103,8 +105,8 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
             yield column
     except (pa.ArrowException, OSError) as e:
         _raise_of_store(path, e)
-        raise ValueError(f"{path}: row group {group} cannot be read ({e}); fetch the file or make it again "
-                         f"(python -m nanochat.dataset --verify reads all of a folder)") from e
+        raise ValueError(f"{path}: row group {group} cannot be read ({e}); fetch the file or make "
+                         f"it again (python -m nanochat.dataset --verify reads all of a folder)") from e
     finally:
         if taken > LITTLE_TEXT:
             pa.default_memory_pool().release_unused()
@@ -116,19 +118,20 @@ def _check_texts(column: pa.Array, group: int, path: Path | str) -> None:
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as e:
-        raise ValueError(f"{path}: a document of row group {group} is not UTF-8 ({e}); drop it, or write the "
-                         f"data again with python -m dev.repackage_data_reference") from e
+        raise ValueError(f"{path}: a document of row group {group} is not UTF-8 ({e}); drop it, "
+                         f"or write the data again with python -m dev.repackage_data_reference") from e
     if column.null_count:
         raise ValueError(_null_error(path, group, column.null_count))
     if column.nbytes > MAX_DOCUMENT_BYTES:
         longest = pc.max(pc.binary_length(column)).as_py()
         if longest > MAX_DOCUMENT_BYTES:
-            raise ValueError(f"{path}: a document of row group {group} has {longest:,} bytes, expected at most "
-                             f"{MAX_DOCUMENT_BYTES:,}; cut it into several")
+            raise ValueError(f"{path}: a document of row group {group} has {longest:,} bytes, "
+                             f"expected at most {MAX_DOCUMENT_BYTES:,}; cut it into several")
 
 
 def read_texts(path: Path | str) -> Iterator[str]:
-    """All documents of a text file of any kind. Errors as of `as_parquet`, `open_parquet`, `read_batches`."""
+    """All documents of a text file of any kind. Errors as of `as_parquet`, `open_parquet`,
+    `read_batches`."""
     path = place(path)
     with open_parquet(as_parquet(path)) as file:
         for group in range(file.num_row_groups):
@@ -137,8 +140,8 @@ def read_texts(path: Path | str) -> Iterator[str]:
 
 
 def _null_error(path: Path | str, group: int, count: int) -> str:
-    return (f"{path}: {count} null(s) in column `text` of row group {group}; drop those rows (python -m "
-            f"dev.repackage_data_reference does) or fill them")
+    return (f"{path}: {count} null(s) in column `text` of row group {group}; drop those rows "
+            f"(python -m dev.repackage_data_reference does) or fill them")
 
 
 def _raise_of_store(path: Path | str, e: Exception) -> None:
@@ -147,7 +150,7 @@ def _raise_of_store(path: Path | str, e: Exception) -> None:
         raise e
 
 
-# ---- jsonl ----------------------------------------------------------------------------------------------------------
+# ---- jsonl ---------------------------------------------------------------------------------------
 
 class Line(NamedTuple):
     """A line of jsonl that is not blank."""
@@ -164,10 +167,10 @@ MEND = "mend it, or leave out --strict to skip such lines"
 def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
     """The lines of a .jsonl or .jsonl.gz file: a JSON object with a field `text` in each.
 
-    A broken line (not UTF-8, not JSON, no text in it) is no reason to lose a file of millions: it is told
-    with its number, or with `strict` ends the reading in a ValueError, which does not name the file. So do
-    always a torn gzip file, which has lost nobody knows how many documents, and a line that is larger than
-    any document.
+    A broken line (not UTF-8, not JSON, no text in it) is no reason to lose a file of millions: it
+    is told with its number, or with `strict` ends the reading in a ValueError, which does not name
+    the file. So do always a torn gzip file, which has lost nobody knows how many documents, and a
+    line that is larger than any document.
     """
     number = 0
     zipped = path.name.endswith(".gz")
@@ -176,8 +179,8 @@ def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
             while line := lines.readline(MAX_DOCUMENT_BYTES + 1):
                 number += 1
                 if len(line) > MAX_DOCUMENT_BYTES:
-                    raise ValueError(f"line {number:,} has more than {MAX_DOCUMENT_BYTES:,} bytes, the most "
-                                     f"that is read; cut its document into several")
+                    raise ValueError(f"line {number:,} has more than {MAX_DOCUMENT_BYTES:,} "
+                                     f"bytes, the most that is read; cut its document into several")
                 if not line.strip():
                     continue
                 try:
@@ -189,7 +192,8 @@ def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
                         raise ValueError(f"line {number}: {problem}; {MEND}") from None
                     yield Line(number, None, problem, file.tell())
         except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-            raise ValueError(f"not a whole gzip file, broken after line {number:,} ({e}); fetch it again") from e
+            raise ValueError(f"not a whole gzip file, broken after line {number:,} ({e}); fetch "
+                             f"it again") from e
 
 
 def _text_of(line: bytes) -> str:
@@ -201,8 +205,9 @@ def _text_of(line: bytes) -> str:
 
 
 def as_parquet(path: Path, *, strict: bool = False) -> Path:
-    """`path` itself, or the cached parquet made of a .jsonl or .jsonl.gz file (converted once for its size
-    and time of change). Broken lines are told once a launch; with `strict` the first is a ValueError."""
+    """`path` itself, or the cached parquet made of a .jsonl or .jsonl.gz file (converted once for
+    its size and time of change). Broken lines are told once a launch; with `strict` the first is a
+    ValueError."""
     if not path.name.endswith((".jsonl", ".jsonl.gz")) or not path.exists():
         return path
     path = local(path)
@@ -221,7 +226,8 @@ def as_parquet(path: Path, *, strict: bool = False) -> Path:
 
 
 def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]:
-    """Write the documents of a jsonl file as parquet; returns (number, what is wrong) of its broken lines."""
+    """Write the documents of a jsonl file as parquet; returns (number, what is wrong) of its
+    broken lines."""
     bad: list[tuple[int, str]] = []
 
     def good_texts() -> Iterator[str]:
@@ -242,8 +248,8 @@ def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]
             raise ValueError(f"{path}: {e}") from e
         if not num_documents:
             why = f", line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete it or make it "
-                             f"again")
+            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete "
+                             f"it or make it again")
     return bad
 
 

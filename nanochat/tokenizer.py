@@ -1,23 +1,28 @@
 """
-Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an encoder equal to it.
+Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an
+encoder equal to it.
 
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
 
-The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours whose join has
-the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; then come the trained
-ranks, then the special tokens. Text never turns into a special token: "<|bos|>" in a document is seven ordinary
-characters.
+The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours
+whose join has the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an
+encoding; then come the trained ranks, then the special tokens. Text never turns into a special
+token: "<|bos|>" in a document is seven ordinary characters.
 
 Invariants
-- `decode(encode(text)) == text` for every text that UTF-8 can hold (a lone surrogate becomes U+FFFD).
-- `encode`, `encode_one` and `encode_flat` give the ids of tiktoken's `encode_ordinary`, for any number of threads.
-- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS) and of nothing
-  else, so equal fingerprints mean equal ids. A tokenizer on disk is checked against its fingerprint when loaded.
+- `decode(encode(text)) == text` for every text that UTF-8 can hold (a lone surrogate becomes
+  U+FFFD).
+- `encode`, `encode_one` and `encode_flat` give the ids of tiktoken's `encode_ordinary`, for any
+  number of threads.
+- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS)
+  and of nothing else, so equal fingerprints mean equal ids. A tokenizer on disk is checked against
+  its fingerprint when loaded.
 - The same texts in the same order train the same ranks, whatever the number of threads.
 
-On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`, written last. A
-pickle of the tiktoken object would be one file less, but to load it is to run code, and tiktoken's classes change.
+On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`,
+written last. A pickle of the tiktoken object would be one file less, but to load it is to run
+code, and tiktoken's classes change.
 """
 
 import base64
@@ -89,7 +94,8 @@ class Encoder(Protocol):
 
 
 class TiktokenEncoder:
-    """The oracle. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases the GIL."""
+    """The oracle. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases
+    the GIL."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -119,21 +125,24 @@ def with_first(ids: np.ndarray, lengths: np.ndarray, first: int | None) -> Encod
 
 
 def replace_surrogates(text: str) -> str:
-    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken does."""
+    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken
+    does."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_long_spaces(text: str) -> list[str]:
-    """Cut a text inside runs of white space that no regex engine here survives; [text] where there are none."""
+    """Cut a text inside runs of white space that no regex engine here survives; [text] where there
+    are none."""
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
-# ---- the tokenizer --------------------------------------------------------------------------------------------------
+# ---- the tokenizer -------------------------------------------------------------------------------
 
 class RustBPETokenizer:
     """A tiktoken encoding, the special token that separates documents, and what it was trained on.
 
-    `training` is a JSON dict for people (files, counts); it is saved and has no part in the fingerprint.
+    `training` is a JSON dict for people (files, counts); it is saved and has no part in the
+    fingerprint.
     """
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str, *, training: dict[str, Any] | None = None):
@@ -153,12 +162,14 @@ class RustBPETokenizer:
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
         """Train `vocab_size` tokens, the special ones included, on texts.
 
-        Raises ValueError where `vocab_size` leaves no room, or where the texts hold too few pairs to fill it.
+        Raises ValueError where `vocab_size` leaves no room, or where the texts hold too few pairs
+        to fill it.
         """
         num_ranks = vocab_size - len(SPECIAL_TOKENS)
         if num_ranks < 256:
             raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least "
-                             f"{256 + len(SPECIAL_TOKENS)} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
+                             f"{256 + len(SPECIAL_TOKENS)} (256 bytes and {len(SPECIAL_TOKENS)} "
+                             f"special tokens)")
         training = {"documents": 0, "characters": 0}
 
         def trainable() -> Iterator[str]:
@@ -174,9 +185,10 @@ class RustBPETokenizer:
         ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
         if len(ranks) < num_ranks:
             raise ValueError(
-                f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} documents with "
-                f"{training['characters']:,} characters give {len(ranks) + len(SPECIAL_TOKENS):,} tokens; "
-                f"train on more text or ask for a smaller vocabulary (--vocab-size)")
+                f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} "
+                f"documents with {training['characters']:,} characters give "
+                f"{len(ranks) + len(SPECIAL_TOKENS):,} tokens; train on more text or ask for a "
+                f"smaller vocabulary (--vocab-size)")
         special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
         encoding = _make_encoding(ranks, SPLIT_PATTERN, special_tokens)
         return cls(encoding, SPECIAL_TOKENS[0], training=training)
@@ -186,43 +198,47 @@ class RustBPETokenizer:
                        ) -> "RustBPETokenizer":
         """Load what `save` wrote, checked against its fingerprint.
 
-        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on `data_path`, if
-        given), and ValueError (naming the file) where it has changed.
+        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on
+        `data_path`, if given), and ValueError (naming the file) where it has changed.
         """
         json_path, rank_path = place(tokenizer_dir) / JSON_FILE, place(tokenizer_dir) / RANK_FILE
         saved = read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
-            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m scripts.tok_train "
-                                    f"{data}--output-dir {tokenizer_dir}")
+            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m "
+                                    f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
         if not rank_path.is_file():
             raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {RESTORE}")
         rank_bytes = local(rank_path).read_bytes()
         if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
-            raise ValueError(f"{rank_path}: changed since it was saved: hash {hash_bytes(rank_bytes)}, {JSON_FILE} "
-                             f"says {saved['rank_file_hash']}; {RESTORE}")
+            raise ValueError(f"{rank_path}: changed since it was saved: hash "
+                             f"{hash_bytes(rank_bytes)}, {JSON_FILE} says "
+                             f"{saved['rank_file_hash']}; {RESTORE}")
         try:
             encoding = _parse(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
             tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
         except (ValueError, TypeError) as e:
             raise ValueError(f"{json_path}: no usable tokenizer ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: changed since it was saved: its contents have fingerprint "
-                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
+            raise ValueError(f"{json_path}: changed since it was saved: its contents have "
+                             f"fingerprint {tokenizer.fingerprint}, it says "
+                             f"{saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS; tiktoken downloads
-        its ranks on first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS;
+        tiktoken downloads its ranks on first use. Raises ValueError for an unknown name, OSError
+        where the ranks cannot be had."""
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
         try:
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:
-            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR) and its "
-                          f"download failed with {type(e).__name__}; fetch it once on a machine with a network"
+            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache "
+                          f"(TIKTOKEN_CACHE_DIR) and its download failed with {type(e).__name__}; "
+                          f"fetch it once on a machine with a network"
                           ) from e
         return cls(encoding, "<|endoftext|>")
 
@@ -237,7 +253,8 @@ class RustBPETokenizer:
         return sorted(self.enc._special_tokens, key=self.enc._special_tokens.__getitem__)
 
     def id_to_token(self, id: int) -> str:
-        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a token."""
+        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a
+        token."""
         return self.enc.decode([id])
 
     def encode_special(self, text: str) -> int:
@@ -257,10 +274,12 @@ class RustBPETokenizer:
         return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
 
     def token_bytes(self) -> "torch.Tensor":
-        """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special tokens.
+        """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special
+        tokens.
 
-        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each token's decoded
-        text would not be: a token that is part of a character decodes to U+FFFD, three bytes.
+        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each
+        token's decoded text would not be: a token that is part of a character decodes to U+FFFD,
+        three bytes.
         """
         import torch
 
@@ -280,8 +299,9 @@ class RustBPETokenizer:
 
     def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
                num_threads: int = 8) -> list[Any]:
-        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]). `prepend`, `append`: ids
-        or the texts of special tokens. For much text use `encode_flat`: a list costs 8 bytes a token or more."""
+        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]).
+        `prepend`, `append`: ids or the texts of special tokens. For much text use `encode_flat`: a
+        list costs 8 bytes a token or more."""
         first = self.encode_special(prepend) if isinstance(prepend, str) else prepend
         last = self.encode_special(append) if isinstance(append, str) else append
         ids, offsets = self._encode_flat([text] if isinstance(text, str) else text, first, num_threads)
@@ -296,7 +316,8 @@ class RustBPETokenizer:
         """Encode documents, BOS in front of each, back to back.
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
-        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker threads.
+        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
+        threads.
         """
         return self._encode_flat(texts, self.bos_token_id, num_threads)
 
@@ -323,7 +344,8 @@ class RustBPETokenizer:
         return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def decode(self, ids: Any) -> str:
-        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become U+FFFD."""
+        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
+        U+FFFD."""
         return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
 
     # -- disk
@@ -331,7 +353,8 @@ class RustBPETokenizer:
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
         """Write the two files; where they hold this already, nothing is written.
 
-        Raises ValueError where a different tokenizer is there that runs were trained with, unless `force`.
+        Raises ValueError where a different tokenizer is there that runs were trained with, unless
+        `force`.
         """
         json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
         rank_bytes = format_ranks(self.enc._mergeable_ranks)
@@ -352,16 +375,18 @@ class RustBPETokenizer:
         write_json(json_path, description)
 
 
-# ---- helpers --------------------------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------
 
 def format_ranks(ranks: dict[bytes, int]) -> bytes:
-    """The content of a rank file: a line "base64 rank" for each token, in the order of the ranks."""
+    """The content of a rank file: a line "base64 rank" for each token, in the order of the
+    ranks."""
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
                     for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def _make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    """tiktoken's object, after a look at what it does not survive; ValueError where it would not."""
+    """tiktoken's object, after a look at what it does not survive; ValueError where it would
+    not."""
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(type(i) is int and 0 <= i < MAX_IDS for i in ids) or len(set(ids)) < len(ids):
         raise ValueError(f"its {len(ids):,} ids are not different whole numbers below {MAX_IDS:,}")
@@ -383,7 +408,8 @@ def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
-    """What tokenizer.json says, None where there is none; ValueError if it is broken. Does not look at the ranks."""
+    """What tokenizer.json says, None where there is none; ValueError if it is broken. Does not
+    look at the ranks."""
     path = place(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
@@ -395,8 +421,8 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
 
 
 def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
-    """Raise ValueError, naming the runs in get_base_dir()/"runs", if a folder holds a tokenizer other than
-    `new_fingerprint` that runs use."""
+    """Raise ValueError, naming the runs in get_base_dir()/"runs", if a folder holds a tokenizer
+    other than `new_fingerprint` that runs use."""
     old = (read_description(tokenizer_dir) or {}).get("fingerprint")
     if old in (None, new_fingerprint):
         return
@@ -408,19 +434,21 @@ def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> No
         except ValueError as e:
             log.warning("passed over while looking for runs: %s", e)
     if runs:
-        raise ValueError(f"{tokenizer_dir}: holds the tokenizer ({old}) with which these runs were trained: "
-                         f"{', '.join(runs)}; write the new one to another folder (--output-dir), or overwrite it "
-                         f"with --force")
+        raise ValueError(f"{tokenizer_dir}: holds the tokenizer ({old}) with which these runs "
+                         f"were trained: {', '.join(runs)}; write the new one to another folder "
+                         f"(--output-dir), or overwrite it with --force")
 
 
 def get_tokenizer(tokenizer_dir: Path | str | None = None, *, data_path: Path | str | None = None
                   ) -> RustBPETokenizer:
-    """The tokenizer in a directory; by default the one that scripts.tok_train writes, get_base_dir()/"tokenizer".
-    `data_path`: the user's data, for the advice where there is none."""
+    """The tokenizer in a directory; by default the one that scripts.tok_train writes,
+    get_base_dir()/"tokenizer". `data_path`: the user's data, for the advice where there is
+    none."""
     return RustBPETokenizer.from_directory(tokenizer_dir or get_base_dir() / "tokenizer", data_path=data_path)
 
 
 def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: RustBPETokenizer | None = None
                     ) -> "torch.Tensor":
-    """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,) int32."""
+    """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`:
+    (vocab_size,) int32."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

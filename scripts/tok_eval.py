@@ -1,12 +1,14 @@
 """
-How well the tokenizer compresses: bytes of text per token, on short samples of several kinds and on the data.
+How well the tokenizer compresses: bytes of text per token, on short samples of several kinds and
+on the data.
 
     python -m scripts.tok_eval                        # samples only
     python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of the train and the val files
 
-More bytes a token means shorter rows for the same text, but it is no measure of quality: a larger vocabulary always
-compresses better and costs parameters and softmax time. Use it for tokenizers of one size, bits per byte for models.
-GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) stand beside ours where tiktoken has or can fetch their ranks.
+More bytes a token means shorter rows for the same text, but it is no measure of quality: a larger
+vocabulary always compresses better and costs parameters and softmax time. Use it for tokenizers of
+one size, bits per byte for models. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) stand
+beside ours where tiktoken has or can fetch their ranks.
 """
 
 import itertools
@@ -88,7 +90,8 @@ def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
 
 def compare(samples: dict[str, list[str]], tokenizer: RustBPETokenizer,
             peers: dict[str, RustBPETokenizer]) -> list[list[str]]:
-    """The table: a header, then for each sample its bytes, our bytes per token, and each peer's with our lead."""
+    """The table: a header, then for each sample its bytes, our bytes per token, and each peer's
+    with our lead."""
     rows = [["text", "bytes", "ours", *itertools.chain.from_iterable((name, "ours is") for name in peers)]]
     for name, texts in samples.items():
         ours = bytes_per_token(tokenizer, texts)
@@ -109,10 +112,14 @@ def print_table(rows: list[list[str]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
-    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one tok_train writes)")
-    parser.add_argument("--data-path", help=f"folder or file of text to measure on: {', '.join(FORMATS['text'])}")
-    parser.add_argument("--val-path", help="validation files (default: the last file below --data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of train and of val")
+    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one "
+                                                           "tok_train writes)")
+    parser.add_argument("--data-path", help=f"folder or file of text to measure on: "
+                                            f"{', '.join(FORMATS['text'])}")
+    parser.add_argument("--val-path", help="validation files (default: the last file below "
+                                           "--data-path)")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of "
+                                                                         "train and of val")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer_dir)
@@ -123,9 +130,11 @@ def main(argv: list[str] | None = None) -> int:
             samples[split] = list(first_texts(files, args.max_chars))
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; train again")
+            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; "
+                             f"train again")
     peers = load_peers()
-    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
+    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per "
+          f"token:")
     print_table(compare(samples, tokenizer, peers))
     return 0
 

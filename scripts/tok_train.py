@@ -7,10 +7,11 @@ Train the tokenizer on the training split.
 
     files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars is reached
 
-Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary, and the
-files that were read (names, sizes) are kept in tokenizer.json. That also makes the command cheap to repeat: where the
-output holds the tokenizer of these arguments and files, it is reused. A random sample of all files would represent
-the corpus no better when its shards are shuffled, and then every shard would have to be there before training begins.
+Files are read in the order of their relative paths, so the same files and arguments give the same
+vocabulary, and the files that were read (names, sizes) are kept in tokenizer.json. That also makes
+the command cheap to repeat: where the output holds the tokenizer of these arguments and files, it
+is reused. A random sample of all files would represent the corpus no better when its shards are
+shuffled, and then every shard would have to be there before training begins.
 """
 
 import argparse
@@ -44,14 +45,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="number of tokens, special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                         f"(default: the {DEFAULT_DATASET.name} download)")
-    parser.add_argument("--val-path", help="validation files, which are not trained on (default: the last file)")
-    parser.add_argument("--output-dir", type=Path, help="where to write (default: tokenizer in the base directory)")
+    parser.add_argument("--val-path", help="validation files, which are not trained on (default: "
+                                           "the last file)")
+    parser.add_argument("--output-dir", type=Path, help="where to write (default: tokenizer in "
+                                                        "the base directory)")
     parser.add_argument("--force", action="store_true",
-                        help="train even if this tokenizer exists, and overwrite one that runs were trained with")
+                        help="train even if this tokenizer exists, and overwrite one that runs "
+                             "were trained with")
     args = parser.parse_args(argv)
     for flag in ("max_chars", "doc_cap"):
         if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at least 1")
+            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at "
+                             f"least 1")
     return args
 
 
@@ -80,9 +85,10 @@ def read_corpus(folder: Path, files: list[dict[str, Any]], opened: list[dict[str
 
 def find_existing(output_dir: Path, arguments: dict[str, int], files: list[dict[str, Any]]
                   ) -> RustBPETokenizer | None:
-    """The tokenizer in `output_dir` if training again would read the same text (going by names and sizes) with the same
-    arguments; shards that arrived since do not matter unless the text had run out. None where there is none or a
-    damaged or another one; ValueError where runs were trained with another one, before any time is spent."""
+    """The tokenizer in `output_dir` if training again would read the same text (going by names and
+    sizes) with the same arguments; shards that arrived since do not matter unless the text had run
+    out. None where there is none or a damaged or another one; ValueError where runs were trained
+    with another one, before any time is spent."""
     description = read_description(output_dir)
     if description is None:
         return None
@@ -107,8 +113,9 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, int]) 
     tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
     exhausted = tokenizer.training["characters"] < arguments["max_chars"]
     tokenizer.training |= {"arguments": arguments, "files": opened, "exhausted": exhausted}
-    print(f"trained in {time.monotonic() - start:.1f} s on {tokenizer.training['documents']:,} documents with "
-          f"{tokenizer.training['characters']:,} characters from {len(opened)} of {len(files)} files:")
+    print(f"trained in {time.monotonic() - start:.1f} s on {tokenizer.training['documents']:,} "
+          f"documents with {tokenizer.training['characters']:,} characters from {len(opened)} of "
+          f"{len(files)} files:")
     for file in opened:
         print(f"  {file['name']}  {file['bytes']:,} bytes")
     return tokenizer
@@ -130,7 +137,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"training {args.vocab_size:,} tokens on {data_path}")
     tokenizer = train(data_folder(data_path), files, arguments)
     tokenizer.save(output_dir, force=args.force)
-    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
+    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "
+          f"{tokenizer.fingerprint}")
     return 0
 
 

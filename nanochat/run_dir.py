@@ -267,7 +267,8 @@ class TrainLog:
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
         path.parent.mkdir(exist_ok=True)
-        self._before = {r["step"]: r for r in iter_log(path) if is_step(r) and r["step"] >= first_step}
+        self._before = {r["step"]: r.get("digest") for r in iter_log(path)
+                        if is_step(r) and r["step"] >= first_step}
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  lives as long as the run
         self._torn = False
         if self._file.tell() > 0:
@@ -295,11 +296,9 @@ class TrainLog:
                                    f"and start the same command again") from e
         self._torn = False
 
-    def digest_of(self, step: int, *, tokens: int | None = None) -> str | None:
-        """The digest that the log held for `step` when it was opened, or None; with `tokens`, only
-        if the run had trained on so many by the end of that step."""
-        record = self._before.get(step, {})
-        return record.get("digest") if tokens is None or record.get("tokens") == tokens else None
+    def digest_of(self, step: int) -> str | None:
+        """The digest that the log held for `step` when it was opened, or None."""
+        return self._before.get(step)
 
     def close(self) -> None:
         """Force the log to disk and close it. Twice is fine."""

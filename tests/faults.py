@@ -7,7 +7,6 @@ Faults on purpose: stop, or fail, at the n-th change that some code makes to the
     with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
     start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
     start(hook=partial(copying, to, below=run, ...))    # a job keeps a copy of what a kill before each would have left
-    python -m tests.faults --at 17 --below RUN -- scripts.base_train --depth=4 ...     # the same for a whole command
 
 A change is a call that creates, fills, syncs, renames or removes something below a folder: open for writing, write,
 fsync, rename, replace, mkdir, unlink, rmdir. They are counted in all threads, in the order in which they come. The
@@ -18,17 +17,14 @@ and nothing before or after it, so neither the code under test nor its environme
 in C++ is not seen: the code under test hands Python files to torch.save.
 """
 
-import argparse
 import builtins
 import contextlib
 import errno
 import io
 import os
 import re
-import runpy
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,9 +145,9 @@ def watching(below: Path, *, at: int | None = None, act: Callable[[], Any] = lam
         yield changes
 
 
-def count(action: Callable[[], Any], *, below: Path, kinds: Sequence[str] = KINDS) -> int:
+def count(action: Callable[[], Any], *, below: Path) -> int:
     """How many changes an action makes below a folder."""
-    with watching(below, kinds=kinds) as changes:
+    with watching(below) as changes:
         action()
     return len(changes.made)
 
@@ -160,12 +156,12 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_at(at: int, action: Callable[[], Any], *, below: Path, kinds: Sequence[str] = KINDS) -> bool:
+def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
     """Run an action in a forked child that is killed before change `at`; whether it came so far. An exception of the
     action is an AssertionError here."""
     if (pid := os.fork()) == 0:
         try:
-            with watching(below, at=at, act=_die, kinds=kinds):
+            with watching(below, at=at, act=_die):
                 action()
             os._exit(0)
         finally:
@@ -211,9 +207,9 @@ def full_disk(match: str, *, below: Path) -> Iterator[Changes]:
 _FOREVER = contextlib.ExitStack()
 
 
-def dying_at(at: int, *, below: Path, since: str = "", kinds: Sequence[str] = KINDS) -> None:
+def dying_at(at: int, *, below: Path, since: str = "") -> None:
     """From now on this process dies before change `at`, counted as by `watching` without repeats."""
-    _FOREVER.enter_context(watching(below, at=at, act=_die, kinds=kinds, since=since, repeats=False))
+    _FOREVER.enter_context(watching(below, at=at, act=_die, since=since, repeats=False))
 
 
 def copying(into: Path, *, below: Path, since: str, until: str) -> None:
@@ -232,24 +228,3 @@ def copying(into: Path, *, below: Path, since: str, until: str) -> None:
 
     into.mkdir()
     changes = _FOREVER.enter_context(watching(below, at=0, onwards=True, act=copy, since=since, repeats=False))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a module as a command and kill it before a change; what the command returns or raises otherwise."""
-    parser = argparse.ArgumentParser(description="Run a module as `python -m` would, and kill it at a disk change.")
-    parser.add_argument("--at", type=int, required=True, help="number of the change, from 0; -1: count them only")
-    parser.add_argument("--below", type=Path, required=True, help="changes below this folder count")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- MODULE ARGS...")
-    args = parser.parse_args(argv)
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    sys.argv = command
-    with watching(args.below, at=args.at, act=_die, kinds=args.kinds) as changes:
-        try:
-            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        finally:
-            print(f"{len(changes.made)} changes below {args.below}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -18,17 +18,19 @@ Sums are taken of what goes to a file, not of what comes back from it: a disk th
 bytes is found out. A list of sums beside the files would do for the files, but then nobody vouches
 for the list.
 
-**Writing.** Everything goes into a folder with a hidden name. Each file is fsynced, the seal is written
-last, the folders are fsynced, and one rename gives the checkpoint its name. A run that resumed from an
-older checkpoint comes to steps that it has saved before: a good checkpoint is kept, by the law of the
-stream it is the same; a bad one is deleted, it never counted. A `final` of an earlier end, where the run
-was made longer, becomes the checkpoint of its step. So no instant is without the newest good one.
+**Writing.** Everything goes into a folder with a hidden name. Each file is fsynced, the seal is
+written last, the folders are fsynced, and one rename gives the checkpoint its name. A run that
+resumed from an older checkpoint comes to steps that it has saved before: a good checkpoint is
+kept, by the law of the stream it is the same; a bad one is deleted, it never counted. A `final` of
+an earlier end, where the run was made longer, becomes the checkpoint of its step. So no instant is
+without the newest good one.
 
-**Reading.** `newest_good` goes from the newest checkpoint to the oldest and takes the first in which every
-byte has its sum. States hold tensors and plain values only, and are loaded with `weights_only=True`:
-nothing is executed, and what a stranger wrote can do no more than be refused.
+**Reading.** `newest_good` goes from the newest checkpoint to the oldest and takes the first in
+which every byte has its sum. States hold tensors and plain values only, and are loaded with
+`weights_only=True`: nothing is executed, and what a stranger wrote can do no more than be refused.
 
-**While training goes on.** The loop is held for a copy of the state (`to_host`); a thread does the rest.
+**While training goes on.** The loop is held for a copy of the state (`to_host`); a thread does the
+rest.
 
     step 100 | copy |  step 101  |  step 102  |  step 103  | ...      the loop; all collectives
                     | write, fsync, rename, prune |                   rank 0's thread: files only
@@ -37,14 +39,15 @@ nothing is executed, and what a stranger wrote can do no more than be refused.
 At most one save is in flight, so a disk that is slower than the interval between two saves holds up
 training instead of filling memory.
 
-**Retention.** Once a checkpoint is known to be good, older ones may go: those that are neither among the
-last `keep_last_k` nor at a step that `keep_milestone_every` divides. With 2 and 400, and 700 just written:
+**Retention.** Once a checkpoint is known to be good, older ones may go: those that are neither
+among the last `keep_last_k` nor at a step that `keep_milestone_every` divides. With 2 and 400, and
+700 just written:
 
     checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
                   x     x     x     M     x     L     L     ?              F
 
-What this program did not write is never touched, nor is what is newer than the good one: it may be rotten,
-or a branch that a person left there.
+What this program did not write is never touched, nor is what is newer than the good one: it may be
+rotten, or a branch that a person left there.
 
 **Names for people.** `d12` is the newest good checkpoint of the run d12, `d12@1000` that of step
 1000, `d12@final` its end. A path to a run directory does in place of a tag, and a path to a
@@ -290,8 +293,9 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
 
 
 def put_checkpoint(run_dir: Path, name: str, head: Mapping[str, Any], contents: Mapping[str, Any]) -> Path:
-    """Write a sealed folder (see `write_sealed`) under a hidden name and rename it to RUN/checkpoints/<name>, unless
-    a good checkpoint of head["step"] is there. Nothing half-written stays where it cannot be done."""
+    """Write a sealed folder (see `write_sealed`) under a hidden name and rename it to
+    RUN/checkpoints/<name>, unless a good checkpoint of head["step"] is there. Nothing half-written
+    stays where it cannot be done."""
     target, temporary = run_dir / "checkpoints" / name, temporary_path(run_dir, name)
     remake_folder(target.parent)
     if os.path.lexists(target) and good_step(target) == head["step"]:

@@ -9,43 +9,46 @@ How a run ends, where it stands, and which launch owns it.
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by a thread of rank 0
     RUN/.owner-000007.json     which launch may write here; the highest number counts
 
-**Stopping.** One `StopWatch` for each process, entered before anything slow, so that a signal which
-arrives during set-up, an evaluation or a save is noted and honoured at the next look. It never
-interrupts: a handler that raised would leave collectives half done on one rank. It decides for its own
-process only; the caller adds the answer to a sum that all ranks make anyway, so one rank's signal stops
-all of them after the same step. A run stops for its walltime when the next look would come too late to
-save:
+**Stopping.** One `StopWatch` for each process, entered before anything slow, so that a signal
+which arrives during set-up, an evaluation or a save is noted and honoured at the next look. It
+never interrupts: a handler that raised would leave collectives half done on one rank. It decides
+for its own process only; the caller adds the answer to a sum that all ranks make anyway, so one
+rank's signal stops all of them after the same step. A run stops for its walltime when the next
+look would come too late to save:
 
     started                                      look        next look      deadline
     |---------------------------------------------|--step, looks--|--reserve--|
 
-**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run that says
-it is running and whose process is gone is dead. The state is not forced to disk, which may take as long
-as a step, and nothing that goes wrong in writing it stops training.
+**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run
+that says it is running and whose process is gone is dead. The state is not forced to disk, which
+may take as long as a step, and nothing that goes wrong in writing it stops training.
 
-**One owner.** Two launches that write the same run would mix two histories, so each first claims it:
+**One owner.** Two launches that write the same run would mix two histories, so each first claims
+it:
 
     .owner-000007  (A, dead)     B and C both find A dead; both try to create .owner-000008
     .owner-000008  (B)           one of them does; the other looks again, finds B alive, and gives up
 
-A number is never used twice: an owner that ends marks its record as released and leaves it. So a launch
-that was delayed between its look and its claim finds its number taken, or a higher one. A lock that is
-deleted at the end has no such memory. The owner looks at its record every second; where the record is
-gone or another's (the run directory was removed; the owner slept and was taken for dead), it ends itself.
+A number is never used twice: an owner that ends marks its record as released and leaves it. So a
+launch that was delayed between its look and its claim finds its number taken, or a higher one. A
+lock that is deleted at the end has no such memory. The owner looks at its record every second;
+where the record is gone or another's (the run directory was removed; the owner slept and was taken
+for dead), it ends itself.
 
-**Alive** means, in the same place (boot of the machine and process namespace): the process exists and
-started when the record says. From any other place: the heartbeat changes while we watch. Clocks of two
-machines are not compared for that, so a clock that is hours off neither locks a run nor lets two in.
+**Alive** means, in the same place (boot of the machine and process namespace): the process exists
+and started when the record says. From any other place: the heartbeat changes while we watch.
+Clocks of two machines are not compared for that, so a clock that is hours off neither locks a run
+nor lets two in.
 
-**What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes the
-signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds (which must
-exceed a step and a save), and exits with 1 however well they ended; any other signal kills torchrun alone
-and orphans its workers, hence `--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Workers have sessions
-of their own: a terminal's Ctrl-C reaches them through torchrun only, and a second one ends nothing at
-once (scripts.stop --force does). Where one node of several is signalled all ranks save and end, but the
-other torchruns wait for minutes: signal all, as srun does, or use scripts.stop. A worker's exit code
-becomes 1: with torchrun ask `scripts.status --exit-code`.
-"""
+**What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes
+the signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds
+(which must exceed a step and a save), and exits with 1 however well they ended; any other signal
+kills torchrun alone and orphans its workers, hence `--signals-to-handle
+SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Workers have sessions of their own: a terminal's Ctrl-C reaches
+them through torchrun only, and a second one ends nothing at once (scripts.stop --force does).
+Where one node of several is signalled all ranks save and end, but the other torchruns wait for
+minutes: signal all, as srun does, or use scripts.stop. A worker's exit code becomes 1: with
+torchrun ask `scripts.status --exit-code`. """
 
 import contextlib
 import json
@@ -88,7 +91,7 @@ HEARTBEAT_LIMIT_S = 60.0  # older: dead, as far as another host can tell
 WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
 
 
-# ---- when to stop -----------------------------------------------------------------------------------
+# ---- when to stop -------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Deadline:
@@ -234,14 +237,15 @@ class StopWatch:
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All ranks' reasons to stop (rank order, '' for none) as one: 'SIGUSR1', 'SIGTERM (rank 1, 3)'."""
+    """All ranks' reasons to stop (rank order, '' for none) as one: 'SIGUSR1', 'SIGTERM (rank 1,
+    3)'."""
     ranks = [rank for rank, reason in enumerate(reasons) if reason]
     told = reasons[ranks[0]] if ranks else ""
     some = told.startswith("SIG") and len(ranks) < len(reasons)
     return f"{told} (rank {', '.join(map(str, ranks))})" if some else told
 
 
-# ---- processes --------------------------------------------------------------------------------------
+# ---- processes ----------------------------------------------------------------------------------
 
 PROCESS = {"host": str, "place": str, "pid": int, "start": (str, None)}  # what `identify` gives
 
@@ -281,7 +285,7 @@ def is_alive_here(process: Mapping[str, Any]) -> bool | None:
     return process_start(process["pid"]) == process["start"] if process["place"] == place() else None
 
 
-# ---- where a run stands -----------------------------------------------------------------------------
+# ---- where a run stands -------------------------------------------------------------------------
 
 NUMBER = (int, float, None)
 NEWS = {  # what a run tells of itself while it goes on, and the shape of each
@@ -340,7 +344,7 @@ def _replace(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-# ---- who owns it ------------------------------------------------------------------------------------
+# ---- who owns it --------------------------------------------------------------------------------
 
 OWNER = {"launch": str, "since": float, "released": bool, **PROCESS}
 
@@ -379,8 +383,9 @@ class Owner:
 
 
 def check_free(run_dir: Path) -> int:
-    """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must be told.
-    Watches a launch in another place for a while. ValueError names the launch that owns it."""
+    """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must
+    be told. Watches a launch in another place for a while. ValueError names the launch that owns
+    it."""
     generation = max(_owners(run_dir), default=0)
     record = _read_owner(run_dir, generation)
     if record is None or record["released"]:
@@ -434,8 +439,9 @@ def _owners(run_dir: Path) -> list[int]:
 
 
 def _read_owner(run_dir: Path, generation: int) -> dict[str, Any] | None:
-    """The record of an owner, None if there is none. One that is broken is told of and counts as none: it
-    is no dead end. (A launch that is writing it this moment finds itself succeeded, and ends.)"""
+    """The record of an owner, None if there is none. One that is broken is told of and counts as
+    none: it is no dead end. (A launch that is writing it this moment finds itself succeeded, and
+    ends.)"""
     for is_last in (False, True):
         try:
             return read_json(_owner_path(run_dir, generation), OWNER, way_out="it is replaced")
@@ -475,7 +481,7 @@ def _state_of(run_dir: Path, record: dict[str, Any]) -> dict[str, Any] | None:
     return state if state and state["launch"] == record["launch"] else None
 
 
-# ---- telling ----------------------------------------------------------------------------------------
+# ---- telling ------------------------------------------------------------------------------------
 
 class RunState:
     """Rank 0's writer of the state. A context: leaving it without a final status makes the status

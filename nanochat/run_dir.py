@@ -85,8 +85,8 @@ def is_run_dir(path: Path) -> bool:
 
 
 def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted; those too that have got no further than saying that they
-    start."""
+    """The tags of all runs under the base directory, sorted; those too that have got no further
+    than saying that they start."""
     root = get_base_dir() / "runs"
     return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
 
@@ -96,8 +96,8 @@ def _has_run(path: Path) -> bool:
 
 
 def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
-    """The run directory that a tag (looked up first) or a path means; None means the only run there is.
-    FileNotFoundError and, for None, ValueError list the runs there are."""
+    """The run directory that a tag (looked up first) or a path means; None means the only run
+    there is. FileNotFoundError and, for None, ValueError list the runs there are."""
     runs, root = list_runs(), get_base_dir() / "runs"
     known = ", ".join(runs) or "none"
     if tag_or_path is None:

@@ -1,8 +1,9 @@
 """
 A rank that hangs or dies takes the others down within a stated time, with a sentence that names it.
 
-Without this, the others wait in a collective: for ever, or until the library gives up with words that
-name no rank. Here each rank's main thread says where it is, and a daemon thread of each rank watches:
+Without this, the others wait in a collective: for ever, or until the library gives up with words
+that name no rank. Here each rank's main thread says where it is, and a daemon thread of each rank
+watches:
 
     main thread    beat(17) .. beat(17, "reduction") .. beat(18) ............................  stuck
     its watchdog   publishes {count, step, where, idle seconds} in the launch's store, every second or two
@@ -23,10 +24,10 @@ name no rank. Here each rank's main thread says where it is, and a daemon thread
 - A rank that fails with an exception leaves its sentence as the verdict, and says it itself. The others,
   whose collectives break ("connection closed"), leave without a word.
 
-The store is a client of its own to the one where the ranks met (torchrun's, which outlives every rank),
-because the main thread may hold the lock of theirs. Every use of it happens in a thread of its own with a
-time limit: a store whose host is stopped does not answer, and then that is the verdict.
-"""
+The store is a client of its own to the one where the ranks met (torchrun's, which outlives every
+rank), because the main thread may hold the lock of theirs. Every use of it happens in a thread of
+its own with a time limit: a store whose host is stopped does not answer, and then that is the
+verdict. """
 
 import contextlib
 import faulthandler
@@ -53,8 +54,8 @@ PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
 
 
 def open_store(world_size: int, *, timeout_s: float = 30.0) -> Any:
-    """A client of the store of this launch (MASTER_ADDR, MASTER_PORT), or None for a single process. Called
-    once the process group is there."""
+    """A client of the store of this launch (MASTER_ADDR, MASTER_PORT), or None for a single
+    process. Called once the process group is there."""
     if world_size == 1:
         return None
     import torch.distributed as dist
@@ -67,8 +68,8 @@ def open_store(world_size: int, *, timeout_s: float = 30.0) -> Any:
 class Watchdog:
     """One for each rank; a context around all of training.
 
-    store: of `open_store`. ranks: what `lifecycle.identify` gave on each rank, in rank order. on_failure:
-    called with the verdict on each rank, from any thread, before the process is ended.
+    store: of `open_store`. ranks: what `lifecycle.identify` gave on each rank, in rank order.
+    on_failure: called with the verdict on each rank, from any thread, before the process is ended.
     """
 
     def __init__(self, store: Any, ranks: Sequence[dict[str, Any]], *, rank: int = 0, timeout_s: float = 600.0,
@@ -90,7 +91,8 @@ class Watchdog:
     # ---- what the main thread says
 
     def beat(self, step: int | None = None, where: str = "") -> None:
-        """The main thread is alive and, with a step, has come to a new point that all ranks come to."""
+        """The main thread is alive and, with a step, has come to a new point that all ranks come
+        to."""
         if step is not None:
             self._steps += step != self._step
             self._count, self._step, self._where = self._count + 1, step, where
@@ -114,7 +116,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        """The end of training, good or bad. After a failure another rank's verdict makes this one silent."""
+        """The end of training, good or bad. After a failure another rank's verdict makes this one
+        silent."""
         if self._ending:  # the watching thread has told why
             raise SystemExit(1) from error
         self._over.set()
@@ -176,7 +179,8 @@ class Watchdog:
                 "left": False, "idle": self._idle(), "limit": self._limit()}
 
     def _died(self) -> str:
-        """The verdict on a process of this machine that is gone and had not left, '' if there is none."""
+        """The verdict on a process of this machine that is gone and had not left, '' if there is
+        none."""
         for rank, process in enumerate(self.ranks):
             if rank != self.rank and is_alive_here(process) is False:
                 seen = (self._ask(self._read_all) or {}).get(rank, {"left": False, "step": -1, "where": "set-up"})
@@ -185,8 +189,8 @@ class Watchdog:
         return ""
 
     def _judge(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
-        """Our main thread is beyond its limit: who is to blame? '' if we wait for ranks that work. `before` and
-        `after`: what the others have published, some time apart."""
+        """Our main thread is beyond its limit: who is to blame? '' if we wait for ranks that work.
+        `before` and `after`: what the others have published, some time apart."""
         if len(self.ranks) == 1:
             return f"the main thread has made no progress for {self._idle():,.0f} s, at {point(self._record())}"
         here = f"{point(self._record())} for {self._idle():,.0f} s"
@@ -217,8 +221,8 @@ class Watchdog:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"
 
     def _speaks(self, verdict: str) -> bool:
-        """Whether this rank tells people of another's end: rank 0, or rank 1 where rank 0 is gone, and nobody where a
-        rank of this host had an exception and says so itself."""
+        """Whether this rank tells people of another's end: rank 0, or rank 1 where rank 0 is gone,
+        and nobody where a rank of this host had an exception and says so itself."""
         who, failed, _ = verdict.partition(" failed at ")
         if who.startswith("rank 0 on"):
             return self.rank == 1 and not failed
@@ -279,8 +283,8 @@ class Watchdog:
         reporter.join(timeout=10)
 
     def _end(self, verdict: str) -> None:
-        """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0 goes last: the
-        store may be its own."""
+        """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0
+        goes last: the store may be its own."""
         self._ending = True
         accused = self._name(self.rank) in verdict or verdict.startswith(("all ", "the main thread"))
         if accused or self._speaks(verdict):

@@ -1,6 +1,7 @@
 """What forks do, each by editing one file of a copy of this repository, and then training with it."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -142,3 +143,47 @@ class FileSource(Source):
     fork.run("--data-format=txt", f"--data-path={folder}")
     assert len(fork.digests()) == 4
     assert "no .csv file" in fork.run("--data-format=csv", f"--data-path={folder}", tag="none", ok=False)
+
+
+def test_a_schedule_with_a_flag_of_its_own(fork):
+    """A run that began before the flag was there goes on with its default."""
+    fork.run("--num-iterations=2", tag="older")
+    field, line = "    final_lr_frac: float = ", "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
+    flag = '    wave: float = setting(0.0, "how far rates swing about the line", fixed="what a step computes")'
+    fork.edit("nanochat/schedule.py", field, f"{flag}\n{field}")
+    fork.edit("nanochat/schedule.py", line, f"{line} * (1 + self.wave * math.sin(step))")
+    plain = fork.run("--num-iterations=4", tag="older")
+    assert "resuming" in plain and len(fork.digests("older")) == 4
+    fork.run("--wave=0.5")
+    fork.run("--wave=0.0", tag="flat")
+    rates = {tag: [r["lr"] for r in fork.log(tag) if "digest" in r] for tag in ("hack", "flat")}
+    assert rates["hack"][0] == rates["flat"][0] and rates["hack"][1] == pytest.approx(
+        rates["flat"][1] * (1 + 0.5 * math.sin(1)))
+    assert "--wave: the run has 0.5, the command says 0.25" in fork.run("--wave=0.25", "--num-iterations=6", ok=False)
+
+
+def test_a_metric_at_evaluation(fork):
+    fork.edit("scripts/base_train.py", 'run.journal.event("val", bpb=bpb,',
+              'run.journal.event("val", perplexity_of_bytes=2**bpb, bpb=bpb,')
+    fork.run("--eval-every=2")
+    found = [r for r in fork.log() if r.get("event") == "val"]
+    assert len(found) == 3 and all(r["perplexity_of_bytes"] == 2**r["bpb"] for r in found)
+
+
+def test_a_value_in_the_steps_line_and_log(fork):
+    fork.edit("scripts/base_train.py", '"grad_norm": grad_norm,', '"grad_norm": grad_norm, "hot": max(totals.loss, 1),')
+    fork.edit("scripts/base_train.py", '    run.journal.step(record,',
+              '    line.append(f"hot {record[\'hot\']:.3f}")\n    run.journal.step(record,')
+    printed = fork.run()
+    found = [r["hot"] for r in fork.log() if "digest" in r]
+    assert len(found) == 4 and all(f"hot {value:.3f}" in printed for value in found)
+
+
+def test_another_mlp(fork):
+    fork.edit("nanochat/gpt.py", "return self.c_proj(F.relu(self.c_fc(x)).square())",
+              "return self.c_proj(F.silu(self.c_fc(x)))")
+    fork.run()
+    fork.edit("nanochat/gpt.py", "F.silu(", "F.relu(")
+    fork.run(tag="other")
+    losses = [[r["loss"] for r in fork.log(tag) if "digest" in r] for tag in ("hack", "other")]
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=0.5) and losses[0] != losses[1]

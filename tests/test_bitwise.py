@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,10 @@ if not THOROUGH:
 def everything() -> Iterator[None]:
     """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
-    with mock.patch.object(gpt.GPTConfig, "from_depth", partial(from_depth, n_kv_head=1)), \
+    def with_fewer(*args: Any, **kwargs: Any) -> gpt.GPTConfig:
+        return replace(from_depth(*args, **kwargs), n_kv_head=1)
+
+    with mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer), \
             mock.patch.multiple(reduce, SMALL_ELEMENTS=8192):
         yield
 

@@ -50,8 +50,7 @@ from nanochat.common import quiet_gc, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.run_data import open_source
-from nanochat.sources import scan
+from nanochat.sources import open_source, scan
 from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards

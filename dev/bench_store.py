@@ -27,8 +27,7 @@ from nanochat.common import begin_data, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.run_data import open_source
-from nanochat.sources import scan
+from nanochat.sources import open_source, scan
 from nanochat.token_writer import MegatronWriter
 from tests.object_store import environment
 

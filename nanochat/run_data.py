@@ -50,36 +50,27 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
               data_format: str = "text", curriculum: Curriculum | None = None, strict: bool = False,
               shares: str | None = None) -> dict[str, dict[str, Manifest]]:
     """What a run reads: {"train": {bucket: manifest}, "val": ...}. `old`: what it has pinned
-    before ({} for a new one): the files of its buckets in use are compared with those below the
-    given paths, and buckets that the curriculum did not mix before are added. `shares`: --split of
-    Megatron's order; None for lanes.
+    before ({} for a new one); the files below the given paths are compared with it. `shares`:
+    --split of Megatron's order; None for lanes.
 
     Raises FileNotFoundError or ValueError naming the file that is bad, changed or gone.
     """
-    if not old and shares is not None:
+    roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
+    if old:
+        return {split: {bucket: check(manifest, roots[split], strict=strict)
+                        for bucket, manifest in buckets.items()} for split, buckets in old.items()}
+    if shares is not None:
         from nanochat.blend import find_prefixes
 
         return find_prefixes(data_path, val_path, shares)
-    roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
-    manifests = {split: dict(buckets) for split, buckets in old.items()}
-    for split, buckets in old.items():
-        for bucket, manifest in buckets.items():
-            if split == "val" or curriculum is None or bucket in curriculum.buckets:
-                manifests[split][bucket] = check(manifest, roots[split], strict=strict)
-    if not old or (curriculum is not None and set(curriculum.buckets) - set(old["train"])):
-        files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=curriculum is not None)
-        for split, buckets_of in files.items():
-            check_format(roots[split], [file for some in buckets_of.values() for file in some],
-                         data_format)
-        if curriculum is not None:
-            curriculum.check_buckets(files["train"])
-            files["train"] = {bucket: files["train"][bucket] for bucket in curriculum.buckets}
-        for split, buckets_of in files.items():
-            known = manifests.setdefault(split, {})
-            if not old or split == "train":
-                known.update({bucket: scan(roots[split], found, strict=strict) for bucket, found in buckets_of.items()
-                              if bucket not in known})
-    return manifests
+    files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=curriculum is not None)
+    if curriculum is not None:
+        curriculum.check_buckets(files["train"])
+        files["train"] = {bucket: files["train"][bucket] for bucket in curriculum.buckets}
+    for split, buckets in files.items():
+        check_format(roots[split], [file for some in buckets.values() for file in some], data_format)
+    return {split: {bucket: scan(roots[split], found, strict=strict) for bucket, found in buckets.items()}
+            for split, buckets in files.items()}
 
 
 def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:

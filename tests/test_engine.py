@@ -81,13 +81,15 @@ def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model
     torch.testing.assert_close(model(x[:, :9], kv_cache=cache), full[:, :9], atol=1e-4, rtol=0)
 
 
-def test_greedy_tokens_equal_those_of_running_the_whole_sequence_anew(model):
-    prompt = tokens(1, 120)[0].tolist()
-    naive = naively(model, prompt, 40, temperature=0)
-    assert BOS not in naive and len(set(naive)) > 3
-    rows, masks = Engine(model, ByteTokenizer()).generate_batch(prompt, 3, max_tokens=40, temperature=0)
-    assert rows == [prompt + naive] * 3
-    assert masks == [[0] * 120 + [1] * 40] * 3
+def test_samples_equal_those_of_running_the_whole_sequence_anew(model):
+    engine = Engine(model, ByteTokenizer())
+    for samples, prompt, sampling in ((3, tokens(1, 120)[0].tolist(), {"temperature": 0}),
+                                      (1, [1, 2, 3], {"temperature": 0.7, "top_k": 20, "seed": 9})):
+        naive = naively(model, prompt, 20, **sampling)
+        assert BOS not in naive and len(set(naive)) > 3
+        rows, masks = engine.generate_batch(prompt, samples, max_tokens=20, **sampling)
+        assert rows == [prompt + naive] * samples
+        assert masks == [[0] * len(prompt) + [1] * 20] * samples
 
 
 def test_same_seed_same_samples_and_samples_differ_from_the_first_token_on(model):
@@ -102,13 +104,6 @@ def test_same_seed_same_samples_and_samples_differ_from_the_first_token_on(model
     assert len(set(first[0])) > 1
     assert len({tuple(row) for row in zip(*first, strict=True)}) == 8
     assert draw(top_k=1) == [[column[0]] * 8 for column in draw(top_k=1)]
-
-
-def test_one_sample_follows_the_naive_reference_draw_by_draw(model):
-    engine = Engine(model, ByteTokenizer())
-    rows, _ = engine.generate_batch([1, 2, 3], max_tokens=20, temperature=0.7, top_k=20, seed=9)
-    naive = naively(model, [1, 2, 3], 20, temperature=0.7, top_k=20, seed=9)
-    assert BOS not in naive and rows == [[1, 2, 3] + naive]
 
 
 class Scripted:

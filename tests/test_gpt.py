@@ -124,6 +124,8 @@ def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
     assert model.compute_dtype == torch.bfloat16 == model.cos.dtype
     assert {n for n, p in model.named_parameters() if p.dtype != torch.float32} == {
         "transformer.wte.weight", *(f"value_embeds.{i}.weight" for i in (0, 2, 4))}
+    drawn = initial_weight("transformer.wte.weight", torch.Size((128, 32)), seed=0, n_embd=32)
+    assert torch.equal(model.get_parameter("transformer.wte.weight"), drawn.bfloat16()), "rounded once"
     x = tokens(2, 40)
     in_bf16 = shake(model)(x)
     assert in_bf16.dtype == torch.float32 and in_bf16.isfinite().all()
@@ -131,27 +133,6 @@ def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
     assert model.compute_dtype == torch.float32 == model.cos.dtype
     difference = (model(x) - in_bf16).abs()
     assert 0 < difference.mean() < 0.3 and model(x).std() > 1
-
-
-def test_embeddings_are_rounded_once():
-    wte = build(dtype=torch.bfloat16).get_parameter("transformer.wte.weight")
-    drawn = initial_weight("transformer.wte.weight", wte.shape, seed=0, n_embd=32)
-    assert torch.equal(wte, drawn.bfloat16())
-
-
-# ---- what can see what ----------------------------------------------------------------------------------------------
-
-def changed_positions(model, x, at, **kwargs):
-    """Positions of the only row of x whose logits change when token `at` does."""
-    other = x.clone()
-    other[0, at] = (other[0, at] + 1) % 70
-    return (model(x, **kwargs) != model(other, **kwargs)).any(dim=2)[0].nonzero().flatten().tolist()
-
-
-def test_no_position_sees_a_later_token():
-    model, x = shake(build()), tokens(1, 150)
-    for at in (0, 77, 149):
-        assert changed_positions(model, x, at) == list(range(at, 150))
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -202,19 +183,14 @@ def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(mode, p
 
 @pytest.mark.parametrize("pattern", LAYERS)
 def test_with_an_explicit_mask_the_gradients_are_those_of_each_document_alone(pattern):
-    gradients = []
     x, y, doc_ids = documents()
-    for masked in (True, False):
-        model = docs_model("sdpa_mask", pattern).double()  # all but the loss, which is float32
-        model.cos, model.sin = model.cos.double(), model.sin.double()
-        if masked:
-            model(x, y, masks=model.masks(doc_ids), loss_reduction="sum").backward()
-        else:
-            alone(model, x, y, loss_reduction="none").sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, expected in gradients[1].items():
-        assert expected.any(), name
-        torch.testing.assert_close(gradients[0][name], expected, atol=1e-6 * expected.abs().max().item(), rtol=0)
+    model = docs_model("sdpa_mask", pattern).double()  # all but the loss, which is float32
+    model.cos, model.sin = model.cos.double(), model.sin.double()
+    losses = (model(x, y, masks=model.masks(doc_ids), loss_reduction="sum"),
+              alone(model, x, y, loss_reduction="none").sum())
+    for ours, expected in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses)):
+        assert expected.any()
+        torch.testing.assert_close(ours, expected, atol=1e-6 * expected.abs().max().item(), rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA only")
@@ -235,8 +211,6 @@ def test_attention_modes():
         build(attention_mode="flex").masks(None)
     with pytest.raises(ValueError, match="--attention-mode: got 'auto', expected one of causal, sdpa_mask, flex"):
         GPT(SMALL, attention_mode="auto")
-    names = [list(build(attention_mode=mode).state_dict()) for mode in ("causal", "sdpa_mask", "flex")]
-    assert names[0] == names[1] == names[2]
 
 
 # ---- the whole forward, written out ---------------------------------------------------------------------------------
@@ -309,24 +283,9 @@ def test_losses_leave_out_targets_that_are_off():
     torch.testing.assert_close(each.double().flatten(), expected * (targets.flatten() >= 0), atol=1e-4, rtol=0)
     torch.testing.assert_close(model(x, targets, loss_reduction="sum"), each.sum())
     torch.testing.assert_close(model(x, targets), each.sum() / 40)
-
-
-def test_a_row_without_live_targets_sums_to_zero_with_zero_gradients():
-    model = shake(build())
-    loss = model(tokens(1, 8), torch.full((1, 8), -100), loss_reduction="sum")
+    loss = model(x, torch.full_like(x, -100), loss_reduction="sum")
     loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-def test_logits_are_capped_and_padding_is_never_predicted():
-    model, x = shake(build()), tokens(1, 20)
-    with torch.no_grad():
-        model.lm_head.weight[70:] = 1e4  # would win, were it not cropped
-        model.lm_head.weight[:70] *= 100
-    assert model.config.padded_vocab_size == 128
-    logits = model(x)
-    assert logits.size(2) == 70 and 14 < logits.abs().max() <= 15
+    assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------
@@ -347,15 +306,9 @@ def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
     assert model(x, y).item() < 0.05
 
 
-def test_a_compiled_forward_is_one_graph_with_the_same_result():
-    model, x = shake(build(GPTConfig(**{**SMALL.__dict__, "n_layer": 2}))), tokens(2, 150)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, x), model(x, x))
-
-
-@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+@pytest.mark.parametrize("mode", ["causal", "sdpa_mask", "flex"])
 @flex_runs_uncompiled
-def test_masks_made_outside_go_into_a_compiled_forward_without_compiling_again(mode):
+def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_without_compiling_again(mode):
     from torch._dynamo.testing import CompileCounter  # takes half a second
 
     counter = CompileCounter()

@@ -1,7 +1,6 @@
 """Bits per byte: the definition, and what it must not depend on."""
 
 import math
-import types
 
 import numpy as np
 import pytest
@@ -67,14 +66,6 @@ def test_steps_count_batches_and_never_draw_one_too_many():
     batches = iter(in_batches(x, y, 2))
     assert evaluate_bpb(table_model, batches, 2, TOKEN_BYTES) == pytest.approx(written_out(x[:4], y[:4]), rel=1e-14)
     assert len(list(batches)) == 1
-
-
-def test_batches_may_be_objects_and_losses_flat():
-    x, y = make_rows(0, 4, 10)
-    objects = [types.SimpleNamespace(inputs=a, targets=b, step=0) for a, b in in_batches(x, y, 2)]
-    def flat(x, y, *, loss_reduction):
-        return table_model(x, y, loss_reduction=loss_reduction).flatten()
-    assert evaluate_bpb(flat, objects, None, TOKEN_BYTES.numpy()) == pytest.approx(written_out(x, y), rel=1e-14)
 
 
 def test_special_tokens_and_dead_rows_change_nothing():

@@ -3,11 +3,13 @@ indices believes nothing that is torn; bad input is one sentence."""
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from nanochat.megatron import (
     pad_id,
     split_matrix,
 )
-from nanochat.sample_index import cached, find_samples, plan_order
+from nanochat.sample_index import cached, plan_order
 from tests.toy import examples
 
 OWN = Path(__file__).parent / "golden" / "megatron"
@@ -82,9 +84,9 @@ def test_small_cases_of_megatron_core(case: str) -> None:
         return None if blend is None else ([str(OWN / name) for name in blend[0]], blend[1])
 
     settings = dict(about["settings"])
-    for key, place in (("blend", placed), ("blend_per_split", lambda blends: [placed(blend) for blend in blends])):
-        if key in settings:
-            settings[key] = place(settings[key])
+    settings["blend"] = placed(settings.get("blend"))
+    if "blend_per_split" in settings:
+        settings["blend_per_split"] = [placed(blend) for blend in settings["blend_per_split"]]
     config = GPTDatasetConfig(tokenizer=SimpleNamespace(eod=0), **settings)
     built = BlendedMegatronDatasetBuilder(GPTDataset, about["sizes"], lambda: True, config).build()
     for dataset, expected in zip(built, about["splits"], strict=True):
@@ -107,16 +109,6 @@ def compare(dataset: Any, expected: Any) -> None:
     wanted = {"tokens": "torch.int64", "labels": "torch.int64", "loss_mask": "torch.float32",
               "position_ids": "torch.int64", "attention_mask": "torch.bool"}
     assert types == {name: wanted[name] for name in types}
-
-
-def test_the_small_cases_have_what_they_are_for() -> None:
-    """Several epochs with the last apart, a padded sample, masks that differ from a triangle."""
-    train, valid, _ = OWN_CASES["partial"]["splits"]
-    assert len(train["document_index"][1]) > 18 and len(valid["document_index"][1]) > 6
-    lengths = np.fromfile(OWN / "a.idx", np.int32, 24, offset=34)
-    assert lengths[18:].sum() % 8 != 1, "the last validation sample is partial"
-    positions = [sample["position_ids"] for sample in train["samples"]]
-    assert any(p != list(range(8)) for p in positions)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no golden data in {SHARED}")
@@ -175,9 +167,12 @@ def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop
 @settings(max_examples=examples(1.2))
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
        extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
-       num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+       num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+       stretch=st.sampled_from([1 << 16, 7]))
 def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int, extra: bool, drop_last: bool,
-                                                      seed: int, num_samples: int | None, cut: tuple[int, int]) -> None:
+                                                      seed: int, num_samples: int | None, cut: tuple[int, int],
+                                                      stretch: int) -> None:
+    """Whatever part of the stream is looked at together, and where documents are empty."""
     documents = range(cut[0], len(lengths) - cut[1])
     if not sum(lengths[d] for d in documents):
         documents = range(len(lengths))
@@ -186,7 +181,8 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
                    drop_last_partial_validation_sequence=drop_last)
     order, before, apart = plain_order(seed, list(documents), lengths, num_samples, T, extra)
     begins = plain_samples(order, lengths, T, extra, drop_last)
-    assert dataset.document_index.tolist() == order and dataset.order.apart == apart
+    with mock.patch.object(sample_index, "STRETCH", stretch):
+        assert dataset.document_index.tolist() == order and dataset.order.apart == apart
     assert dataset.sample_index.tolist() == [list(begin) for begin in begins]
     assert len(dataset) == len(begins) - 1 >= (num_samples or 0)
     shuffle = dataset.shuffle_index.tolist()
@@ -200,42 +196,6 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
     assert live == [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
 
 
-def test_a_partial_sample_ends_with_the_last_document_even_if_that_is_empty() -> None:
-    for seed in range(9):
-        dataset = make(Memory([5, 0, 0]), split=Split.valid, T=4, seed=seed, add_extra_token_to_sequence=False,
-                       drop_last_partial_validation_sequence=False)
-        if dataset.document_index[-1] != 0:
-            break
-    assert dataset.document_index[-1] != 0 and len(dataset) == 2
-    assert dataset.sample_index[2].tolist() == [2, 0]
-
-
-def test_order_of_many_epochs_apart_and_not() -> None:
-    """100 tokens an epoch, T = 10: 9 samples an epoch. The last is apart when fewer than int(0.8 * 9) are used."""
-    def plan(tokens: int, num_samples: int) -> tuple[int, bool]:
-        order = plan_order(0, range(4), tokens=tokens, num_samples=num_samples, T=10, extra=True, drop_last=True)
-        return order.num_epochs, order.apart
-
-    assert [plan(100, n) for n in (9, 10, 15, 16, 19, 20)] == [
-        (1, False), (2, True), (2, True), (2, False), (2, False), (3, True)]
-    assert [plan(1001, 100 + n) for n in (79, 80)] == [(2, True), (2, False)]
-
-
-def test_a_long_stream_is_searched_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same samples whatever is looked at together, where many documents are empty as well."""
-    lengths = np.random.default_rng(0).integers(0, 9, 3000).astype(np.int32)
-    lengths[200:600] = 0
-    order = np.arange(3000, dtype=np.int32)
-    tokens = int(lengths.sum())
-    for extra in (True, False):
-        found = []
-        for stretch in (3000, 64, 7):
-            monkeypatch.setattr(sample_index, "STRETCH", stretch)
-            samples = find_samples(lengths, order, num_samples=tokens // 5, tokens=tokens, T=5, extra=extra)
-            found.append(samples.tolist())
-        assert found[0] == found[1] == found[2]
-
-
 def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
     """Beyond 2**24 tokens that is not the true count; it is megatron-core's."""
     def count(tokens: int, drop_last: bool) -> int:
@@ -243,6 +203,7 @@ def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
         return order.num_samples
 
     assert count(101, False) == 34 and count(101, True) == 33
+    assert len(make(Memory([11]), split=Split.train, T=4, drop_last_partial_validation_sequence=False)) == 2
     exact = [-(-(n - 1) // 3) for n in range(2**25, 2**25 + 50)]
     assert [count(n, False) for n in range(2**25, 2**25 + 50)] != exact
 
@@ -285,25 +246,6 @@ def test_tensors_of_a_sample_and_rows_agree(ids: list[int], T: int, options: dic
             assert sample["attention_mask"].tolist() == [barred]
 
 
-def test_partial_sample_is_padded_without_loss_and_spoils_no_other() -> None:
-    dataset = make(Memory([11], np.arange(10, 21, dtype=np.int32)), split=Split.valid, T=4,
-                   drop_last_partial_validation_sequence=False)
-    order = dataset.shuffle_index.tolist()
-    assert sorted(order) == [0, 1, 2]
-    last = dataset[order.index(2)]
-    assert last["tokens"].tolist() == [18, 19, 20, 0] and last["labels"].tolist() == [19, 20, 0, 0]
-    assert last["loss_mask"].tolist() == [1, 1, 0, 0]
-    assert dataset[order.index(0)]["loss_mask"].tolist() == [1, 1, 1, 1]
-    ids, live = rows_of(dataset, 3)
-    assert ids[order.index(2)] == [18, 19, 20, 0, 0] and sum(map(sum, live)) == 10
-    assert len(make(Memory([11]), split=Split.train, T=4, drop_last_partial_validation_sequence=False)) == 2
-
-
-def test_sample_none_has_no_loss() -> None:
-    dataset = make(Memory([30]))
-    assert dataset[None]["tokens"].equal(dataset[0]["tokens"]) and not dataset[None]["loss_mask"].any()
-
-
 def test_pad_token(caplog: pytest.LogCaptureFixture) -> None:
     def pad(**tokenizer: Any) -> int:
         return pad_id(GPTDatasetConfig(random_seed=0, sequence_length=4, allow_ambiguous_pad_tokens=ambiguous,
@@ -325,6 +267,7 @@ def test_made_up_data() -> None:
     assert [len(d.indices) for d in (train, valid, test)] == [33333, 33334, 33333]
     ids, _ = train.row(5)
     assert ids.shape == (513,) and ids.max() == 49 and (train[5]["tokens"].numpy() == ids[:-1]).all()
+    assert train[None]["tokens"].equal(train[0]["tokens"]) and not train[None]["loss_mask"].any()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -424,44 +367,35 @@ def test_what_is_stored_is_mapped_and_not_computed_again(tmp_path: Path) -> None
     assert same(found), "a map outlives the name of its file"
 
 
-@pytest.mark.parametrize("how", ["no array", "torn checksum", "no object", "cut short", "empty", "a pickle",
-                                 "other type", "other shape", "header", "first", "last"])
-def test_what_is_torn_is_told_and_computed_again(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("tear", [
+    lambda array, seal: array.unlink(),
+    lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),
+    lambda array, seal: seal.write_text("[1]"),
+    lambda array, seal: array.write_bytes(array.read_bytes()[:-4]),
+    lambda array, seal: array.write_bytes(b""),
+    lambda array, seal: np.save(array, np.array([{}]), allow_pickle=True),
+    lambda array, seal: np.save(array, ARRAYS["x"].view(np.int32)),
+    lambda array, seal: np.save(array, ARRAYS["x"].reshape(2, -1)),
+    lambda array, seal: array.write_bytes(b"?" + array.read_bytes()[1:]),
+    lambda array, seal: array.write_bytes(array.read_bytes()[:-1] + b"?")])
+def test_what_is_torn_is_told_and_computed_again(tear: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep(tmp_path)
-    path, seal = tmp_path / "key-x.npy", tmp_path / "key.json"
-    data, array = bytearray(path.read_bytes()), ARRAYS["x"]
-    if how == "no array":
-        path.unlink()
-    elif how == "torn checksum":
-        seal.write_bytes(seal.read_bytes()[:20])
-    elif how == "no object":
-        seal.write_text("[1]")
-    elif how in ("cut short", "empty"):
-        path.write_bytes(data[:-4] if how == "cut short" else b"")
-    elif how == "a pickle":
-        np.save(path, np.array([{}]), allow_pickle=True)
-    elif how.startswith("other"):
-        np.save(path, array.view(np.int32) if how == "other type" else array.reshape(2, -1))
-    else:
-        data[{"header": 2, "first": 128, "last": -1}[how]] ^= 1
-        path.write_bytes(data)
+    seal = tmp_path / "key.json"
+    tear(tmp_path / "key-x.npy", seal)
     assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
     assert same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
 def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path: Path) -> None:
-    barrier, wrong = threading.Barrier(6), []
+    barrier = threading.Barrier(6)
 
-    def work() -> None:
+    def work(_: int) -> bool:
         barrier.wait()
-        wrong.extend(1 for _ in range(5) if not same(keep(tmp_path)))
+        return all(same(keep(tmp_path)) for _ in range(5))
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(6)))
+    assert len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -470,28 +404,22 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
 
 
 def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
-    for lengths, seed, num_samples in (([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80),
-                                       ([9] * 10 + [5, 13], 0, 40)):
+    cases = [([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80), ([9] * 10 + [5, 13], 0, 40)]
+    make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path)).row(0)
+    assert not list(tmp_path.iterdir()), "too small to be worth a file"
+    monkeypatch.setattr(sample_index, "WORTH_STORING", 0)
+    for lengths, seed, num_samples in cases * 2:
         plain = make(Memory(lengths), num_samples, T=4, seed=seed)
-        monkeypatch.setattr(sample_index, "WORTH_STORING", 0)
-        for _ in range(2):
-            kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
-            assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
-        monkeypatch.undo()
-        make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path / "none")).row(0)
-        seen.add((plain.sample_index.tobytes(), plain.shuffle_index.tobytes()))
-    assert len(seen) == 5 == len(list(tmp_path.glob("*.json"))) and not (tmp_path / "none").exists()
+        kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
+        assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
+    assert len(list(tmp_path.glob("*.json"))) == len(cases)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("split", "expected"), [
-    ("98,1,1", [0.98, 0.99]), ("1,1", [0.5, 1.0]), ("1", [1.0]), ("0,1,0", [0.0, 1.0])])
-def test_split(split: str, expected: list[float]) -> None:
-    edges = [edge for part in split_matrix(split) if part for edge in part]
-    assert edges[0] == 0 and edges[-1] == 1 and set(expected) <= {round(edge, 9) for edge in edges}
-    assert (split_matrix("0,1,0")[0], split_matrix("0,1,0")[2]) == (None, None)
+def test_split() -> None:
+    assert split_matrix("98,1,1") == [(0.0, 0.98), (0.98, 0.99), (0.99, 1.0)]
+    assert split_matrix("1,1") == [(0.0, 0.5), (0.5, 1.0), None] and split_matrix("0,1,0") == [None, (0.0, 1.0), None]
 
 
 BAD = [

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
-from nanochat.reduce import Part, lay_out
 from tests import training
 
 
@@ -75,16 +74,7 @@ def test_polar_express_equals_svd(shape: tuple[int, int]) -> None:
     assert strong.sum() > 0.9 * len(S)
     assert (gained[strong] - 1).abs().max() < 0.15
     assert (inner - torch.diag(gained)).abs().max() < 1e-4
-
-
-def test_polar_express_ignores_scale_and_keeps_zero() -> None:
-    G = randn(8, 20)
-    torch.testing.assert_close(polar_express(G * 1e3), polar_express(G), rtol=1e-4, atol=1e-5)
-    assert torch.equal(polar_express(torch.zeros(8, 20)), torch.zeros(8, 20))
-    torch.testing.assert_close(polar_express(G.bfloat16()).float(), polar_express(G), rtol=0, atol=0.05)
-    exact = torch.linalg.svd(G, full_matrices=False)
-    off = [(polar_express(G, steps=steps) - exact.U @ exact.Vh).norm() for steps in (3, 8)]
-    assert off[1] < off[0]
+    assert torch.equal(polar_express(torch.zeros(shape)), torch.zeros(shape))
 
 
 def muon_in_float64(param: np.ndarray, grads: list[np.ndarray], *, lr: float, weight_decay: float) -> np.ndarray:
@@ -294,27 +284,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
     mp.start_processes(work, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
     return {(W, rank): torch.load(folder / f"{W}-{rank}.pt", weights_only=True)
             for W in WORLD_SIZES for rank in range(W)}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
-def test_every_element_has_one_owner_and_matrices_are_whole(world_size: int) -> None:
-    params = [Part(name, param, GROUPS[name.split(".")[0]], 0, param.numel()) for name, param in make()[0].items()]
-    cut = {part.name for part in params if part.grain < part.stop}
-    assert cut == {"large.0", "large.1"}
-    owners = {part.name: torch.zeros(part.stop, dtype=torch.int) for part in params}
-    load = [0] * world_size
-    for message in lay_out(params, world_size):
-        assert len(message.parts) == world_size and len({p.param.dtype for p in message.parts if p}) == 1
-        for rank, part in enumerate(message.parts):
-            if part is not None:
-                owners[part.name][part.start:part.stop] += 1
-                load[rank] += part.stop - part.start
-                assert part.stop - part.start <= message.chunk and part.start % part.grain == 0
-                assert part.name in cut or (part.start, part.stop) == (0, part.param.numel())
-                assert part.stop % part.grain == 0 or part.stop == part.param.numel()
-    assert all((owner == 1).all() for owner in owners.values())
-    largest = max(part.stop for part in params if part.name not in cut)
-    assert max(load) <= sum(load) / world_size + 2 * largest + sum(part.grain for part in params if part.name in cut)
 
 
 def test_parameters_and_norms_do_not_depend_on_world_size(results: dict) -> None:

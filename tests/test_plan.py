@@ -101,13 +101,11 @@ def test_the_plan_is_what_happens(tmp_path_factory, data):
     assert Plan.from_json(plan.to_json()) == plan and describe(plan)
 
 
-@pytest.mark.parametrize("kwargs", LAYOUTS, ids=str)
-def test_training_until_a_bucket_is_dry_finds_the_step_and_the_accounts_of_the_plan(tmp_path, kwargs):
+def test_training_until_a_bucket_is_dry_finds_the_step_and_the_accounts_of_the_plan(tmp_path):
     rng = np.random.default_rng(5)
-    stored = kwargs.get("layout") == "binned"
-    sources = {name: source(tmp_path / name, [rng.integers(3, 12 if stored else 60, n).tolist()] * 2, as_stored=stored)
+    sources = {name: source(tmp_path / name, [rng.integers(3, 60, n).tolist()] * 2)
                for name, n in (("big", 900), ("small", 40))}
-    config = StreamConfig(T=16, V=4, buffer_size=8, **kwargs, curriculum=curriculum(
+    config = StreamConfig(T=16, V=4, buffer_size=8, curriculum=curriculum(
         16, 4, [40, 400], [{"big": 1}, {"big": 2, "small": 1}]))
     halted = both(config, sources, R=8, steps=220)
     small = halted.buckets["small"]
@@ -151,7 +149,7 @@ def test_what_has_no_limit_or_far_more_than_is_asked_is_not_rehearsed(tmp_path, 
         assert abs(bucket.share("cropped") - real["cropped"] / (real["emitted"] + real["cropped"])) < 0.02
 
 
-def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it(tmp_path):
+def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
     account = dict.fromkeys(("read", "bos", "repeated", "pending", "padded", "rows", "documents", "epochs"), 0)
     bucket = BucketPlan(documents=9, tokens=1000, max_epochs=1, asked=900, trained=600, usable=600, dry_step=3,
                         account={**account, "emitted": 300, "cropped": 100, "pending": 600}, exact=True)
@@ -164,13 +162,17 @@ def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it(tmp
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
 
 
-def test_processes_find_what_one_finds(tmp_path, monkeypatch):
+def test_processes_find_what_one_finds_and_the_key_tells_plans_apart(tmp_path, monkeypatch):
     rng = np.random.default_rng(10)
     sources = {"data": source(tmp_path / "s", [rng.integers(3, 60, 300).tolist()])}
     config = StreamConfig(T=16, V=4, max_epochs=1)
     monkeypatch.setattr(plan_module, "PARALLEL", 0)
-    one, two = (make_plan(config, sources, rows_per_step=4, num_steps=400, num_workers=workers) for workers in (1, 2))
-    assert one == two and one.halt
+    given: dict[str, Any] = {"rows_per_step": 4, "num_steps": 400, "drop_dry": False}
+    one, two = (make_plan(config, sources, num_workers=workers, **given) for workers in (1, 2))
+    assert one == two and one.halt and one.key == plan_key(config, sources, **given)
+    for other in ({"rows_per_step": 8}, {"num_steps": 21}, {"drop_dry": True}):
+        assert plan_key(config, sources, **{**given, **other}) != one.key
+    assert plan_key(dataclasses.replace(config, T=17), sources, **given) != one.key
 
 
 def test_text_is_estimated_from_a_sample(tmp_path):
@@ -184,15 +186,7 @@ def test_text_is_estimated_from_a_sample(tmp_path):
     assert "estimated" in describe(plan)[0] and "~" in describe(plan)[-1]
 
 
-def test_the_key_tells_plans_apart_and_a_broken_index_is_named(tmp_path):
-    sources = {"data": source(tmp_path / "s", [[20] * 40])}
-    config = StreamConfig(T=16, V=2, max_epochs=1)
-    given: dict[str, Any] = {"rows_per_step": 4, "num_steps": 20, "drop_dry": False}
-    key = plan_key(config, sources, **given)
-    assert key == make_plan(config, sources, **given).key
-    for other in ({"rows_per_step": 8}, {"num_steps": 21}, {"drop_dry": True}):
-        assert plan_key(config, sources, **{**given, **other}) != key
-    assert plan_key(dataclasses.replace(config, T=17), sources, **given) != key
+def test_an_entry_longer_than_a_row_is_named(tmp_path):
     stored = {"data": source(tmp_path / "b", [[20] * 4], as_stored=True)}
     with pytest.raises(ValueError, match=r"s0\.bin: group 0: an entry has 21 tokens"):
         make_plan(StreamConfig(T=12, V=1, layout="binned", max_epochs=1), stored, rows_per_step=1, num_steps=5)

@@ -1,24 +1,25 @@
 """
-Write the report of a run as markdown: what ran, on what, how long, what came of it, and where everything lies.
+Write the report of a run as markdown: what ran, on what, how long, what came of it, and where
+everything lies.
 
     python -m scripts.report --run d12                      # writes RUN/report.md
     python -m scripts.report --run d12 --stages FILE        # with the times of speedrun.sh's stages
 
-It reads the run directory and changes nothing else, so it may be written at any time and as often as you like. Every
-part of the report is a function from Facts to lines. A part whose file is missing says so in one line: a report of an
-unfinished run is a report, too.
+It reads the run directory and changes nothing else, so it may be written at any time and as often
+as you like. Every part of the report is a function from Facts to lines. A part whose file is
+missing says so in one line: a report of an unfinished run is a report, too.
 
-FILE is what speedrun.sh keeps: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that ended.
-Where a stage ran several times (a killed training, a repeated command), its times are added up.
+FILE is what speedrun.sh keeps: a line `name <tab> seconds <tab> exit code <tab> command` for each
+stage that ended. Where a stage ran several times, its times are added up.
 """
 
 import argparse
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,64 +51,63 @@ class Facts:
     manifest: dict[str, Any] = field(default_factory=dict)
     cursors: tuple[int, list[dict[str, Any]]] | None = None  # of the newest save: (step, cursors)
     evaluation: dict[str, Any] = field(default_factory=dict)
-    stages: list[list[Any]] = field(default_factory=list)  # [name, seconds, runs, failed runs, last command]
+    stages: list[list[Any]] = field(default_factory=list)  # [name, seconds, runs, failed, command]
 
-    def named(self, event: str) -> list[dict[str, Any]]:
-        """The events of one name, in order."""
-        return [e for e in self.events if e.get("event") == event]
+    def named(self, *names: str) -> list[dict[str, Any]]:
+        """The events of some names, in order."""
+        return [e for e in self.events if e.get("event") in names]
 
     @property
     def status(self) -> str:
         """completed, or how the last launch ended and how far the last save is."""
-        ends = [e["event"] for e in self.events if e.get("event") in ("started", *ENDS)]
-        saved = self.named("saved")
-        if "completed" in ends[-1:]:
-            return "completed"
+        launches, saved = self.named("started", *ENDS), self.named("saved")
+        how = launches[-1]["event"] if launches else "started"
+        if how == "completed":
+            return how
         if not saved:
             return "nothing saved yet"
-        how = ends[-1] if ends and ends[-1] in ENDS else "unfinished"
-        return f"{how}, saved at step {saved[-1]['step']:,}"
+        return f"{how if how in ENDS else 'unfinished'}, saved at step {saved[-1]['step']:,}"
 
 
 def read_stages(path: Path) -> list[list[Any]]:
     """The stages of a file in the order in which they first ran; torn lines are passed over."""
     stages: dict[str, list[Any]] = {}
-    for line in path.read_text().splitlines():
-        fields = line.split("\t")
-        if len(fields) == 4 and fields[2].isdecimal() and fields[1].replace(".", "", 1).isdecimal():
-            name, seconds, code, command = fields
-            stage = stages.setdefault(name, [name, 0.0, 0, 0, ""])
-            stage[1:] = stage[1] + float(seconds), stage[2] + 1, stage[3] + (code != "0"), command
+    for line in re.findall(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text()):
+        name, seconds, code, command = line
+        _, total, runs, failed, _ = stages.get(name, ("", 0.0, 0, 0, ""))
+        stages[name] = [name, total + float(seconds), runs + 1, failed + (code != "0"), command]
     return list(stages.values())
 
 
 def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
-    """Everything about a run that lies on disk. FileNotFoundError if it never started, ValueError for a broken file."""
+    """Everything about a run that lies on disk. FileNotFoundError if it never started, ValueError
+    for a broken file."""
     records = read_log(run_dir / "logs" / "train.jsonl")
     kept = cursor_files(run_dir)
     manifest, evaluation = (read_json(path, dict) if path.is_file() else {}
                             for path in (run_dir / MANIFEST_NAME, run_dir / "eval.json"))
-    return Facts(run_dir, read_config(run_dir), [r for r in records if "event" not in r],
-                 [r for r in records if "event" in r], manifest,
-                 read_cursors(kept[max(kept)]) if kept else None, evaluation,
-                 read_stages(stages) if stages is not None and stages.is_file() else [])
+    return Facts(run_dir, read_config(run_dir),
+                 steps=[r for r in records if "event" not in r],
+                 events=[r for r in records if "event" in r], manifest=manifest,
+                 cursors=read_cursors(kept[max(kept)]) if kept else None, evaluation=evaluation,
+                 stages=read_stages(stages) if stages is not None and stages.is_file() else [])
 
 
 # ---- markdown -------------------------------------------------------------------------------------------------------
 
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A markdown table, the first column to the left, the others to the right; a bar in a cell is escaped."""
-    lines = [[show(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
-    lines.insert(1, ["---"] + ["---:"] * (len(header) - 1))
-    return [f"| {' | '.join(line)} |" for line in lines]
+    """A markdown table and an empty line, nothing without rows. The first column stands to the
+    left, the others to the right; a bar in a cell is escaped."""
+    cells = [[show(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    cells.insert(1, ["---"] + ["---:"] * (len(header) - 1))
+    return [f"| {' | '.join(line)} |" for line in cells] + [""] if rows else []
 
 
 def quoted(text: str) -> list[str]:
-    """Text in a fence that it cannot end, whatever is in it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return [f"{fence}text", *text.splitlines(), fence]
+    """Text in a fence that it cannot end, whatever is in it, and an empty line."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *text.splitlines(), fence, ""]
 
 
 # ---- the parts ------------------------------------------------------------------------------------------------------
@@ -121,47 +121,51 @@ def result_part(facts: Facts) -> list[str]:
         ("validation bits per byte, after", evaluation.get("val_bpb", val[-1]["bpb"] if val else None)),
         ("a unigram model's on the same tokens", evaluation.get("unigram_bpb"))]
     rows += [(f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()]
+    done = 0
     if facts.steps:
         first, last = facts.steps[0], facts.steps[-1]
-        rows += [("steps", last["step"] + 1), ("tokens trained on", last["tokens"]),
+        done = last["step"] + 1
+        rows += [("steps", done), ("tokens trained on", last["tokens"]),
                  ("time in steps", duration(sum(s["step_s"] for s in facts.steps))),
-                 ("tokens/s, median step", statistics.median(s["tokens_per_s"] for s in facts.steps)),
-                 *((f"digest of the batch of step {s['step']:,}", f"`{s['digest']}`") for s in (first, last))]
+                 ("tokens/s, median step", statistics.median(s["tokens_per_s"] for s in facts.steps))]
+        rows += [(f"digest of the batch of step {s['step']:,}", f"`{s['digest']}`") for s in (first, last)]
     lines = markdown(("figure", "result"), rows)
     if not evaluation:
-        lines += ["", "No eval.json: `python -m scripts.base_eval` has not run, so there is no unigram model to "
-                      "compare with and there are no samples."]
-    elif facts.steps and evaluation["step"] != facts.steps[-1]["step"] + 1:
-        lines += ["", f"eval.json is of step {evaluation['step']:,}; the training has gone on since."]
+        lines.append("No eval.json: `python -m scripts.base_eval` has not run, so there is no unigram model to "
+                     "compare with and there are no samples.")
+    elif done and evaluation["step"] != done:
+        lines.append(f"eval.json is of step {evaluation['step']:,}; the training has gone on since.")
     return lines
 
 
 def settings_part(facts: Facts) -> list[str]:
     """What ran: commands, resolved settings, and what follows from them."""
-    lines = ["Commands:", "", *quoted("\n".join(stage[-1] for stage in facts.stages)), ""] if facts.stages else []
-    settings = ", ".join(f"{k} {v}" for k, v in facts.config.items() if k != "derived")
-    lines += ["Settings (`config.json`):", "", *quoted(textwrap.fill(settings, 110, break_on_hyphens=False)), ""]
+    lines = ["Commands:", "", *quoted("\n".join(stage[-1] for stage in facts.stages))] if facts.stages else []
+    settings = "\n".join(f"{name} {value}" for name, value in facts.config.items() if name != "derived")
+    lines += ["Settings (`config.json`):", "", *quoted(settings)]
     return lines + markdown(("derived", "value"), list(facts.config.get("derived", {}).items()))
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; nothing where it cannot be had."""
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
+                              timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def machine_part(facts: Facts) -> list[str]:
     """On what: this machine and the code on it, and what training said of its own."""
-    def git(*arguments: str) -> str:
-        try:
-            return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
-                                  timeout=20).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return ""
-
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    changed = ", with changes" if git("status", "--porcelain") else ""
-    processor = f"{[*named, platform.machine()][0]}, {os.cpu_count()} cores"
-    rows = [("system", platform.platform()), ("processor", processor),
-            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0]), ("PyTorch", torch.__version__),
-            ("commit", git("rev-parse", "HEAD") + changed or "not known")]
+    commit = output_of("git", "rev-parse", "HEAD") or "not known"
+    changed = ", with changes" if output_of("git", "status", "--porcelain") else ""
+    rows = [("system", platform.platform()),
+            ("processor", f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"),
+            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0]),
+            ("PyTorch", torch.__version__), ("commit", commit + changed)]
     told = ""
     for start in facts.named("started"):
         words = f"{start['world_size']} process(es) on {start['device']}, PyTorch {start['torch']}"
@@ -174,7 +178,7 @@ def machine_part(facts: Facts) -> list[str]:
 def time_part(facts: Facts) -> list[str]:
     """How long: stages, and what the steps spent their time on."""
     rows = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in facts.stages]
-    lines = [*markdown(("stage", "time", "runs", "of them failed or stopped"), rows), ""] if rows else []
+    lines = markdown(("stage", "time", "runs", "of them failed or stopped"), rows)
     if not facts.steps:
         return [*lines, "No step was logged."]
     step_s, wait_s = (sum(s[k] for s in facts.steps) for k in ("step_s", "wait_s"))
@@ -198,7 +202,7 @@ def data_part(facts: Facts) -> list[str]:
     files = [(f"{split}, {bucket}", m["root"], len(m["files"]), sum(f["size"] for f in m["files"]),
               sum(sum(f["groups"]) for f in m["files"]))
              for split, buckets in facts.manifest.items() for bucket, m in buckets.items()]
-    lines = [*markdown(("files", "where", "number", "bytes", "documents"), files), ""] if files else []
+    lines = markdown(("files", "where", "number", "bytes", "documents"), files)
     if facts.cursors is None:
         return [*lines, "No checkpoint yet, so no accounts."]
     step, cursors = facts.cursors
@@ -229,18 +233,18 @@ def samples_part(facts: Facts) -> list[str]:
     lines = []
     for kind, words in (("prompted", "Beginnings of documents, continued with the likeliest tokens:"),
                         ("unprompted", "From nothing, at temperature 1:")):
-        texts = facts.evaluation.get("samples", {}).get(kind, [])
-        lines += [words, "", *(line for text in texts for line in (*quoted(text), ""))] if texts else []
+        if texts := facts.evaluation.get("samples", {}).get(kind):
+            lines += [words, "", *(line for text in texts for line in quoted(text))]
     return lines or ["None."]
 
 
 def places_part(facts: Facts) -> list[str]:
     """Where everything lies."""
     run = facts.run_dir
-    names = ["config.json", MANIFEST_NAME, "tokenizer", "logs/train.jsonl", "logs/cursors", "eval.json"]
-    saved = sorted((run / "checkpoints").glob("[!.]*"), key=lambda p: p.stat().st_mtime)
-    there = [run / name for name in names if (run / name).exists()]
-    return [f"`{run}`:", "", *(f"- `{path.relative_to(run)}`" for path in there + saved)]
+    there = [run / name for name in ("config.json", MANIFEST_NAME, "tokenizer", "logs/train.jsonl",
+                                     "logs/cursors", "eval.json") if (run / name).exists()]
+    there += sorted((run / "checkpoints").glob("[!.]*"), key=lambda path: path.stat().st_mtime)
+    return [f"`{run}`:", "", *(f"- `{path.relative_to(run)}`" for path in there)]
 
 
 PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part, "How long": time_part,

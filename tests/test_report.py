@@ -84,7 +84,7 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["train, data"] == ["/data", "4", "4,000", "52"]
     assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.54 %"]
     assert "It balances" in text and "step 40, in tokens" in text and "10.00 % of it waiting for data" in text
-    assert "depth 2, max_seq_len 15" in text and "train --fast" in text
+    assert "\ndepth 2\nmax_seq_len 15\n" in text and "train --fast" in text
     curve = rows(text.partition("## Loss curve")[2].partition("## Samples")[0])
     assert curve["0"] == ["8", "8", "1", "0.5", "4.25"] and curve["39"][0] == "4.1" and curve["40"][-1] == "2.125"
     assert found["digest of the batch of step 0"] == ["`0000000000000000`"]
@@ -141,7 +141,7 @@ def test_the_curve_of_a_long_run_is_short_and_has_both_ends() -> None:
 
 def test_a_table_is_one_whatever_is_in_its_cells() -> None:
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
-    assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |"]
+    assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
 
 
 def test_values_and_durations_read_well() -> None:
@@ -149,7 +149,7 @@ def test_values_and_durations_read_well() -> None:
         "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
     assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200, -70)] == [
         "-", "0.0 s", "59.0 s", "1 min 00 s", "12 min 05 s", "1 h 00 min", "3 h 07 min", "2 d 04 h", "-1 min 10 s"]
-    assert quoted("a\n````") == ["`````text", "a", "````", "`````"]
+    assert quoted("a\n````") == ["`````text", "a", "````", "`````", ""]
 
 
 def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

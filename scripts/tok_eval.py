@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.common import Parser, run_main, setup_logging
+from nanochat.common import Parser, run_main, setup_logging, table
 from nanochat.dataset import FORMATS, split_train_val
 from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
@@ -47,9 +47,6 @@ SAMPLES = {
     "numbers": (
         "date,open,close,volume\n2019-03-14,1182.46,1185.55,1172845\n2019-03-15,1193.38,1184.46,2461775\n"
         "2019-03-18,1183.30,1184.26,1292817\n2019-03-19,1188.81,1198.85,1520692\n"),
-    "german": (
-        "Am Morgen nach dem Sturm lagen die Dachziegel bis zur Straßenecke verstreut. Frau Möller fegte schon, "
-        "während die Nachbarn noch über die Zuständigkeit der Versicherungsgesellschaft stritten.\n"),
     "russian": (
         "Поезд пришёл раньше времени, и на платформе ещё никого не было. Проводница открыла дверь, посмотрела на "
         "пустой вокзал и сказала, что в этом городе всегда так.\n"),
@@ -57,7 +54,6 @@ SAMPLES = {
         "비가 그친 뒤 골목에는 흙냄새가 가득했다. 할머니는 창문을 열고 화분을 하나씩 밖으로 내놓으며 "
         "올해는 꽃이 일찍 필 것 같다고 말씀하셨다.\n"),
     "chinese": "傍晚的集市渐渐安静下来,卖豆腐的老人把最后两块包好,递给一个放学回家的孩子,说什么也不肯收钱。\n",
-    "hindi": "नदी के किनारे एक पुराना पेड़ था, जिसके नीचे बैठकर गाँव के बच्चे हर शाम कहानियाँ सुनते थे।\n",
     "emoji": "moving day 📦🚚 → new flat 🏡✨ no heating yet 🥶 but the view!! 🌇😍 thx everyone 🙏🏽👨‍👩‍👧‍👦 #home\n",
 }
 
@@ -88,54 +84,33 @@ def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
     return sum(len(text.encode()) for text in texts) / max(1, len(ids) - len(texts))
 
 
-def compare(samples: dict[str, list[str]], tokenizer: RustBPETokenizer,
-            peers: dict[str, RustBPETokenizer]) -> list[list[str]]:
-    """The table: a header, then for each sample its bytes, our bytes per token, and each peer's
-    with our lead."""
-    rows = [["text", "bytes", "ours", *itertools.chain.from_iterable((name, "ours is") for name in peers)]]
-    for name, texts in samples.items():
-        ours = bytes_per_token(tokenizer, texts)
-        row = [name, f"{sum(len(text.encode()) for text in texts):,}", f"{ours:.2f}"]
-        for peer in peers.values():
-            theirs = bytes_per_token(peer, texts)
-            row += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
-        rows.append(row)
-    return rows
-
-
-def print_table(rows: list[list[str]]) -> None:
-    """First column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))))
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
-    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: the one "
-                                                           "tok_train writes)")
-    parser.add_argument("--data-path", help=f"folder or file of text to measure on: "
-                                            f"{', '.join(FORMATS['text'])}")
-    parser.add_argument("--val-path", help="validation files (default: the last file below "
-                                           "--data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to read of "
-                                                                         "train and of val")
+    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: tok_train's)")
+    parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
+    parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="of train and of val each")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer_dir)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
         for split, buckets in split_train_val(args.data_path, args.val_path).items():
-            files = [file for found in buckets.values() for file in found]
+            files = list(itertools.chain.from_iterable(buckets.values()))
             samples[split] = list(first_texts(files, args.max_chars))
+    peers = load_peers()
+    rows: list[list[str | int]] = []
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; "
-                             f"train again")
-    peers = load_peers()
-    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per "
-          f"token:")
-    print_table(compare(samples, tokenizer, peers))
+            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; train again")
+        ours = bytes_per_token(tokenizer, texts)
+        rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
+        for peer in peers.values():
+            theirs = bytes_per_token(peer, texts)
+            rows[-1] += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
+    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
+    header = ["text", "bytes", "ours", *itertools.chain.from_iterable((name, "ours is") for name in peers)]
+    print(*table(header, rows), sep="\n")
     return 0
 
 

@@ -23,13 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import (
-    Parser,
-    get_base_dir,
-    here,
-    run_main,
-    setup_logging,
-)
+from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
 from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
 from nanochat.text import read_texts
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
@@ -37,26 +31,19 @@ from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Train a BPE tokenizer on the training split")
-    parser.add_argument("--max-chars", type=int, default=2_000_000_000,
-                        help="stop reading after this many characters")
-    parser.add_argument("--doc-cap", type=int, default=10_000,
-                        help="use at most this many characters of a document")
-    parser.add_argument("--vocab-size", type=int, default=32_768,
-                        help="number of tokens, special tokens included")
+    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="characters to read")
+    parser.add_argument("--doc-cap", type=int, default=10_000, help="of a document, at most")
+    parser.add_argument("--vocab-size", type=int, default=32_768, help="special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
-                        f"(default: the {DEFAULT_DATASET.name} download)")
-    parser.add_argument("--val-path", help="validation files, which are not trained on (default: "
-                                           "the last file)")
-    parser.add_argument("--output-dir", type=Path, help="where to write (default: tokenizer in "
-                                                        "the base directory)")
-    parser.add_argument("--force", action="store_true",
-                        help="train even if this tokenizer exists, and overwrite one that runs "
-                             "were trained with")
+                                            f"(default: the {DEFAULT_DATASET.name} download)")
+    parser.add_argument("--val-path", help="files not to train on (default: the last one)")
+    parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
+    parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, "
+                                                             "or runs were trained with another")
     args = parser.parse_args(argv)
-    for flag in ("max_chars", "doc_cap"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at "
-                             f"least 1")
+    for flag, given in (("--max-chars", args.max_chars), ("--doc-cap", args.doc_cap)):
+        if given < 1:
+            raise ValueError(f"{flag}: got {given}, expected at least 1")
     return args
 
 
@@ -111,11 +98,11 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, int]) 
     start = time.monotonic()
     corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"], doc_cap=arguments["doc_cap"])
     tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
-    exhausted = tokenizer.training["characters"] < arguments["max_chars"]
-    tokenizer.training |= {"arguments": arguments, "files": opened, "exhausted": exhausted}
-    print(f"trained in {time.monotonic() - start:.1f} s on {tokenizer.training['documents']:,} "
-          f"documents with {tokenizer.training['characters']:,} characters from {len(opened)} of "
-          f"{len(files)} files:")
+    documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
+    tokenizer.training |= {"arguments": arguments, "files": opened,
+                           "exhausted": characters < arguments["max_chars"]}
+    print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with "
+          f"{characters:,} characters from {len(opened)} of {len(files)} files:")
     for file in opened:
         print(f"  {file['name']}  {file['bytes']:,} bytes")
     return tokenizer
@@ -129,16 +116,14 @@ def main(argv: list[str] | None = None) -> int:
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap, "vocab_size": args.vocab_size}
     files = list_train_files(data_path, args.val_path)
-    existing = None if args.force else find_existing(output_dir, arguments, files)
-    if existing is not None:
-        print(f"{output_dir}: reused, already trained with these arguments on these files "
-              f"({existing.get_vocab_size():,} tokens, fingerprint {existing.fingerprint})")
-        return 0
-    print(f"training {args.vocab_size:,} tokens on {data_path}")
-    tokenizer = train(data_folder(data_path), files, arguments)
-    tokenizer.save(output_dir, force=args.force)
-    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "
-          f"{tokenizer.fingerprint}")
+    tokenizer = None if args.force else find_existing(output_dir, arguments, files)
+    if tokenizer is not None:
+        print(f"{output_dir}: reused, already trained with these arguments on these files")
+    else:
+        print(f"training {args.vocab_size:,} tokens on {data_path}")
+        tokenizer = train(data_folder(data_path), files, arguments)
+        tokenizer.save(output_dir, force=args.force)
+    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
     return 0
 
 

@@ -518,4 +518,3 @@ def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok
     assert {"english", "korean", "chinese", "emoji", "train", "val"} <= set(rows)
     text = tok_eval.SAMPLES["english"]
     assert rows["english"][1:4] == [str(len(text)), f"{len(text) / len(tok.encode(text)):.2f}", "1.00"]
-    assert len({len(line) for line in lines[2:]}) == 1

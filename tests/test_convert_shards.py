@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.tokens import open_tokens, read_manifest
+from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify
 from tests.token_files import GOLDEN, E, write_megatron, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
@@ -155,17 +155,3 @@ def test_what_cannot_be_converted_says_why_and_leaves_nothing(tmp_path):
     for out in (tmp_path / "large", tmp_path / "large" / "x", tmp_path):
         with pytest.raises(ValueError, match="it is IN, or one lies in the other"):
             convert(tmp_path / "large", out, "megatron")
-
-
-def test_groups_of_a_manifest_are_those_of_entries(sets, tmp_path):
-    shutil.copytree(sets["windows"] / "train" / "web", tmp_path / "in")
-    path = tmp_path / "in" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    entries = manifest["shards"]["0"]["entries"]
-    manifest["shards"]["0"]["groups"] = [70, entries - 70]
-    path.write_text(json.dumps(manifest))
-    convert(tmp_path / "in", tmp_path / "out", "megatron")
-    made = read_manifest(tmp_path / "out")
-    assert made["arguments"] == {"max_length": 0, "overlap_size": 0} and made["data_format"] == "megatron"
-    assert made["shards"]["0"]["entries"] == made["shards"]["0"]["documents"] == 60 and entries > 70
-    assert "groups" not in made["shards"]["0"]

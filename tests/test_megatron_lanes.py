@@ -9,7 +9,6 @@ import pytest
 
 from nanochat.dataset import find_files, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.plan import make_plan
 from nanochat.run_data import find_data, open_data
 from nanochat.sources import Source, check_format, open_source, scan
 from nanochat.tokens import READER, MappedReader, TokenFile
@@ -91,20 +90,6 @@ def test_the_stream_is_that_of_shards_for_any_type_reader_and_place_in_the_file(
         assert isinstance(TokenFile(folders[name] / "a").reader, MappedReader) == (kind == "mmap")
     begins, ends, _ = TokenFile(folders["scattered"] / "a").stretches(300, 310)
     assert (begins[1:] < ends[:-1]).any(), "the case: they stand in no order"
-
-
-@pytest.mark.parametrize("layout", ["crop", "concat"])
-def test_the_plan_of_documents_that_are_not_mapped_is_that_of_shards(folders, monkeypatch, layout):
-    config = StreamConfig(T=40, V=2, buffer_size=8, max_epochs=1, **LAYOUTS[layout])
-
-    def plan(name: str) -> Any:
-        return make_plan(config, {"b": source_of(folders[name])}, rows_per_step=8, num_steps=10_000)
-
-    expected = plan("shards")
-    assert expected.steps < 10_000, "the case: it is dry"
-    monkeypatch.setenv(READER, "pread")
-    found = plan("scattered")
-    assert (found.steps, found.buckets) == (expected.steps, expected.buckets)
 
 
 # ---- which files ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -91,15 +90,6 @@ def by_hand(document, max_length, overlap):
     return windows, prefixes
 
 
-def test_the_example_of_the_docstring():
-    ids, lengths, prefixes = Windows(6, 2).cut(*flat([11]), 0)
-    assert (lengths.tolist(), prefixes.tolist()) == ([6, 6, 4], [0, 2, 2])
-    a = 2  # the first id
-    assert ids.tolist() == [*range(a, a + 6), *range(a + 4, a + 10), *range(a + 8, a + 11), 0]
-    assert (ids.dtype, prefixes.dtype) == (np.uint16, np.uint16)
-    assert Windows(0, 256) == Windows(0, 0), "whole documents have no overlap"
-
-
 @settings(max_examples=examples(6))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 12), st.data())
 def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
@@ -117,12 +107,6 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     if max_length:
         assert lengths.max() <= max_length + 1
         assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "nothing new"
-
-
-@pytest.mark.parametrize("max_length, overlap", [(-1, 0), (8, -1), (8, 5), (0, -2), (1 << 20, 1 << 16)])
-def test_windows_that_make_no_sense_are_refused(max_length, overlap):
-    with pytest.raises(ValueError, match="--overlap-size"):
-        Windows(max_length, overlap)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -155,13 +139,6 @@ def test_any_text_comes_back_from_jsonl(tmp_path_factory, texts):
     path.write_text("".join(json.dumps({"text": t}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts)),
                     encoding="utf-8", newline="")
     assert documents_of(make(path, folder)[0]) == texts
-
-
-def test_large_strings_and_other_columns_are_read(tmp_path):
-    texts = some_texts(20)
-    table = pa.table({"id": list(range(20)), "text": pa.array(texts, pa.large_string())})
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    assert documents_of(make(tmp_path / "a.parquet", tmp_path / "out")[0]) == texts
 
 
 @pytest.mark.parametrize("group_size, stored", [(7, True), (1024, False), (2000, True)])
@@ -199,13 +176,6 @@ def test_broken_lines_are_skipped_counted_and_named_as_streaming_does(tmp_path, 
     assert not left_in(tmp_path / "strict")
 
 
-def test_the_list_of_broken_lines_is_short_and_the_count_exact(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"x\n" * 1000 + b'{"text": "a"}\n')
-    skipped = make(path, tmp_path / "out")[1]["skipped"]
-    assert (skipped["count"], len(skipped["lines"])) == (1000, 100)
-
-
 def bad_inputs(folder):
     """{path: what the error must say}."""
     many = some_texts(40, longest=400)
@@ -233,19 +203,6 @@ def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):
             pytest.fail(f"{path.name} was read")
         assert str(path) in str(error.value)
         assert not left_in(tmp_path / "out"), path
-
-
-def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
-    path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_documents
-
-    def changed(*args, **kwargs):
-        yield from read(*args, **kwargs)
-        path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
-
-    monkeypatch.setattr(module, "read_documents", changed)
-    with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
-        make(path, tmp_path / "out")
-    assert not left_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("where", ["add", "index"])
@@ -410,28 +367,6 @@ def test_a_pair_that_is_made_again_goes_first_and_the_manifest_with_it(root):
     assert "no document in it" in why
     left = left_in(root / "out/train/a")
     assert left == ["1.json"] and (root / "out/train/b/manifest.json").exists()
-
-
-def test_strict_makes_again_what_has_broken_lines(root):
-    path = root / "raw/b/1.jsonl"
-    path.write_bytes(path.read_bytes() + b"broken\n")
-    job = job_of(root)
-    i = next(i for i in job.inputs if i.bucket == "b")
-    job.make(i)
-    assert job_of(root).finished(i)
-    assert [j.name for j in job.inputs if not job_of(root, strict=True).finished(j)] == ["b/1.jsonl"]
-
-
-@pytest.mark.parametrize("change, what", [
-    ({"windows": Windows(1024, 256)}, r"max_length 2048 \(now 1024\); name another --output-dir.*--force"),
-    ({"windows": Windows(0)}, r"max_length 2048 \(now 0\), overlap_size 256 \(now 0\)"),
-    ({"tokenizer": {"fingerprint": "g", "eod": 0, "vocab_size": 1}}, r"tokenizer \w+ \(now g\)")])
-def test_other_arguments_are_refused_or_forced(root, change, what):
-    job = job_of(root, **change)
-    with pytest.raises(ValueError, match=what):
-        job.refuse_others(force=False)
-    job.refuse_others(force=True)
-    assert not any(job.finished(i) for i in job.inputs)
 
 
 def test_pairs_whose_input_is_gone_are_refused_or_removed(root):

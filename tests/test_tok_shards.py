@@ -1,8 +1,6 @@
 """scripts.tok_shards as a whole: the same bytes for any workers and tasks, and after being killed anywhere."""
 
-import errno
 import functools
-import json
 import os
 import re
 import shutil
@@ -13,20 +11,18 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from nanochat import common, pretokenize
 from nanochat.common import Terminated, hash_file, read_json, sigterm_raises
-from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import inspect_data, tok_shards, verify
+from tests import faults
 from tests.toy import some_texts, write_jsonl, write_parquet
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 PATIENCE_S = 120  # a child that takes longer than this hangs
 
 
@@ -111,15 +107,6 @@ def test_what_only_touches_files_and_text_starts_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_same_bytes_for_any_number_of_workers(raw, tmp_path, tokenizer):
-    trees = []
-    for n in (1, 2, 3):
-        assert run(raw, tmp_path / str(n), tokenizer, num_workers=n) == 0
-        trees.append(tree(tmp_path / str(n)))
-    assert trees[0] == trees[1] == trees[2]
-    assert sum(name.endswith(".bin") for name in trees[0]) == 5
-
-
 def megatron(raw, out, tokenizer, *more, num_workers=1):
     return tok_shards.main(["--input-dir", str(raw), "--output-dir", str(out), "--tokenizer", str(tokenizer),
                             "--format", "megatron", "--num-workers", str(num_workers), *more])
@@ -165,8 +152,10 @@ def test_megatron_files_are_whole_and_no_mix_with_shards(raw, tmp_path, tokenize
     assert "tokens made" not in capsys.readouterr().out, "what is there is kept"
 
 
-def test_tasks_on_one_folder_and_finish_give_the_same_bytes(raw, tmp_path, tokenizer, capsys):
+def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, tokenizer, capsys):
     assert run(raw, tmp_path / "one", tokenizer) == 0
+    assert run(raw, tmp_path / "many", tokenizer, num_workers=3) == 0
+    assert tree(tmp_path / "one") == tree(tmp_path / "many")
     out = tmp_path / "two"
     assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 1) == 0
     assert not list(out.rglob("manifest.json"))
@@ -175,20 +164,6 @@ def test_tasks_on_one_folder_and_finish_give_the_same_bytes(raw, tmp_path, token
     assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 0) == 0
     assert run(raw, out, tokenizer, "--finish") == 0
     assert tree(out) == tree(tmp_path / "one")
-
-
-def test_a_second_run_makes_nothing_and_changes_nothing(raw, tmp_path, tokenizer, monkeypatch):
-    assert run(raw, tmp_path / "out", tokenizer) == 0
-    before = tree(tmp_path / "out")
-    monkeypatch.setattr(pretokenize, "read_documents", None)
-    assert run(raw, tmp_path / "out", tokenizer) == 0
-    assert tree(tmp_path / "out") == before
-
-
-def test_a_bucket_too_small_to_validate_is_told(raw, tmp_path, tokenizer, capsys):
-    assert run(raw, tmp_path / "out", tokenizer, "--val-files", 2) == 0
-    assert "code: too few files to keep 2 for validation" in capsys.readouterr().out
-    assert not (tmp_path / "out" / "val" / "code").exists() and (tmp_path / "out" / "val" / "web" / "1.bin").exists()
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -229,23 +204,6 @@ def test_broken_lines_are_reported_or_with_strict_fatal(raw, tmp_path, tokenizer
     assert not (tmp_path / "out" / "train" / "web" / "0.idx").exists()
 
 
-def test_a_full_disk_fails_the_input_and_keeps_the_rest(raw, tmp_path, tokenizer, monkeypatch, capsys):
-    add = ShardWriter.add
-
-    def fills(self, *args):
-        if self.bin_path.name == "1.bin":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        add(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "add", fills)
-        assert run(raw, tmp_path / "out", tokenizer) == 1
-    assert "1.bin: cannot be written (No space left on device), make room" in capsys.readouterr().err
-    check_state(tmp_path / "out")
-    assert not [name for name in tree(tmp_path / "out") if name.endswith(".tmp")]
-    assert run(raw, tmp_path / "out", tokenizer) == 0
-
-
 @pytest.mark.parametrize("more, what", [
     (("--overlap-size", 17), "--overlap-size 17: expected at most half of --max-length 32"),
     (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
@@ -278,37 +236,9 @@ def test_other_arguments_are_refused_and_force_gives_what_a_fresh_folder_would(r
 
 # ---- killed ---------------------------------------------------------------------------------------------------------
 
-def run_killed(number, raw, out, tokenizer, *more):
-    """Run in a forked child that is killed just before its change number `number` to the disk. False if it ended."""
-    child = os.fork()
-    if child == 0:
-        done = 0
-
-        def counted(change):
-            def call(*args, **kwargs):
-                nonlocal done
-                if done == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                done += 1
-                return change(*args, **kwargs)
-            return call
-
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            for name in ("fsync", "replace", "rename", "unlink", "mkdir", "rmdir"):
-                setattr(os, name, counted(getattr(os, name)))
-            os._exit(run(raw, out, tokenizer, *more))
-        finally:
-            os._exit(99)
-    status = os.waitpid(child, 0)[1]
-    assert status == 0 or os.WIFSIGNALED(status), f"the child ended with {os.waitstatus_to_exitcode(status)}"
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["first run", "made again"])
-def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again, capfd,
+def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again,
                                                                            monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # what a killed process wrote is not lost, and it takes long
     for module in (pretokenize, tok_shards):  # loaded once for all
         monkeypatch.setattr(module, "load_tokenizer", functools.cache(module.load_tokenizer))
     monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
@@ -325,7 +255,7 @@ def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_p
         out = tmp_path / "out"
         if again:
             shutil.copytree(tmp_path / "start", out)
-        killed = run_killed(number, raw, out, tokenizer, *more)
+        killed = faults.kill_at(number, functools.partial(run, raw, out, tokenizer, *more), below=out)
         check_state(out)
         states.add(frozenset(re.sub(r"\..{8}\.tmp", ".tmp", name) for name in tree(out)))
         assert run(raw, out, tokenizer, *more) == 0
@@ -333,7 +263,6 @@ def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_p
         shutil.rmtree(out)
         number += 1
     assert number > 30 and len(states) > 10
-    capfd.readouterr()
 
 
 def start_slow(raw, out, tokenizer, num_workers):
@@ -443,6 +372,7 @@ def cluster(tmp_path):
 
 
 def sbatch(cluster, *args, **environment):
+    """What the batch script does, with stand-ins for Python and Slurm."""
     environment = {"PATH": f"{cluster}/bin:{os.environ['PATH']}", "RAW": "in put", "OUT": "out", "TOKENIZER": "gpt2",
                    **environment}
     return subprocess.run(["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args], cwd=cluster, env=environment,
@@ -476,19 +406,3 @@ def test_what_the_kubernetes_job_runs_is_understood():
     tok_shards.check_args(args)
 
 
-# ---- real text ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared sample data (../shared/data)")
-def test_real_text_comes_back(tmp_path, tokenizer):
-    raw, out = tmp_path / "raw", tmp_path / "out"
-    names = ["books/shard_00000.parquet", "books/shard_00001.parquet"]
-    (raw / "books").mkdir(parents=True)
-    for name in names:
-        table = pq.read_table(SHARED / name, columns=["text"])
-        pq.write_table(table.slice(0, 150), raw / name)
-    assert run(raw, out, tokenizer, "--max-length", 512, "--overlap-size", 64) == 0
-    loaded = RustBPETokenizer.from_directory(tokenizer)
-    for split, name in zip(("train", "val"), names):
-        texts = pq.read_table(raw / name).column("text").to_pylist()
-        assert texts_of(out / split / name.replace(".parquet", ".bin"), loaded) == texts
-    assert json.loads((out / "val/books/manifest.json").read_text())["shards"]["shard_00001"]["documents"] == 150

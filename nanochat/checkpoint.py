@@ -9,35 +9,29 @@ is never believed.
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
 **The seal.** A checkpoint counts when its seal is whole. The seal holds a BLAKE2b sum of each
-file, and one of its own bytes, taken with zeros in its place, so it vouches for all files and for
-itself:
+file, and one of its own bytes, taken with zeros in its place:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 Sums are taken of what goes to a file, not of what comes back from it: a disk that stores other
-bytes is found out. A list of sums beside the files would do for the files, but then nobody vouches
-for the list.
+bytes is found out.
 
 **Writing.** Everything goes into a folder with a hidden name. Each file is fsynced, the seal is
-written last, the folders are fsynced, and one rename gives the checkpoint its name. A run that
-resumed from an older checkpoint comes to steps that it has saved before: a good checkpoint is
-kept, by the law of the stream it is the same; a bad one is deleted, it never counted. A `final` of
-an earlier end, where the run was made longer, becomes the checkpoint of its step. So no instant is
-without the newest good one.
+written last, the folders are fsynced, and one rename gives the checkpoint its name. A step that has
+a good checkpoint keeps it, for by the law of the stream it is the same; a bad one is replaced. A
+`final` of an earlier end, where the run was made longer, becomes the checkpoint of its step. So no
+instant is without the newest good one.
 
 **Reading.** `newest_good` goes from the newest checkpoint to the oldest and takes the first in
 which every byte has its sum. States hold tensors and plain values only, and are loaded with
-`weights_only=True`: nothing is executed, and what a stranger wrote can do no more than be refused.
+`weights_only=True`: nothing is executed.
 
 **While training goes on.** The loop is held for a copy of the state (`to_host`); a thread does the
-rest.
+rest. At most one save is in flight, so that a slow disk holds up training and does not fill memory.
 
     step 100 | copy |  step 101  |  step 102  |  step 103  | ...      the loop; all collectives
                     | write, fsync, rename, prune |                   rank 0's thread: files only
                                                   ^ poll() at the next step tells how it went
-
-At most one save is in flight, so a disk that is slower than the interval between two saves holds up
-training instead of filling memory.
 
 **Retention.** Once a checkpoint is known to be good, older ones may go: those that are neither
 among the last `keep_last_k` nor at a step that `keep_milestone_every` divides. With 2 and 400, and
@@ -46,8 +40,7 @@ among the last `keep_last_k` nor at a step that `keep_milestone_every` divides. 
     checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
                   x     x     x     M     x     L     L     ?              F
 
-What this program did not write is never touched, nor is what is newer than the good one: it may be
-rotten, or a branch that a person left there.
+What this program did not write is never touched, nor is what is newer than the good one.
 
 **Names for people.** `d12` is the newest good checkpoint of the run d12, `d12@1000` that of step
 1000, `d12@final` its end. A path to a run directory does in place of a tag, and a path to a
@@ -59,7 +52,6 @@ import json
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -73,20 +65,15 @@ from nanochat.common import check_shape, fsync_dir, hash_bytes, hash_file, hash_
 from nanochat.dist import map_tensors
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
-    CONFIG_NAME,
     checkpoint_folders,
     delete_checkpoint,
-    diff_lines,
     find_run,
-    is_run_dir,
     keep_cursors,
     list_runs,
     pack_cursors,
-    read_config,
     read_cursors,
     remake_folder,
     remove_tree,
-    temporary_path,
 )
 
 log = logging.getLogger(__name__)
@@ -97,6 +84,7 @@ NO_CHECKSUM = "0" * 32
 CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
+RNG_NAME = "rng/rank_{}.pkl"
 REQUIRED = (CURSORS_NAME, MODEL_NAME, MODEL_CONFIG_NAME, OPTIMIZER_NAME, SCHEDULER_NAME)
 OURS = ("format_version", "files", "checksum")  # fields of the seal that are not the trainer's
 MAX_ERRORS = 3  # saves that fail one after another before the run gives up
@@ -145,8 +133,8 @@ def load_plain(file: Path, *, mapped: bool = False) -> Any:
 # ---- sealed folders -----------------------------------------------------------------------------
 
 class HashedFile:
-    """A write-only file that sums up what goes through it. An OSError is kept until `finish`:
-    torch.save's C++ writer must not be left by an exception halfway."""
+    """A write-only file that sums up what goes through it. An OSError is kept until `finish`,
+    for torch.save's C++ writer must not be left by an exception halfway."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -179,31 +167,6 @@ class HashedFile:
 
 def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def write_sealed(folder: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Make a new folder of files and seal it. `contents`: bytes or a plain state for each relative
-    name. `head`: the JSON fields of the seal beside its sums. TypeError for what is not plain or
-    not JSON."""
-    files: dict[str, dict[str, Any]] = {}
-
-    def put(name: str, content: Any) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        with open(folder / name, "xb") as raw:
-            file = HashedFile(raw)
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                save_plain(content, file, name)
-            files[name] = file.finish()
-
-    folder.mkdir()
-    for name, content in contents.items():
-        put(name, content)
-    seal = {**head, "files": dict(files), "checksum": NO_CHECKSUM}
-    put(STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))}))
-    for path in sorted({(folder / name).parent for name in files}, reverse=True):
-        fsync_dir(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -244,22 +207,22 @@ def check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a whole checkpoint, compare sizes and sums, and return its seal. FileNotFoundError for
-    a missing file, ValueError for a torn or rotten one; the message begins with the file's
-    path."""
+    """Read a whole checkpoint and return its seal. Errors of `read_state` and `check_file`."""
     seal = read_state(path)
     for name, record in seal["files"].items():
         check_file(path, name, record)
     return seal
 
 
+def good_step(path: Path) -> int | None:
+    """The step of a checkpoint in which every byte is right, None of any other."""
+    try:
+        return verify_checkpoint(path)["step"]
+    except (OSError, ValueError):
+        return None
+
+
 # ---- writing a checkpoint -----------------------------------------------------------------------
-
-def architecture_hash(model_config: dict[str, Any]) -> str:
-    """The fingerprint of a model's configuration, kept in the seal and compared before weights are
-    loaded."""
-    return hash_json(model_config)
-
 
 def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[str, Any],
                     model_config: dict[str, Any], optimizer_state: Any, scheduler_state: Any,
@@ -277,13 +240,13 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
         raise ValueError(f"checkpoint name {name!r} at step {step}: expected checkpoint-{step}, "
                          f"checkpoint-{step}-shutdown or final")
     reserved = {"format_version": FORMAT_VERSION, "step": step,
-                "architecture_hash": architecture_hash(model_config)}
+                "architecture_hash": hash_json(model_config)}
     if clash := trainer_state.keys() & {*reserved, *OURS}:
         raise ValueError(f"trainer_state: {', '.join(sorted(clash))} are written by save_checkpoint itself")
     packed = pack_cursors(step, cursors)
     contents = {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config),
                 MODEL_NAME: model_state, OPTIMIZER_NAME: optimizer_state, SCHEDULER_NAME: scheduler_state,
-                **{rng_name(rank): state for rank, state in rng_state.items()}}
+                **{RNG_NAME.format(rank): state for rank, state in rng_state.items()}}
     try:
         keep_cursors(run_dir, step, packed)
         return put_checkpoint(run_dir, name, {**reserved, **trainer_state}, contents)
@@ -293,18 +256,44 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[st
 
 
 def put_checkpoint(run_dir: Path, name: str, head: Mapping[str, Any], contents: Mapping[str, Any]) -> Path:
-    """Write a sealed folder (see `write_sealed`) under a hidden name and rename it to
-    RUN/checkpoints/<name>, unless a good checkpoint of head["step"] is there. Nothing half-written
-    stays where it cannot be done."""
-    target, temporary = run_dir / "checkpoints" / name, temporary_path(run_dir, name)
+    """Write and seal RUN/checkpoints/<name>, unless it is a good checkpoint of head["step"]
+    already. `head`: the fields of the seal beside its sums. `contents`: bytes or a plain state for
+    each relative name. Nothing half-written stays where it cannot be done."""
+    target = run_dir / "checkpoints" / name
+    temporary = target.with_name(f".tmp-{name}-{os.getpid()}")
     remake_folder(target.parent)
-    if os.path.lexists(target) and good_step(target) == head["step"]:
+    there = good_step(target)
+    if there == head["step"]:
         log.info("%s is there already and good; it is kept", target)
         return target
+    files: dict[str, dict[str, Any]] = {}
+
+    def put(name: str, content: Any) -> None:
+        (temporary / name).parent.mkdir(exist_ok=True)
+        with open(temporary / name, "xb") as raw:
+            file = HashedFile(raw)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                save_plain(content, file, name)
+            files[name] = file.finish()
+
     try:
-        write_sealed(temporary, head, contents)
-        if os.path.lexists(target):
-            make_room(target)
+        temporary.mkdir()
+        for file_name, content in contents.items():
+            put(file_name, content)
+        seal = {**head, "files": dict(files), "checksum": NO_CHECKSUM}
+        put(STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))}))
+        for folder in sorted({(temporary / file_name).parent for file_name in files}, reverse=True):
+            fsync_dir(folder)
+        # a good `final` of another step becomes the checkpoint of its step; what is bad never counted
+        numbered = target.with_name(f"checkpoint-{there}")
+        if there is not None and good_step(numbered) != there:
+            if os.path.lexists(numbered):
+                delete_checkpoint(numbered)
+            os.rename(target, numbered)
+        elif os.path.lexists(target):
+            delete_checkpoint(target)
         os.rename(temporary, target)
     except BaseException:
         if temporary.exists():
@@ -312,31 +301,6 @@ def put_checkpoint(run_dir: Path, name: str, head: Mapping[str, Any], contents: 
         raise
     fsync_dir(target.parent)
     return target
-
-
-def rng_name(rank: int) -> str:
-    return f"rng/rank_{rank}.pkl"
-
-
-def good_step(path: Path) -> int | None:
-    """The step of a checkpoint in which every byte is right, None of any other."""
-    try:
-        return verify_checkpoint(path)["step"]
-    except (OSError, ValueError):
-        return None
-
-
-def make_room(target: Path) -> None:
-    """Free the name of a checkpoint: a good `final` of another step becomes the checkpoint of its
-    step, all else that has the name never counted, and is deleted."""
-    step = good_step(target)
-    numbered = target.with_name(f"checkpoint-{step}")
-    if step is None or good_step(numbered) == step:
-        delete_checkpoint(target)
-    else:
-        if os.path.lexists(numbered):
-            delete_checkpoint(numbered)
-        os.rename(target, numbered)
 
 
 # ---- finding checkpoints ------------------------------------------------------------------------
@@ -428,14 +392,16 @@ class Checkpoint:
 
     def rng_state(self, rank: int) -> Any:
         """The state that `rank` saved, or None if that run had no such rank."""
-        return load_plain(self.path / rng_name(rank)) if rng_name(rank) in self.sealed else None
+        name = RNG_NAME.format(rank)
+        return load_plain(self.path / name) if name in self.sealed else None
 
     def check_architecture(self, model_config: dict[str, Any]) -> None:
         """ValueError with a diff if `model_config` is not what was saved. To be called before
         weights are loaded."""
-        if architecture_hash(model_config) != self.trainer_state["architecture_hash"]:
-            lines = diff_lines(self.model_config, model_config,
-                               old_name="the checkpoint", new_name="the model")
+        if hash_json(model_config) != self.trainer_state["architecture_hash"]:
+            saved = self.model_config
+            lines = [f"{name}: the checkpoint has {saved.get(name)!r}, the model says {model_config.get(name)!r}"
+                     for name in {**saved, **model_config} if saved.get(name) != model_config.get(name)]
             raise ValueError(f"{self.path}: another architecture; no weight was loaded. Use the same settings, "
                              "or --model-tag NAME for a new run.\n  " + "\n  ".join(lines))
 
@@ -466,22 +432,6 @@ def load_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 def open_checkpoint(tag_or_path: str | os.PathLike[str]) -> Checkpoint:
     """Load what `find_checkpoint` finds, verified once. Errors of both."""
     return load_checkpoint(find_checkpoint(tag_or_path), verify=False)
-
-
-def load_run_weights(tag_or_path: str | os.PathLike[str]) -> tuple[Checkpoint, dict[str, Any]]:
-    """(checkpoint, where it comes from) for a run that starts from another's weights; errors as in
-    `open_checkpoint`.
-
-    The second is JSON for config.json: run, checkpoint, step, checksum and config_hash, the
-    fingerprint of the other run's config.json; run and config_hash are None for a checkpoint that
-    lies outside a run directory. """
-    checkpoint = open_checkpoint(tag_or_path)
-    run_dir = checkpoint.path.absolute().parent.parent
-    inside = checkpoint.path.absolute().parent.name == "checkpoints" and is_run_dir(run_dir)
-    has_config = inside and (run_dir / CONFIG_NAME).is_file()
-    return checkpoint, {"run": run_dir.name if inside else None, "checkpoint": checkpoint.path.name,
-                        "step": checkpoint.step, "checksum": checkpoint.checksum,
-                        "config_hash": hash_json(read_config(run_dir)) if has_config else None}
 
 
 # ---- retention ----------------------------------------------------------------------------------
@@ -515,7 +465,6 @@ def prune(run_dir: Path, *, good: Path, keep_last_k: int | None = None,
     another program wrote stays. What cannot be deleted stays with a warning. One process calls
     this, when it writes no checkpoint. OSError or ValueError if `good` is not there after all:
     then nothing is deleted."""
-    check_retention(keep_last_k, keep_milestone_every)
     newest = read_state(good)["step"]
     own: dict[str, int] = {}
     folders = checkpoint_folders(run_dir)
@@ -561,7 +510,7 @@ class Outcome:
 
 
 class Saver:
-    """Writes checkpoints, one at a time, in a thread or at once, and judges whether a run goes on
+    """Writes checkpoints, one at a time, in a thread, and judges whether a run goes on
     where one could not be written. For rank 0; its calls are all from one thread.
 
     A full disk is no reason to lose a week, as long as an older good checkpoint is there. So an
@@ -569,32 +518,31 @@ class Saver:
     of the save that was to be the last. Any other error is a bug, and ends the run at once.
 
     good: a checkpoint of the run known to be good (loaded, with its sums verified), if there is
-    one. prune: called with each checkpoint just written, where it was written; a ValueError or
-    OSError of it is a warning. """
+    one. prune: called in the thread with each checkpoint just written; a ValueError or OSError of
+    it is a warning. asynchronous: whether `start` returns before the checkpoint is written. """
 
     def __init__(self, *, good: Path | None, prune: Callable[[Path], Any] = lambda good: None,
                  asynchronous: bool = True) -> None:
         self._good, self._prune = good, prune
         self._errors = 0  # in a row
-        self._pool = ThreadPoolExecutor(1, "saver") if asynchronous else None
+        self._pool, self._asynchronous = ThreadPoolExecutor(1, "saver"), asynchronous
         self._flying: Future[Outcome] | None = None
-        self._told: deque[Outcome] = deque()
+        self._told: list[Outcome] = []  # or rather to be told
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
         """Let `write` save a checkpoint; waits for the save in flight first. `write` must use
         nothing that later steps change. `last`: the run ends after it, so that an error cannot be
         made good by a later save."""
         self.wait()
-        if self._pool is None:
-            self._told.append(self._save(write, last))
-        else:
-            self._flying = self._pool.submit(self._save, write, last)
+        self._flying = self._pool.submit(self._save, write, last)
+        if not self._asynchronous:
+            self.wait()
 
     def poll(self) -> Outcome | None:
         """The outcome of the oldest save that has ended and was not told yet; never waits."""
         if self._flying is not None and self._flying.done():
             self.wait()
-        return self._told.popleft() if self._told else None
+        return self._told.pop(0) if self._told else None
 
     def wait(self) -> None:
         """Wait until no save is in flight. `poll` then gives what came of it."""
@@ -606,8 +554,7 @@ class Saver:
         """Wait, and end the thread. Outcomes not told yet can still be had from `poll`. Twice is
         fine."""
         self.wait()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
 
     def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
         began = time.perf_counter()

@@ -9,10 +9,9 @@ How a run ends, where it stands, and which launch owns it.
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by a thread of rank 0
     RUN/.owner-000007.json     which launch may write here; the highest number counts
 
-**Stopping.** One `StopWatch` for each process, entered before anything slow, so that a signal
-which arrives during set-up, an evaluation or a save is noted and honoured at the next look. It
-never interrupts: a handler that raised would leave collectives half done on one rank. It decides
-for its own process only; the caller adds the answer to a sum that all ranks make anyway, so one
+**Stopping.** Each process has one `StopWatch`, entered before anything slow. A signal never
+interrupts, for a handler that raised would leave collectives half done on one rank: it is noted,
+and honoured at the next look. The answer is added to a sum that all ranks make anyway, so one
 rank's signal stops all of them after the same step. A run stops for its walltime when the next
 look would come too late to save:
 
@@ -30,25 +29,22 @@ it:
     .owner-000008  (B)           one of them does; the other looks again, finds B alive, and gives up
 
 A number is never used twice: an owner that ends marks its record as released and leaves it. So a
-launch that was delayed between its look and its claim finds its number taken, or a higher one. A
-lock that is deleted at the end has no such memory. The owner looks at its record every second;
-where the record is gone or another's (the run directory was removed; the owner slept and was taken
-for dead), it ends itself.
+launch that was delayed between its look and its claim finds its number taken, or a higher one. The
+owner looks at its record every second; where the record is gone or another's (the run directory
+was removed; the owner slept and was taken for dead), it ends itself.
 
 **Alive** means, in the same place (boot of the machine and process namespace): the process exists
-and started when the record says. From any other place: the heartbeat changes while we watch.
-Clocks of two machines are not compared for that, so a clock that is hours off neither locks a run
-nor lets two in.
+and started when the record says. From any other place, and where the system has no /proc: the
+heartbeat changes while we watch. Clocks of two machines are not compared for that, so a clock that
+is hours off neither locks a run nor lets two in.
 
 **What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes
 the signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds
 (which must exceed a step and a save), and exits with 1 however well they ended; any other signal
 kills torchrun alone and orphans its workers, hence `--signals-to-handle
-SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Workers have sessions of their own: a terminal's Ctrl-C reaches
-them through torchrun only, and a second one ends nothing at once (scripts.stop --force does).
-Where one node of several is signalled all ranks save and end, but the other torchruns wait for
-minutes: signal all, as srun does, or use scripts.stop. A worker's exit code becomes 1: with
-torchrun ask `scripts.status --exit-code`. """
+SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. A terminal's Ctrl-C reaches workers through torchrun only. Where
+one node of several is signalled all ranks save and end, but the other torchruns wait for minutes:
+signal all, as srun does, or use scripts.stop. Ask `scripts.status --exit-code` how it ended. """
 
 import contextlib
 import json
@@ -57,12 +53,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -93,41 +88,30 @@ WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
 
 # ---- when to stop -------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Deadline:
-    """When a process must have ended: `at` on the monotonic clock, `total_s` after its start."""
-
-    at: float
-    total_s: float
-
-
-def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float, *,
-             wall: Callable[[], float] = time.time,
-             monotonic: Callable[[], float] = time.monotonic) -> Deadline | None:
-    """The end of a process's walltime, None if it has none. The first that is set counts:
+def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> tuple[float, float] | None:
+    """When this process must have ended: on the monotonic clock, and in seconds after `started`,
+    a time of that clock. None without a walltime. The first that is set counts:
     `max_runtime_seconds` (-1: not set), SLURM_JOB_END_TIME (unix seconds), NANOCHAT_MAX_RUNTIME
-    (seconds). `started`: monotonic seconds. ValueError for what is no such number, and for an end
-    that has passed."""
+    (seconds). ValueError for what is no such number, and for an end that has passed."""
     asked = {"--max-runtime-seconds": "" if max_runtime_seconds == -1 else str(max_runtime_seconds),
              **{name: env.get(name, "") for name in ("SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME")}}
-    for name, text in asked.items():
-        if not text:
-            continue
-        with contextlib.suppress(ValueError):
-            seconds = float(text)
-            if 0 < seconds < float("inf"):
-                break
-        raise ValueError(f"{name}: got {text!r}, expected a positive number of seconds")
-    else:
+    name, text = next(((name, text) for name, text in asked.items() if text), ("", ""))
+    if not text:
         return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name}: got {text!r}, expected a positive number of seconds")
     if name != "SLURM_JOB_END_TIME":
-        return Deadline(started + seconds, seconds)
-    left = seconds - wall()
+        return started + seconds, seconds
+    left = seconds - time.time()
     if left <= 0:
         raise ValueError(f"SLURM_JOB_END_TIME: that was {-left:,.0f} s ago, expected the end of this job; unset it "
                          f"where it is left over from another, or give --max-runtime-seconds")
-    at = monotonic() + left
-    return Deadline(at, at - started)
+    at = time.monotonic() + left
+    return at, at - started
 
 
 def request_stop(run_dir: Path) -> None:
@@ -136,18 +120,12 @@ def request_stop(run_dir: Path) -> None:
     (run_dir / FLAG_NAME).write_text(json.dumps({"time": time.time()}) + "\n")
 
 
-def stop_requested(run_dir: Path) -> bool:
-    """Whether the flag file is there: a run that has stopped leaves it, the next launch removes
-    it."""
-    return os.path.lexists(run_dir / FLAG_NAME)
-
-
 class StopWatch:
     """Collects the reasons for this process to stop. Inside the context signals are noted, and
     whoever waits for a store gives up when one came; behind it their previous handlers are back.
     Entered in another thread than the main one, it leaves signals alone (Python's rule)."""
 
-    def __init__(self, deadline: Deadline | None = None, *, reserve_s: float = 0.0) -> None:
+    def __init__(self, deadline: tuple[float, float] | None = None, *, reserve_s: float = 0.0) -> None:
         if not 0 <= reserve_s < float("inf"):
             raise ValueError(f"--walltime-reserve-seconds: got {reserve_s}, expected 0 or more")
         self._deadline, self._reserve_s = deadline, reserve_s
@@ -198,15 +176,10 @@ class StopWatch:
         (run_dir / FLAG_NAME).unlink(missing_ok=True)
 
     def note(self, what: str, seconds: float) -> None:
-        """Something other than a step took so long since the last look: it is no part of the step,
-        and the time for it is kept free from now on, since it may come again before the next
-        look."""
+        """Something other than a step took so long since the last look. It is no part of the step,
+        and the time for it is kept free from now on: before the next look, or for the last save."""
         self._told_s += seconds
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
-
-    def note_save(self, seconds: float) -> None:
-        """A save took so long: the last one must have the time for it."""
-        self.note("save", seconds)
 
     def asked(self, now: float | None = None) -> str:
         """'' or who asked this process to stop: a signal or the flag file. May be called at any
@@ -216,7 +189,7 @@ class StopWatch:
             self._reason = signal.Signals(self._signals[0]).name
         if not self._reason and self._run_dir is not None and now >= self._next_flag_look:
             self._next_flag_look = now + LOOK_EVERY_S
-            self._reason = "asked by scripts.stop" if stop_requested(self._run_dir) else ""
+            self._reason = "asked by scripts.stop" if os.path.lexists(self._run_dir / FLAG_NAME) else ""
         return self._reason
 
     def wanted(self, now: float | None = None) -> str:
@@ -230,9 +203,9 @@ class StopWatch:
             step = max(self._steps, default=0.0)
             looks = sum(seconds for what, seconds in self._slowest.items() if what != "save")
             reserve = max(self._reserve_s, SAVE_MARGIN * self._slowest.get("save", 0.0) + step)
-            left = self._deadline.at - now
-            if step + looks + reserve > left:
-                self._reason = f"walltime: {left:,.0f} s left of {self._deadline.total_s:,.0f}"
+            at, total_s = self._deadline
+            if step + looks + reserve > at - now:
+                self._reason = f"walltime: {at - now:,.0f} s left of {total_s:,.0f}"
         return self._reason
 
 
@@ -252,25 +225,23 @@ PROCESS = {"host": str, "place": str, "pid": int, "start": (str, None)}  # what 
 
 def process_start(pid: int) -> str | None:
     """When a process of this machine started, as an opaque text; None if there is none (or only
-    its corpse is)."""
+    its corpse is), and where the system does not tell."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
-            return None
-        command = ["ps", "-o", "lstart=", "-p", str(pid)]  # not Linux
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+        return None
     fields = stat[stat.rindex(")") + 2:].split()  # behind the name, which may hold anything
     return None if fields[0] in "ZX" else fields[19]
 
 
 def place() -> str:
-    """Where process ids mean the same: this boot of this machine, this process namespace."""
+    """Where process ids mean the same: this boot of this machine, this process namespace. Empty
+    where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return socket.gethostname()
+        return ""
 
 
 def identify() -> dict[str, Any]:
@@ -282,7 +253,8 @@ def identify() -> dict[str, Any]:
 def is_alive_here(process: Mapping[str, Any]) -> bool | None:
     """Whether a process that `identify` described lives; None if it is in another place, so that
     we cannot tell."""
-    return process_start(process["pid"]) == process["start"] if process["place"] == place() else None
+    here = place()
+    return process_start(process["pid"]) == process["start"] if here and process["place"] == here else None
 
 
 # ---- where a run stands -------------------------------------------------------------------------
@@ -442,22 +414,33 @@ def _read_owner(run_dir: Path, generation: int) -> dict[str, Any] | None:
     """The record of an owner, None if there is none. One that is broken is told of and counts as
     none: it is no dead end. (A launch that is writing it this moment finds itself succeeded, and
     ends.)"""
-    for is_last in (False, True):
+    for _ in range(2):
         try:
             return read_json(_owner_path(run_dir, generation), OWNER, way_out="it is replaced")
         except FileNotFoundError:
             return None
         except ValueError as e:
-            if is_last:
-                log.warning("%s", e)
-            time.sleep(0.3 * (not is_last))
+            problem = e
+            time.sleep(0.3)
+    log.warning("%s", problem)
     return None
 
 
 def _beats(run_dir: Path, record: dict[str, Any], told: str) -> bool:
     """Whether the heartbeat of a launch in another place changes while we watch."""
-    first = _state_of(run_dir, record)
-    if first is not None and first["status"] in EXIT_CODES:
+    def beat() -> float | None:
+        """The heartbeat that the launch of this record wrote last, infinity when it has ended."""
+        try:
+            state = read_state(run_dir)
+        except ValueError as e:
+            log.warning("%s", e)
+            return None
+        if state is None or state["launch"] != record["launch"]:
+            return None
+        return float("inf") if state["status"] in EXIT_CODES else state["heartbeat"]
+
+    first = beat()
+    if first == float("inf"):
         return False
     log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for %.0f s",
                 run_dir, told, WATCH_S)
@@ -465,20 +448,9 @@ def _beats(run_dir: Path, record: dict[str, Any], told: str) -> bool:
     while time.monotonic() < end:
         time.sleep(HEARTBEAT_S / 5)
         os.listdir(run_dir)  # network file systems look afresh
-        now = _state_of(run_dir, record)
-        if (now and now["heartbeat"]) != (first and first["heartbeat"]):
-            return now is None or now["status"] not in EXIT_CODES
+        if (now := beat()) != first:
+            return now != float("inf")
     return False
-
-
-def _state_of(run_dir: Path, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The state, if the launch of this record wrote it."""
-    try:
-        state = read_state(run_dir)
-    except ValueError as e:
-        log.warning("%s", e)
-        return None
-    return state if state and state["launch"] == record["launch"] else None
 
 
 # ---- telling ------------------------------------------------------------------------------------

@@ -9,14 +9,9 @@ needed to go on with it.
       logs/cursors/               the cursors of every save, kept for ever
       checkpoints/                see nanochat/checkpoint.py
 
-This module finds run directories, and owns the names in them, config.json, the log and the kept
-cursors. What is inside a checkpoint is the concern of nanochat/checkpoint.py, and who may write
-here at all that of nanochat/lifecycle.py.
-
 **Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are
-checkpoints. Hidden names never count: process PID is writing `.tmp-NAME-PID`, or is deleting
-`.del-NAME-PID`. So a checkpoint appears by one rename, when it is whole, and goes by one rename,
-before any part of it is deleted:
+checkpoints. Hidden names never count: a checkpoint appears by one rename, when it is whole, and
+goes by one rename, before any part of it is deleted (77 is the process that does it):
 
     .tmp-final-77  -->  final  -->  .del-final-77  -->  gone
 
@@ -29,8 +24,7 @@ steps 101..130 again:
     {"step": 101, "loss": 3.3, "digest": "a7.."}         <- from now on the line of step 101 that counts
 
 Readers take the last line of each step and pass over torn lines. Cutting the log at resume would
-look tidier and destroy the evidence: the digests of the repeated steps, already there, are what a
-resumed run is checked against.
+look tidier and destroy the evidence: a resumed run is checked against the digests that are there.
 
 **Nothing makes a run directory by the way.** Only the launch that owns a run makes its folders,
 when it starts. Where somebody removes the log or the checkpoints under a run that trains, the
@@ -46,7 +40,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, write_bytes, write_json
@@ -138,24 +131,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return read_json(path, dict, way_out="put it back, or delete the run with --resume scratch --force")
 
 
-def diff_lines(old: dict[str, Any], new: dict[str, Any], *, old_name: str = "the run",
-               new_name: str = "the command") -> list[str]:
-    """One line for every name whose value differs between two dicts; a name that one side lacks
-    differs."""
-    def show(side: dict[str, Any], name: str) -> str:
-        return repr(side[name]) if name in side else "nothing"
-
-    names = [*old, *(n for n in new if n not in old)]
-    return [f"{n}: {old_name} has {show(old, n)}, {new_name} says {show(new, n)}" for n in names
-            if (n in old) != (n in new) or old[n] != new[n]]
-
-
 # ---- names in checkpoints/ ----------------------------------------------------------------------
-
-def temporary_path(run_dir: Path, name: str) -> Path:
-    """Where this process writes the checkpoint `name` before it gets its name."""
-    return run_dir / "checkpoints" / f".tmp-{name}-{os.getpid()}"
-
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
     """{name: folder} of a run's checkpoints, good or not."""
@@ -228,17 +204,17 @@ def wipe(run_dir: Path) -> None:
     leaves a run with its own settings that begins at step 0, and never old weights under new
     settings. """
     log.warning("%s: deleting the run as asked", run_dir)
-    for name in FOLDERS:
-        if (run_dir / name).is_symlink():
-            (run_dir / name).unlink()
+    folders = [run_dir / name for name in FOLDERS]
+    for folder in folders:
+        if folder.is_symlink():
+            folder.unlink()
     for name, path in checkpoint_folders(run_dir).items():
         os.rename(path, path.with_name(f".del-{name}-{os.getpid()}"))
     for pattern in WRITTEN:
         for path in run_dir.glob(pattern):
             remove_tree(path)
     clean_stale(run_dir)
-    for name in reversed(FOLDERS):
-        folder = run_dir / name
+    for folder in reversed(folders):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
@@ -311,13 +287,6 @@ class TrainLog:
         finally:
             self._file.close()
 
-    def __enter__(self) -> "TrainLog":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
-
 
 def is_step(record: dict[str, Any]) -> bool:
     """Whether a record of a log is the line of a step, and no event."""
@@ -343,19 +312,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
     An event stays behind the step line before it (`step` of an event is not unique: two restarts
     may begin alike). """
-    steps: dict[int, dict[str, Any]] = {}
-    events: list[tuple[int, dict[str, Any]]] = []
+    found: dict[tuple[int, int, int], dict[str, Any]] = {}  # by (step, is it an event, its number)
     last_step = -1
-    for record in iter_log(path):
+    for number, record in enumerate(iter_log(path)):
         if is_step(record):
             last_step = record["step"]
-            steps[last_step] = record
+            found[last_step, 0, 0] = record
         else:
             step = record.get("step")
-            events.append((step if isinstance(step, int) else last_step, record))
-    keyed = [(step, 0, record) for step, record in steps.items()]
-    keyed += [(step, 1, record) for step, record in events]
-    return [record for _, _, record in sorted(keyed, key=lambda k: k[:2])]
+            found[step if isinstance(step, int) else last_step, 1, number] = record
+    return [found[key] for key in sorted(found)]
 
 
 # ---- cursors ------------------------------------------------------------------------------------

@@ -35,10 +35,10 @@ from nanochat.checkpoint import (
     check_retention,
     list_checkpoints,
     load_checkpoint,
-    load_run_weights,
     newest_good,
+    open_checkpoint,
 )
-from nanochat.common import EXIT_HALTED, begin_data, place, print0, write_json
+from nanochat.common import EXIT_HALTED, begin_data, hash_json, place, print0, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.curriculum import Curriculum
 from nanochat.dataloader import Layout, default_leaves
@@ -247,6 +247,19 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoi
                              f"of {known['run']}, but {before} is another checkpoint now (step "
                              f"{told['step']}); {OTHER_ORIGIN}")
     return checkpoint, told
+
+
+def load_run_weights(tag_or_path: str | Path) -> tuple[Checkpoint, dict[str, Any]]:
+    """(checkpoint, where it comes from) for a run that starts from another's weights; errors as in
+    `open_checkpoint`. The second is JSON for config.json; its run and config_hash, the fingerprint
+    of that run's config.json, are None for a checkpoint that lies outside a run directory."""
+    checkpoint = open_checkpoint(tag_or_path)
+    folder = checkpoint.path.absolute().parent
+    run_dir = folder.parent if folder.name == "checkpoints" and is_run_dir(folder.parent) else None
+    has_config = run_dir is not None and (run_dir / CONFIG_NAME).is_file()
+    return checkpoint, {"run": run_dir and run_dir.name, "checkpoint": checkpoint.path.name,
+                        "step": checkpoint.step, "checksum": checkpoint.checksum,
+                        "config_hash": hash_json(read_config(run_dir)) if run_dir and has_config else None}
 
 
 # ---- what follows from the settings --------------------------------------------------------------

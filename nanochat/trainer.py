@@ -238,7 +238,7 @@ class Trainer:
         outcome = self.saver.poll()
         if outcome is None:
             return Code.NOTHING
-        self.stop.note_save(outcome.seconds)
+        self.stop.note("save", outcome.seconds)
         if outcome.path is not None:
             print0(outcome.message)
             self.journal.event("saved", checkpoint=outcome.path.name, seconds=outcome.seconds)

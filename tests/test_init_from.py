@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nanochat import checkpoint as checkpoint_module
-from nanochat.checkpoint import load_checkpoint, load_run_weights
+from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import cursor_files, read_config, read_cursors
+from nanochat.start_run import load_run_weights
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data
 from tests import training

@@ -1,6 +1,7 @@
 """inspect_data: what it says of a step is what training would see."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     pin_data(path, find_data({}, corpus[0]))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     rows, cursors = batches(corpus, "crop", 8)
-    with TrainLog(path / "logs" / "train.jsonl") as log:
+    with closing(TrainLog(path / "logs" / "train.jsonl")) as log:
         for step, of_step in enumerate(rows):
             log.write(step=step, tokens=(step + 1) * R * T, digest=digest_of(of_step))
     for step in (3, 6, 8):
@@ -132,7 +133,7 @@ def test_digests_of_a_run_match_its_log(run_dir, capsys):
 
 
 def test_another_digest_in_the_log_is_an_error_that_names_the_step(run_dir, capsys):
-    with TrainLog(run_dir / "logs" / "train.jsonl") as log:
+    with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
         log.write(step=5, tokens=6 * R * T, digest="0123456789abcdef")
     assert inspect_data.main(["digest", "--steps=4:7", f"--run={run_dir}"]) == 1
     out, err = capsys.readouterr()

@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,11 @@ def digests(path: Path) -> dict[int, str]:
 
 def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "train.jsonl"
-    with rd.TrainLog(path) as train_log:
+    with closing(rd.TrainLog(path)) as train_log:
         for step in (1, 2, 3):
             train_log.write(step=step, loss=float(step), digest=f"{step:016x}")
         train_log.write(event="eval", step=2, bpb=float("nan"))
-    with rd.TrainLog(path, first_step=2) as train_log:
+    with closing(rd.TrainLog(path, first_step=2)) as train_log:
         assert [train_log.digest_of(step) for step in (1, 3, 4)] == [None, f"{3:016x}", None]
         train_log.write(event="resumed", step=2)
         train_log.write(step=3, loss=-3.0, digest="f" * 16)
@@ -75,7 +76,7 @@ def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_pat
         path.write_bytes(lines[:size])
         whole_lines = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
         assert list(digests(path)) == [1, 2, 3][:whole_lines]
-        with rd.TrainLog(path) as train_log:
+        with closing(rd.TrainLog(path)) as train_log:
             train_log.write(step=9, digest="x")
         assert list(digests(path)) == [1, 2, 3][:whole_lines] + [9]
     path.write_bytes(b'{"step": 1, "digest": "a"}\n\0\0\0\n[1]\n"text"\n' + b"[" * 100_000 + b"\n")
@@ -84,7 +85,7 @@ def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_pat
 
 def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    with faults.failing_at(4, errno.ENOSPC, below=path) as changes, rd.TrainLog(path) as train_log:
+    with faults.failing_at(4, errno.ENOSPC, below=path) as changes, closing(rd.TrainLog(path)) as train_log:
         train_log.write(step=1, digest="a")
         raw, whole = train_log._file, train_log._file.write
         raw.write = lambda data: whole(data[:7])  # a nearly full disk takes a part
@@ -101,7 +102,7 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
     """Lines to a file that has no name any more would be lost without a word."""
     run = tmp_path / "run"
     rd.open_folders(run)
-    with rd.TrainLog(run / "logs" / "train.jsonl") as train_log:
+    with closing(rd.TrainLog(run / "logs" / "train.jsonl")) as train_log:
         train_log.write(step=1)
         shutil.rmtree(run / "logs")
         train_log.write(step=2)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nanochat import lifecycle
-from nanochat.lifecycle import exit_code, identify, read_state, stop_requested
+from nanochat.lifecycle import FLAG_NAME, exit_code, identify, read_state
 from scripts import status, stop
 
 ROOT = Path(__file__).parents[1]
@@ -228,13 +228,13 @@ def test_which_run_is_meant_must_be_clear(base):
     made_up(base, "d3", "starting")
     with pytest.raises(ValueError, match="several are at work, name one: d2, d3"):
         stop.main([])
-    assert not any(stop_requested(run_dir(base, name)) for name in ("d1", "d2", "d3"))
+    assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
 
 
 def test_a_run_that_has_ended_is_left_alone(base, capsys):
     path = made_up(base, "d1", "stopped")
     assert stop.main(["d1"]) == 0
-    assert "nothing to stop" in capsys.readouterr().out and not stop_requested(path)
+    assert "nothing to stop" in capsys.readouterr().out and not (path / FLAG_NAME).exists()
 
 
 DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"

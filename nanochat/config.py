@@ -24,6 +24,7 @@ of a job that restarts at night.
 """
 
 import argparse
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields, replace
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, setting
+from nanochat.common import Parser, check_shape, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.order import LAYOUTS
@@ -273,10 +274,6 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError("--init-optimizer, --init-data: they say what else comes from "
                              "another run; name it with --init-from RUN")
-        self._check_order()
-
-    def _check_order(self) -> None:
-        """ValueError for flags of one --order beside the other, where they would do nothing."""
         if self.order == "megatron" and self.data_format != "megatron":
             raise ValueError(f"--order megatron: it is an order of Megatron's files, and "
                              f"--data-format is {self.data_format}; take --data-format megatron, "
@@ -284,6 +281,7 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
         if self.order == "megatron" and self.curriculum is not None:
             raise ValueError("--curriculum: Megatron's order has one mix for the whole run "
                              "(--blend-weights); take --order lanes for a curriculum")
+        # flags of one order would do nothing beside the other
         other, idle = ("lanes", ("packing", "pack", "long_docs", "allow_bucket_exhaustion")) \
             if self.order == "megatron" else ("megatron", ("split", "blend_weights", "eod_mask_loss"))
         for name in idle:
@@ -294,17 +292,27 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json; what it does not have has its default, what is no
-        setting is left."""
-        return cls(**{name: value[name] for name in FIELDS if name in value})
+        setting is left. ValueError for a value of another type than its field's."""
+        found = {name: value[name] for name in FIELDS if name in value}
+        kinds = {name: KINDS[name] for name in found}
+        check_shape(found, kinds, "config.json of the run, which this program did not write so")
+        if found.get("curriculum") is not None:
+            Curriculum.from_json(found["curriculum"])  # says what is none
+        return cls(**found)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
         return {name: getattr(self, name) for name in FIELDS}
 
     @property
+    def mix(self) -> Curriculum | None:
+        """The curriculum."""
+        return None if self.curriculum is None else Curriculum.from_json(self.curriculum)
+
+    @property
     def curriculum_tokens(self) -> int:
         """What all phases of the curriculum last together, 0 without one."""
-        return sum(phase["duration_tokens"] for phase in (self.curriculum or {"phases": ()})["phases"])
+        return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     def differing(self) -> dict[str, Any]:
         """Those that are not their defaults."""
@@ -312,6 +320,9 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
 
 
 FIELDS: dict[str, "Field[Any]"] = {f.name: f for group in Settings.__bases__ for f in fields(group)}
+KINDS = {name: tuple(None if kind is type(None) else typing.get_origin(kind) or kind
+                     for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)))
+         for name, hint in typing.get_type_hints(Settings).items()}  # the shape of each, for `check_shape`
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -331,18 +342,16 @@ def flag(name: str) -> str:
 def add_flags(parser: Parser) -> Parser:
     """Give a parser the flags of all settings, in their groups."""
     parser.instead, parser.usage = ELSEWHERE, "%(prog)s [flags]"
-    hints = typing.get_type_hints(Settings)
     for group in Settings.__bases__:
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):
             if not f.metadata.get("flag", True):
                 continue
             how: dict[str, Any] = {k: f.metadata[k] for k in ("choices", "metavar") if k in f.metadata}
-            if hints[f.name] is bool:
+            if bool in KINDS[f.name]:
                 how["action"] = "store_false" if f.default else "store_true"
-            else:
-                how["type"] = next((t for t in (int, float) if t in (hints[f.name], *typing.get_args(hints[f.name]))),
-                                   str)
+            else:  # a curriculum or weights are given as text
+                how["type"] = next((kind for kind in (int, float) if kind in KINDS[f.name]), str)
             titled.add_argument(flag(f.name), dest=f.name, default=f.default, help=f.metadata["help"], **how)
     return parser
 
@@ -387,13 +396,18 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[
         if f.metadata.get("auto") and after == f.default:
             now[name] = after = before
         if name == "curriculum":
-            before, after = _identity(before), _identity(after)
+            before, after = _identity(then.mix), _identity(command.mix)
+        change = f"{flag(name)}: the run has {before!r}, the command says {after!r}"
         if before == after:
             continue
-        if f.metadata["fixed"]:
-            refused += _refusal(name, before, after, f.metadata["fixed"])
+        if name == "curriculum":
+            refused += [f"--curriculum ({f.metadata['fixed']}):",
+                        *(f"  - the run: {line}" for line in before if line not in after),
+                        *(f"  + the command: {line}" for line in after if line not in before)]
+        elif f.metadata["fixed"]:
+            refused.append(f"{change} ({f.metadata['fixed']})")
         elif f.metadata.get("tell"):
-            notices.append(f"{_change(name, before, after)} ({f.metadata['note']})")
+            notices.append(f"{change} ({f.metadata['note']})")
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived"}
     refused += [f"{flag(n)}: the run has {run[n]!r}, and this code has no such setting" for n in sorted(unknown)]
     if refused:
@@ -404,17 +418,12 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[
     return Settings(**now), notices
 
 
-def _change(name: str, before: Any, after: Any) -> str:
-    return f"{flag(name)}: the run has {before!r}, the command says {after!r}"
-
-
-def _identity(curriculum: dict[str, Any] | None) -> list[str]:
+def _identity(mix: Curriculum | None) -> list[str]:
     """A curriculum as far as it decides rows: a line for each phase, and one for the limits on
     epochs."""
-    if curriculum is None:
-        return []
-    mix = Curriculum.from_json(curriculum)
-    lines = []
+    lines: list[str] = []
+    if mix is None:
+        return lines
     for number, phase in enumerate(mix.phases, 1):
         last = number == len(mix.phases)
         length = "to the end" if last else f"{phase.duration_tokens:,} tokens"
@@ -423,23 +432,9 @@ def _identity(curriculum: dict[str, Any] | None) -> list[str]:
     return [*lines, f"max_epochs: { {bucket: mix.epochs(bucket) for bucket in mix.buckets} }"]
 
 
-def _refusal(name: str, before: Any, after: Any, why: str) -> list[str]:
-    """The lines of a diff that say why a setting may not change."""
-    if name != "curriculum":
-        return [f"{_change(name, before, after)} ({why})"]
-    return [f"--curriculum ({why}):", *(f"  - the run: {line}" for line in before if line not in after),
-            *(f"  + the command: {line}" for line in after if line not in before)]
-
-
-def may_change(name: str) -> bool:
-    """Whether a later launch may give a setting another value; what is no setting may not
-    change."""
-    return name in FIELDS and not FIELDS[name].metadata["fixed"]
-
-
 def settings_table() -> str:
     """The rules as markdown, in the order of the code."""
-    rows = [f"| `{flag(name)}` | {'yes' if may_change(name) else 'no'} | "
+    rows = [f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | "
             f"{f.metadata['fixed'] or f.metadata['note']} |" for name, f in FIELDS.items()]
     return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |",
                       *rows]) + "\n"

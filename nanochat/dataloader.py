@@ -187,16 +187,15 @@ class DataLoader:
     """Endless iterator over this rank's micro-batches. Where epochs are limited it ends by raising `Dry`.
 
     `config` says which order it is. `cursors`: of all V lanes, or of this rank's at least; `drop_dry`: see
-    `Stream`; `skip_steps`: so many steps' rows are passed over before the first. What goes wrong while
-    prefetching is raised by the `next` that would have had the batch. Close it, or use it as a context
-    manager.
+    `Stream`. What goes wrong while prefetching is raised by the `next` that would have had the batch.
+    Close it, or use it as a context manager.
     """
 
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False, with_digest: bool = True,
-                 drop_dry: bool = False, skip_steps: int = 0):
+                 drop_dry: bool = False):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device, self.with_digest = config, torch.device(device), with_digest
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
@@ -205,7 +204,6 @@ class DataLoader:
                                   cursors=cursors, **lanes_only)
         self.buckets = self.stream.buckets  # what MicroBatch.buckets counts
         self.step = start_step  # the step whose micro-batches come next
-        self.skip_steps = skip_steps
         self.digest = 0  # of the last complete step, this rank's part
         self.wait_s = 0.0  # that `next` has waited for batches, in all
         self._ends = {start_step: self.stream.state()}  # of the last two steps, by the number of steps done
@@ -225,8 +223,6 @@ class DataLoader:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # else waiting for an event opens a context on GPU 0
-            for _ in range(self.skip_steps):
-                self._next_rows(self.step)
             for step in itertools.count(self.step):
                 if not self._fill_step(step):
                     return

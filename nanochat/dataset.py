@@ -28,14 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import (
-    get_base_dir,
-    in_store,
-    local,
-    place,
-    read_json,
-    run_main,
-)
+from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import open_parquet, read_batches
 
 FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart where they are opened
@@ -51,17 +44,12 @@ MARKER = "dataset.json"  # beside downloaded shards: which data set they are
 
 # ---- which files are data ------------------------------------------------------------------------
 
-def suffixes_of(data_format: str) -> tuple[str, ...]:
-    """How names of files of a --data-format end. A format that is not known here is a suffix (see
-    `nanochat.sources.source_class`)."""
-    return FORMATS.get(data_format, (f".{data_format}",))
-
-
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """All files of a format below a folder in the order of their relative paths; a single file is
     itself. Of pairs also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order
     given."""
-    path, suffixes = place(path), suffixes_of(data_format)
+    # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
+    path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "

@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import (
-    begin_data,
-    etag_of,
-    fetch,
-    get_base_dir,
-    in_store,
-    place,
-    read_json,
-    write_json,
-)
+from nanochat.common import begin_data, etag_of, fetch, get_base_dir, in_store, place, read_json, write_json
 from nanochat.config import Settings
 from nanochat.curriculum import Curriculum
 from nanochat.dataset import split_train_val
@@ -34,6 +25,8 @@ from nanochat.text import as_parquet
 from nanochat.tokenizer import RustBPETokenizer
 
 MANIFEST_NAME = "data_manifest.json"
+EVERYWHERE = ("each machine of a launch reads the data itself: copy or mount the same files there "
+              "under the same path")
 
 
 @dataclass(frozen=True)
@@ -98,14 +91,11 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
         for entry in manifest["files"]:
             path = root / entry["name"]
             if not path.exists():
-                raise FileNotFoundError(f"{path}: missing; each machine of a launch reads the "
-                                        f"data itself: copy or mount the same files there under "
-                                        f"the same path")
+                raise FileNotFoundError(f"{path}: missing; {EVERYWHERE}")
             # jsonl is converted on each machine
             if (size := as_parquet(path).stat().st_size) != entry["size"]:
                 raise ValueError(f"{path}: {size:,} bytes, the run's manifest says "
-                                 f"{entry['size']:,}; each machine of a launch needs the same "
-                                 f"files under the same path: copy it there again")
+                                 f"{entry['size']:,}; {EVERYWHERE}")
             if (found := etag_of(path).get("etag")) != entry.get("etag", found):
                 raise ValueError(f"{path}: it changed since this launch began (ETag "
                                  f"{entry['etag']} then, {found} now)")
@@ -121,7 +111,6 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBP
 
 def stream_config(settings: Settings) -> Any:
     """The stream of a run's resolved settings."""
-    mix = settings.curriculum
     if settings.order == "megatron":
         from nanochat.blend import SampleConfig
 
@@ -132,8 +121,7 @@ def stream_config(settings: Settings) -> Any:
                             index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
     return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
                         long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
-                        pack=settings.pack, packer_version=settings.packer_version,
-                        curriculum=None if mix is None else Curriculum.from_json(mix))
+                        pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)
 
 
 def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:

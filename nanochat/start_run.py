@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from nanochat import run_data
 from nanochat.checkpoint import (
     Checkpoint,
     check_retention,
@@ -40,15 +41,13 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import EXIT_HALTED, begin_data, hash_json, place, print0, write_json
 from nanochat.config import Settings, flag, go_on
-from nanochat.curriculum import Curriculum
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
 from nanochat.dist import agree, broadcast, get_compute_dtype, on_rank0, same
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
 from nanochat.order import default_lanes
-from nanochat.run_data import RunData, check_files, open_data, pin_data, pinned_data, stream_config
-from nanochat.run_data import find_data as find_manifests
+from nanochat.run_data import RunData, check_files, stream_config
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -69,7 +68,6 @@ log = logging.getLogger(__name__)
 
 WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
           "--init-data=continue) goes on with another curriculum")
-OTHER_ORIGIN = "put it back, or start a new run with --model-tag NAME"
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,7 @@ class Start:
     run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
-    which settings are others now; `wipe`: delete the run that is there; `generation`: of the owner
-    before."""
+    which settings are others now; `generation`: of the owner before."""
 
     run_dir: Path
     settings: Settings
@@ -91,7 +88,6 @@ class Start:
     cursors: list[dict[str, Any]] | None
     skip: int
     notices: tuple[str, ...]
-    wipe: bool
     generation: int
 
     @property
@@ -133,22 +129,16 @@ class Start:
 
 # ---- the command on this machine -----------------------------------------------------------------
 
-def find_tokenizer(tokenizer_dir: Path | str | None, data_path: Path | str) -> RustBPETokenizer:
-    """The tokenizer in a folder; without one, that which lies beside shards (where prefixes have
-    no folder in common, beside the first), or the default one."""
-    folder = data_folder(data_path)
-    if len(folder.parts) == 1:
-        folder = data_folder(str(data_path).partition(",")[0])
-    beside = folder / "tokenizer"
-    return get_tokenizer(tokenizer_dir or (beside if read_description(beside) else None), data_path=data_path)
-
-
 def command(settings: Settings, world_size: int, device_type: str
             ) -> tuple[Settings, RustBPETokenizer]:
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
     begin_data(settings.object_storage_cache)
     data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
-    tokenizer = find_tokenizer(settings.tokenizer_dir, data_path)
+    folder = data_folder(data_path)
+    if len(folder.parts) == 1:  # prefixes that have no folder in common
+        folder = data_folder(data_path.partition(",")[0])
+    beside = folder / "tokenizer" if read_description(folder / "tokenizer") else None
+    tokenizer = get_tokenizer(settings.tokenizer_dir or beside, data_path=data_path)
     check_retention(settings.keep_last_k, settings.keep_milestone_every)
     if settings.attention_mode == "flex" and device_type == "cpu":
         raise ValueError("--attention-mode=flex: its kernels need a GPU; take "
@@ -211,8 +201,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         told_origin=told, cursors=None if goes_on_from is None else goes_on_from.cursors,
-        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), wipe=scratch and exists,
-        generation=generation)
+        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation)
     return start if settings.order == "lanes" else _settle_samples(start)
 
 
@@ -236,16 +225,15 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoi
     checkpoint, told = load_run_weights(init_from)
     if known is not None and known["checksum"] != told["checksum"]:  # that run has gone on since
         before = checkpoint.path.with_name(known["checkpoint"])
+        problem = f"{before} is another checkpoint now"
         try:
             checkpoint, told = load_run_weights(before)
         except (OSError, ValueError) as e:
-            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
-                             f"of {known['run']}, which cannot be had any more ({e}); "
-                             f"{OTHER_ORIGIN}") from e
+            problem = str(e)
         if known["checksum"] != told["checksum"]:
             raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
-                             f"of {known['run']}, but {before} is another checkpoint now (step "
-                             f"{told['step']}); {OTHER_ORIGIN}")
+                             f"of {known['run']}, which cannot be had any more ({problem}); put it "
+                             f"back, or start a new run with --model-tag NAME")
     return checkpoint, told
 
 
@@ -293,10 +281,14 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
     # says what does not fit
     Layout(lanes, rows, settings.device_batch_size, 0, settings.world_size, leaves)
-    if settings.curriculum is not None:
-        # and so does this
-        Curriculum.from_json(settings.curriculum).phase_rows(settings.max_seq_len, lanes)
-        _check_budget(settings, horizon)
+    if settings.mix is not None:
+        settings.mix.phase_rows(settings.max_seq_len, lanes)  # and so does this
+        wanted, total = settings.curriculum_tokens, horizon.total_tokens
+        if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
+            raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
+                             f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
+                             f"leave out --num-iterations to train as long as the curriculum, mend "
+                             f"its durations, or set allow_budget_mismatch: true in it")
     split = settings.split
     if settings.order == "megatron" and split is None:
         from nanochat.blend import default_split
@@ -305,17 +297,6 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
     resolved = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves, split=split,
                        dtype=str(dtype).removeprefix("torch."))
     return resolved, horizon, model.config
-
-
-def _check_budget(settings: Settings, horizon: Horizon) -> None:
-    """ValueError where training is more than a step longer or shorter than the curriculum, unless
-    that is allowed."""
-    wanted, total = settings.curriculum_tokens, horizon.total_tokens
-    if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
-        raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
-                         f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
-                         f"leave out --num-iterations to train as long as the curriculum, mend "
-                         f"its durations, or set allow_budget_mismatch: true in it")
 
 
 def _settle_samples(start: Start) -> Start:
@@ -343,15 +324,15 @@ def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
-    manifests = on_rank0(lambda: find_manifests(
-        pinned_data(start.run_dir) if start.config else {}, settings.data_path or "", settings.val_path,
-        data_format=settings.data_format, strict=settings.strict, shares=settings.split,
-        curriculum=None if settings.curriculum is None else Curriculum.from_json(settings.curriculum)))
+    manifests = on_rank0(lambda: run_data.find_data(
+        run_data.pinned_data(start.run_dir) if start.config else {}, settings.data_path or "",
+        settings.val_path, data_format=settings.data_format, strict=settings.strict,
+        shares=settings.split, curriculum=settings.mix))
 
     def opened() -> RunData:
         if rank > 0:
             check_files(manifests)
-        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+        return run_data.open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
@@ -408,10 +389,10 @@ def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.generation)
     try:
-        if start.wipe:
+        if settings.resume == "scratch" and is_run_dir(run_dir):
             wipe(run_dir)
         open_folders(run_dir)
-        pin_data(run_dir, data.manifests)
+        run_data.pin_data(run_dir, data.manifests)
         data.tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan)

@@ -38,16 +38,7 @@ import numpy as np
 import rustbpe
 import tiktoken
 
-from nanochat.common import (
-    get_base_dir,
-    hash_bytes,
-    hash_json,
-    local,
-    place,
-    read_json,
-    write_bytes,
-    write_json,
-)
+from nanochat.common import get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
-from nanochat.common import DummyWandb, get_dist_info, print0
+from nanochat.common import get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dist import gather, get_peak_flops, on_rank0, wide_dtype
@@ -275,7 +275,7 @@ class Journal:
         self.start, self.progress, self.state = start, progress, state
         self.log: TrainLog | None = None
         self.fatal: Exception | None = None  # why the run cannot be saved any more
-        self.wandb: _Wandb | DummyWandb = DummyWandb()
+        self.wandb: _Wandb | None = None
         self.wandb_id = start.state.get("wandb_id")
         if rank > 0:
             return
@@ -283,28 +283,24 @@ class Journal:
             state.update(val_bpb=progress.val_bpb)
         path = start.run_dir / "logs" / "train.jsonl"
         events = [record for record in iter_log(path) if "event" in record]
-        logged_id = next((e.get("id") for e in reversed(events) if e["event"] == "wandb"), None)
-        self._note_code(next((e.get("code") for e in reversed(events) if e["event"] == "started"),
-                             None))
+        newest = {event["event"]: event for event in events}
+        logged_id = newest.get("wandb", {}).get("id")
+        before, now = newest.get("started", {}).get("code"), code_version()
+        if before and now and before != now:
+            print0(f"note: the launch before was of the code {before}, this one is of {now}")
         self.log = TrainLog(path, first_step=progress.step)
-        self.wandb = start_wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
+        self.wandb = _Wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
         self.wandb_id = self.wandb.id or self.wandb_id or logged_id
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
 
-    @staticmethod
-    def _note_code(before: str | None) -> None:
-        """Say so where another version of the code goes on with the run."""
-        now = code_version()
-        if before and now and before != now:
-            print0(f"note: the launch before was of the code {before}, this one is of {now}")
-
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
+        if self.log is None or self.wandb is None:
+            return
         step = self.progress.step
-        if self.log is not None:
-            self.log.write(event=name, step=step, time=time.time(), **record)
-        self.wandb.log({"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
+        self.log.write(event=name, step=step, time=time.time(), **record)
+        self.wandb.call("log", {"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
         if name == "saved" and self.state is not None:
             self.state.update(checkpoint=record["checkpoint"])
         if name == "val" and self.state is not None:
@@ -336,10 +332,10 @@ class Journal:
         every = 1 if done - self.start.step <= ALL_LINES else self.start.settings.log_every
         if done % every == 0 or done == last:
             print0(f"step {done - 1:05d}/{last:05d} | {line}")
-        if self.log is not None:
+        if self.log is not None and self.wandb is not None:
             self.log.write(step=done - 1, **record)
-        for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
-        self.wandb.log({"step": done - 1, **for_wandb})
+            for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
+            self.wandb.call("log", {"step": done - 1, **for_wandb})
         if self.state is not None:
             self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
 
@@ -356,8 +352,8 @@ class Journal:
 
     def close(self) -> None:
         """Finish log and wandb."""
-        self.wandb.finish()
-        if self.log is not None:
+        if self.log is not None and self.wandb is not None:
+            self.wandb.call("finish")
             self.log.close()
 
 
@@ -377,40 +373,28 @@ def code_version() -> str:
 
 
 class _Wandb:
-    """A wandb run whose failures are told once and never stop training."""
+    """A wandb run, `wandb_id` again if given, and none for the name 'dummy'. What fails is told
+    once and never stops training."""
 
-    def __init__(self, run: Any):
-        self.run, self.id = run, run.id
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Send a record, if wandb still works."""
-        self._try("log", record)
-
-    def finish(self) -> None:
-        """Upload what is left."""
-        self._try("finish")
-
-    def _try(self, method: str, *args: Any) -> None:
-        if self.run is None:
+    def __init__(self, settings: Settings, run_dir: Path, wandb_id: str | None):
+        self.run: Any = None
+        self.id: str | None = None
+        if settings.run == "dummy":
             return
         try:
-            getattr(self.run, method)(*args)
+            import wandb  # takes a second, and only here
+
+            self.run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(),
+                                  dir=run_dir, id=wandb_id, resume="allow")
+            self.id = self.run.id
         except Exception as e:  # whatever it is, it is not worth a run
+            log.warning("wandb could not start (%s); going on without it", e)
+
+    def call(self, method: str, *args: Any) -> None:
+        """Call a method of the run, if wandb still works."""
+        try:
+            if self.run is not None:
+                getattr(self.run, method)(*args)
+        except Exception as e:
             log.warning("wandb stopped working (%s); going on without it", e)
             self.run = None
-
-
-def start_wandb(settings: Settings, run_dir: Path, wandb_id: str | None) -> _Wandb | DummyWandb:
-    """A wandb run, `wandb_id` again if given; a stand-in for the name 'dummy' or where wandb
-    cannot start."""
-    if settings.run == "dummy":
-        return DummyWandb()
-    try:
-        import wandb  # takes a second, and only here
-
-        run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir, id=wandb_id,
-                         resume="allow")
-    except Exception as e:
-        log.warning("wandb could not start (%s); going on without it", e)
-        return DummyWandb()
-    return _Wandb(run)

@@ -9,7 +9,7 @@ import pytest
 
 from nanochat import config
 from nanochat.common import Parser, setting
-from nanochat.config import FIELDS, Settings, add_flags, flag, from_flags, go_on, may_change, settings_table
+from nanochat.config import FIELDS, KINDS, Settings, add_flags, flag, from_flags, go_on, settings_table
 
 RUN_DIR = Path("/runs/d4")
 FIXED = {
@@ -34,6 +34,8 @@ def other(name: str) -> Any:
         return {"curriculum": {**MIX}, "blend_weights": [1.0, 2.0]}[name]
     if choices:
         return next(choice for choice in choices if choice != value)
+    if value is None and int in KINDS[name]:
+        return 3
     return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else "else"
 
 
@@ -89,7 +91,7 @@ def test_the_same_command_goes_on_without_a_word() -> None:
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_each_setting_alone_is_allowed_or_refused_as_promised(name: str) -> None:
-    assert may_change(name) == (name not in FIXED)
+    assert bool(FIELDS[name].metadata["fixed"]) == (name in FIXED)
     run = RUN.to_json()
     run[name] = other(name)  # on the side of the run nothing is checked, so that each can differ alone
     if name in FIXED:
@@ -114,6 +116,17 @@ def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
     settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
     assert settings == replace(RUN, num_iterations=-1), "-1 there means off"
     assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
+
+
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("depth", "4", "depth: expected a whole number, got a text"), ("pack", 1, "pack: expected true or false"),
+    ("seed", None, "seed: expected a whole number, got null"), ("blend_weights", 3, "expected a list or null"),
+    ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "expected a list of phases"),
+    ("warmup_steps", 2.5, "warmup_steps: expected a whole number, got a number")])
+def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name: str, value: Any, told: str) -> None:
+    """Regression: it was a TypeError in whatever computed with it first."""
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Settings.from_json({**RUN.to_json(), name: value})
 
 
 def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused() -> None:
@@ -145,7 +158,7 @@ def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch: p
 
     field = Zealous.__dataclass_fields__["zeal"]
     monkeypatch.setitem(FIELDS, "zeal", field)
-    assert "| `--zeal` | no | what a step computes |" in settings_table() and not may_change("zeal")
+    assert "| `--zeal` | no | what a step computes |" in settings_table()
     assert Zealous(zeal=1.0).zeal == 1.0
 
 

@@ -1,10 +1,10 @@
 """
 The loader on object storage, over the same loader on the same files here, and what it asks of the store.
 
-    python -m dev.bench_store [--latency-ms 50] [--mb-per-s 100] [--megabytes 256] [--threads 4]
+    python -m dev.bench_store [--latency-ms 50] [--megabytes 256] [--threads 4]
 
 A process of its own serves token files from memory, through the proxy of tests/object_store.py: each request waits so
-long before its answer, and all answers share a line of so many MB/s. Each round opens loaders with nothing kept, takes
+long before its answer. Each round opens loaders with nothing kept, takes
 a first step, whose time is told apart, and then times `--steps` steps of 256 rows, 64 lanes. The last line is one JSON
 object.
 """
@@ -52,14 +52,14 @@ class Traffic:
 
     def __init__(self) -> None:
         self.requests = self.bytes = 0
-        ask = store.ask_range
+        get = store.Bucket.get
 
-        def counted(stat: Any, begin: int, end: int) -> Any:
+        def counted(bucket: store.Bucket, key: str, begin: int, end: int, stat: Any) -> memoryview:
             self.requests += 1
             self.bytes += end - begin
-            return ask(stat, begin, end)
+            return get(bucket, key, begin, end, stat)
 
-        store.ask_range = counted
+        store.Bucket.get = counted  # type: ignore[assignment,method-assign]
 
 
 def make_files(folder: Path, megabytes: int) -> None:
@@ -104,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve, measure, print."""
     p = new_parser(__doc__)
     p.add_argument("--latency-ms", type=float, default=50.0)
-    p.add_argument("--mb-per-s", type=float, default=100.0)
     p.add_argument("--megabytes", type=int, default=256, help="of data")
     p.add_argument("--threads", type=int, default=4, help="of the loader")
     p.add_argument("--steps", type=int, default=40, help="of a round")
@@ -115,11 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, traffic = Path(name), Traffic()
         (folder / "data").mkdir()
         make_files(folder / "data", args.megabytes)
-        command = [sys.executable, "-m", "tests.object_store", "--keep", f"--folder={folder / 'data'}",
-                   f"--latency-ms={args.latency_ms}", f"--mb-per-s={args.mb_per_s}"]
+        command = [sys.executable, "-m", "tests.object_store", str(args.latency_ms)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None and server.stdin is not None
             os.environ.update(environment(server.stdout.readline().split()[0]))
+            for path in sorted((folder / "data").iterdir()):
+                store.write(f"s3://bucket/{path.name}", path)
             notes: dict[str, dict[str, list[float]]] = {"files here": {}, "bestfit": {}, "concat": {}}
 
             def run(kind: str, where: Path | str, **settings: Any) -> float:

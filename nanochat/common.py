@@ -13,6 +13,7 @@ import difflib
 import fcntl
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -87,8 +88,8 @@ def in_store(path: str | os.PathLike[str]) -> bool:
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """A path of data: a pathlib.Path, or a `nanochat.store.StorePath`, which behaves like one. ValueError for a path of
-    a store that may hold credentials; it does not show them."""
+    """A path of data: a pathlib.Path, or a `nanochat.store.StorePath`, which behaves like one.
+    ValueError for a path of a store that may hold credentials; it does not show them."""
     if not in_store(path):
         return Path(path)
     from nanochat.store import open_path
@@ -99,14 +100,20 @@ def place(path: str | os.PathLike[str]) -> Path:
 def here(path: str | os.PathLike[str], what: str) -> Path:
     """A path of this machine. ValueError, which begins with `what`, for one in a store."""
     if in_store(path):
-        raise ValueError(f"{what} {place(path)}: expected a folder of this machine; scripts.push_shards puts what was "
-                         f"made into a store, and the store's own tools fetch what is there")
+        raise ValueError(f"{what} {place(path)}: expected a folder of this machine; "
+                         f"scripts.push_shards puts what was made into a store, and the store's "
+                         f"own tools fetch what is there")
     return Path(path)
 
 
 def local(path: Path) -> Path:
-    """A file of this machine itself, or a local copy of an object. FileNotFoundError if the object is not there."""
+    """A file itself, or a local copy of an object. FileNotFoundError if the object is not there."""
     return path.local() if in_store(path) else path  # type: ignore[attr-defined]
+
+
+def fetch(paths: Iterable[Path]) -> None:
+    """Make local copies of those paths that are objects, several at once."""
+    deque(each(local, (path for path in paths if in_store(path) and path.is_file())), maxlen=0)
 
 
 def etag_of(path: Path) -> dict[str, str]:
@@ -114,33 +121,28 @@ def etag_of(path: Path) -> dict[str, str]:
     return {"etag": path.pinned().etag} if in_store(path) else {}  # type: ignore[attr-defined]
 
 
-def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16) -> Iterator[B]:
-    """`call` of each item, in their order, several at once in daemon threads. Whoever waits for them wakes up twice a
-    second, so that Python handles signals, though a file system or a store keeps the threads waiting."""
+def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
+         look: Callable[[], object] = lambda: None) -> Iterator[B]:
+    """`call` of each item, in their order, several at once in daemon threads. Whoever waits for
+    them wakes up ten times a second to call `look`, so that Python handles signals, though a file
+    system or a store keeps the threads waiting."""
     def work(item: A, future: "Future[B]") -> None:
         try:
             future.set_result(call(item))
         except BaseException as e:
             future.set_exception(e)
 
-    def first() -> B:
-        while not wait([under_way[0]], timeout=0.5).done:
-            pass
-        return under_way.popleft().result()
-
-    under_way: deque[Future[B]] = deque()
-    for item in items:
-        under_way.append(Future())
-        threading.Thread(target=work, args=(item, under_way[-1]), daemon=True).start()
-        if len(under_way) == at_once:
-            yield first()
-    while under_way:
-        yield first()
-
-
-def fetch(paths: Iterable[Path]) -> None:
-    """Make local copies of those paths that are objects, several at once."""
-    deque(each(local, (path for path in paths if in_store(path) and path.is_file())), maxlen=0)
+    rest, under_way = iter(items), deque[Future[B]]()
+    while True:
+        for item in itertools.islice(rest, at_once - len(under_way)):
+            under_way.append(Future())
+            threading.Thread(target=work, args=(item, under_way[-1]), name="each",
+                             daemon=True).start()
+        if not under_way:
+            return
+        while not wait([under_way[0]], timeout=0.1).done:
+            look()
+        yield under_way.popleft().result()
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -15,15 +15,12 @@ for with If-Match, and the size, ETag, range and length of the answer are held a
 asked. So bytes of two versions of an object never mix, not even where a proxy drops If-Match: an
 object that changed is an error that names it.
 
-**Waiting.** A request has a thread of its own, a daemon. Whoever needs its answer looks ten times a
-second whether the launch should stop, and raises `StopAsked` then. So a store that stalls holds up
-neither a signal nor the end of Python.
-
-    reader --Question--> [thread: ask, back off, ask again ...] --> answer
-
-What another try cannot help fails at once. The rest is asked again for 300 s; but for 12 s only
-while the store has never answered, because then the endpoint is wrong. (obstore's own retries know
-neither a wrong range, nor 429, nor another package's store, and cannot say what they wait for.)
+**Waiting.** All that is asked of a store goes through `request`: a thread of its own, a daemon, asks
+until there is an answer, and whoever needs it looks ten times a second whether the launch should
+stop. So a store that stalls holds up neither a signal nor the end of Python. What another try
+cannot help fails at once. The rest is asked again for 300 s; but for 9 s only while the store has
+never answered, because then the endpoint is wrong. (obstore's own retries know neither a wrong
+range, nor 429, nor another package's store, and cannot say what they wait for.)
 
 **Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
 on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
@@ -45,40 +42,34 @@ import random
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from nanochat.common import LAUNCH, StopAsked, atomic_open, get_base_dir, hash_json
+from nanochat.common import LAUNCH, StopAsked, atomic_open, each, get_base_dir, hash_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 4 << 20  # the most that is asked for at once
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
-MAX_REQUESTS = 64  # under way at once
-LOOK_EVERY_S = 0.1
 GONE = "bring the old object back, or start a new run (--model-tag)"
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
-CREDENTIALS = (  # any of which lets a client try
-    "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-TROUBLES = (  # what an error without a status shows, and our words for it
-    ("Received non-partial", "it sent the whole object for a range"), ("Eof", "its answer broke off"),
-    ("Requested", "it sent another range"), ("Interrupted", "its answer broke off"),
-    ("dns error", "nobody knows that name"), ("Time", "no answer in time"),
-    ("error sending request", "no connection"))
+TROUBLES = {  # what an error without a status shows, and our words for it
+    "Received non-partial|Requested": "it sent another range",
+    "Eof|Interrupted": "its answer broke off", "dns error": "nobody knows that name",
+    "Time": "no answer in time", "error sending request": "no connection"}
+# No path can name such an object: a part of its key is empty, . or .., or could be a secret.
+ODD = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
 @dataclass(frozen=True)
@@ -88,12 +79,10 @@ class Patience:
     connect_s: float = 5.0
     silence_s: float = 15.0  # for the next byte of an answer
     upload_s: float = 300.0  # for a part to be sent and acknowledged
-    first_answer_s: float = 12.0  # of failures, while the store has never answered
+    first_answer_s: float = 9.0  # of failures, while the store has never answered
     give_up_s: float = 300.0  # of failures
-    first_backoff_s: float = 0.2
-    max_backoff_s: float = 20.0
-    log_after_s: float = 10.0
-    log_every_s: float = 30.0
+    max_backoff_s: float = 5.0  # between two tries; at first a twentieth
+    log_every_s: float = 15.0
 
 
 PATIENCE = Patience()
@@ -129,14 +118,12 @@ def split(path: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3]
 
 
-def is_odd(key: str) -> bool:
-    """Whether no path can name this object: a part of its key is empty, . or .., or `split` would
-    take it for a secret."""
-    parts = key.rstrip("/").split("/")
-    return bool({"", ".", ".."} & set(parts) or re.search(r":[^@]*@|\?", key))
+def endpoint_url() -> str:
+    """The S3 endpoint that the environment names, "" for AWS's own."""
+    return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
 
 
-# ---- questions ----------------------------------------------------------------------------------
+# ---- clients ------------------------------------------------------------------------------------
 
 class Passing(Exception):
     """What went wrong, and may not go wrong the next time."""
@@ -146,113 +133,35 @@ class Changed(ValueError):
     """An object is not what it was."""
 
 
-_free = threading.Semaphore(MAX_REQUESTS)
-_lock = threading.RLock()
-_told_at = [float("-inf")]  # when the log last told of a wait
-
-
-@atexit.register
-def _end() -> None:
-    """Requests under way are given a second: none may come back into a Python that is torn down."""
-    end = time.monotonic() + 1.0
-    for _ in range(MAX_REQUESTS):
-        if not _free.acquire(timeout=max(0.0, end - time.monotonic())):
-            break
-
-
-class Question(Generic[T]):
-    """`ask` called in a thread, with the client of a path's bucket and the key, until it answers."""
-
-    def __init__(self, path: str, ask: "Callable[[Bucket, str], T]", *, what: str = "",
-                 upload: bool = False):
-        scheme, bucket, self.key = split(path)
-        silence_s = PATIENCE.upload_s if upload else PATIENCE.silence_s
-        self.bucket = open_bucket(scheme, bucket, silence_s)
-        self.path, self.ask, self.what = path, ask, what or path
-        self.tries, self.trouble = 0, ""
-        self.future: Future[T] = Future()
-        threading.Thread(target=self._run, name="store", daemon=True).start()
-
-    def _run(self) -> None:
-        with _free:
-            try:
-                self.future.set_result(self._try())
-            except BaseException as e:
-                self.future.set_exception(e)
-
-    def _try(self) -> T:
-        began, bucket = time.monotonic(), self.bucket
-        while True:
-            self.tries += 1
-            try:
-                answer = self.ask(bucket, self.key)
-                bucket.answered = True
-                return answer
-            except (Passing, Changed) as e:
-                error: Exception = e
-            except BaseException as e:  # a panic of obstore's is no Exception
-                error = bucket.explain(e, self.path)
-            if not isinstance(error, Passing):
-                raise error from None
-            self.trouble, away_s = str(error), time.monotonic() - began
-            if away_s > (PATIENCE.give_up_s if bucket.answered else PATIENCE.first_answer_s):
-                raise OSError(f"{self.what}: no answer from {bucket.host} in {away_s:,.0f} s "
-                              f"({self.tries} tries; the last: {self.trouble}); check the network "
-                              f"and {bucket.where}, then start again: a run goes on from its last "
-                              f"checkpoint") from None
-            most_s = PATIENCE.max_backoff_s if bucket.answered else PATIENCE.first_answer_s / 10
-            backoff_s = min(most_s, PATIENCE.first_backoff_s * 2.0 ** min(self.tries - 1, 30))
-            time.sleep(backoff_s * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
-
-    def answer(self) -> T:
-        """Wait for the answer, or raise what became of the question."""
-        began, tell_after_s = time.monotonic(), PATIENCE.log_after_s
-        while not wait([self.future], timeout=LOOK_EVERY_S).done:
-            # a pool's threads are joined when Python ends, before anybody could tell them to stop
-            if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
-                raise StopAsked(f"{self.what}: not waited for any longer, as the program is to stop")
-            now = time.monotonic()
-            if now - began > tell_after_s:
-                tell_after_s += PATIENCE.log_every_s
-                with _lock:
-                    tell = now - _told_at[0] > PATIENCE.log_after_s / 2  # one line for all that wait
-                    _told_at[0] = now if tell else _told_at[0]
-                if tell:
-                    log.warning("%s: waiting for the store for %.0f s (try %d; the last: %s)",
-                                self.what, now - began, self.tries, self.trouble or "no answer yet")
-        return self.future.result()
-
-
-# ---- clients ------------------------------------------------------------------------------------
-
 class Bucket:
     """The client of one bucket. Credentials come from the environment. ValueError where that makes
-    no sense or a package is missing, PermissionError where there are no credentials."""
+    no sense or a package is missing."""
 
     def __init__(self, scheme: str, bucket: str, silence_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
         self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
         self.answered = False  # whether the store ever said anything
-        self.obs: Any = None  # obstore, or what has its functions
+        self.told_at = float("-inf")  # when the log last told of a wait
+        self.trouble = "no answer yet"  # the last one
+        self.obs: Any = Msc(bucket) if scheme == "msc" else None  # what has obstore's functions
         self.store: Any = None
-        if scheme == "msc":
-            self.obs = Msc(bucket)
-            return
+        if scheme != "msc":
+            self._open(silence_s)
+
+    def _open(self, silence_s: float) -> None:
         try:
             import obstore
             from obstore.store import from_url
         except ImportError:
             raise ValueError(f"{self.name}: object storage needs obstore; pip install "
                              f"'nanochat[s3]'") from None
-        endpoint = endpoint_url() if scheme == "s3" else ""
+        endpoint = endpoint_url() if self.scheme == "s3" else ""
         if endpoint:
             match = ENDPOINT.fullmatch(endpoint)
             if match is None:
                 raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected "
                                  f"http://HOST:PORT or https://HOST, without credentials or a query")
             self.host, self.where = match[1], "AWS_ENDPOINT_URL"
-            if not any(os.environ.get(name) for name in CREDENTIALS):
-                raise self._no_credentials()  # such a store knows no role of this machine
         options = {"allow_http": endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
@@ -261,7 +170,7 @@ class Bucket:
             self.obs, self.store = obstore, open_store(
                 self.name, client_options=options, retry_config={"max_retries": 0},
                 **({"endpoint": endpoint} if endpoint else {}))
-        except BaseException:
+        except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
                              f"{self.where}") from None
 
@@ -287,11 +196,12 @@ class Bucket:
             if type(e).__name__ != "InvalidPathError" or self.scheme != "s3":
                 raise
             found, keys = {}, self._all_keys(prefix)
-        odd = [key for key in keys if is_odd(key)]
-        if odd:
+        usable = [key for key in keys if not ODD.search(key.rstrip("/"))]
+        if len(usable) < len(keys):
             log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the "
-                        "key is empty, . or .., or could be a secret)", self.name, prefix, len(odd))
-        looked = (found.get(key) or self.head(key) for key in keys if not is_odd(key))
+                        "key is empty, . or .., or could be a secret)", self.name, prefix,
+                        len(keys) - len(usable))
+        looked = (found.get(key) or self.head(key) for key in usable)
         return [stat for stat in looked if stat is not None]
 
     def _all_keys(self, prefix: str) -> "list[str]":  # type: ignore[valid-type]
@@ -310,8 +220,8 @@ class Bucket:
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes of an object that must be what it was."""
-        if_match = {"if_match": pinned.etag} if pinned.etag else {}
-        answer = self.obs.get(self.store, key, options={"range": (begin, end), **if_match})
+        options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
+        answer = self.obs.get(self.store, key, options=options)
         data, found, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
         then_and_now = ("size", pinned.size, found.size), ("ETag", pinned.etag, found.etag)
         for name, then, now in then_and_now:
@@ -323,16 +233,18 @@ class Bucket:
                           f"{begin:,}")
         return data
 
-    def _no_credentials(self) -> PermissionError:
-        public = "; for a public bucket AWS_SKIP_SIGNATURE=true" if self.scheme == "s3" else ""
-        return PermissionError(f"{self.name}: no credentials; set {KEYS_HINT[self.scheme]}{public}")
-
     def explain(self, e: BaseException, path: str) -> Exception:
-        """What became of a question, without a word of the store's own; Passing where another try
+        """What became of a request, without a word of the store's own; Passing where another try
         may help."""
+        if isinstance(e, (Passing, Changed)):
+            return e
         text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
+        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", text) and not self.answered:
+            public = "; for a public bucket AWS_SKIP_SIGNATURE=true" * (self.scheme == "s3")
+            return PermissionError(f"{self.name}: no credentials; set {KEYS_HINT[self.scheme]}"
+                                   f"{public}")
         said = f"HTTP {status} {code}".rstrip()
         self.answered |= status > 0
         if code == "NoSuchBucket":
@@ -345,30 +257,21 @@ class Bucket:
         if isinstance(e, ValueError) or name == "InvalidPathError":
             return ValueError(f"{path}: no key may have an empty, . or .. part, here or below; name "
                               f"such objects anew")
-        if name in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError"):
-            return PermissionError(f"{path}: the store refuses it ({said}); check "
-                                   f"{KEYS_HINT[self.scheme]} and what they may do with "
-                                   f"{self.bucket}")
-        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", text) and not self.answered:
-            return self._no_credentials()
         if "redirect" in text.split("\n")[0]:
             return ValueError(f"{path}: the bucket lies in another region; set AWS_DEFAULT_REGION")
-        if 400 <= status < 500 and status not in (408, 429) and code != "RequestTimeout":
-            return OSError(f"{path}: the store refuses it ({said}); check "
-                           f"{KEYS_HINT[self.scheme]}, and {self.where}")
-        trouble = next((words for shown, words in TROUBLES if shown in text), "no usable answer")
-        return Passing(said if status else trouble)
+        passes = status in (0, 408, 429) or status >= 500 or code == "RequestTimeout"
+        if isinstance(e, PermissionError) or not passes:
+            return PermissionError(f"{path}: the store refuses it ({said}); check "
+                                   f"{KEYS_HINT[self.scheme]} and what they may do, and "
+                                   f"{self.where}")
+        troubles = (words for shown, words in TROUBLES.items() if re.search(shown, text))
+        return Passing(said if status else next(troubles, "no usable answer"))
 
 
 @functools.cache
 def open_bucket(scheme: str, bucket: str, silence_s: float) -> Bucket:
     """The client of a bucket, one for all who ask."""
     return Bucket(scheme, bucket, silence_s)
-
-
-def endpoint_url() -> str:
-    """The S3 endpoint that the environment names, "" for AWS's own."""
-    return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
 
 
 class Msc:
@@ -413,71 +316,107 @@ class Msc:
         self.client.delete(key)
 
 
-# ---- objects ------------------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------------
+
+def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
+            upload: bool = False) -> T:
+    """The answer of `ask`, with the client of a path's bucket and the key. It is asked again and
+    again in a thread of its own, while whoever called waits here."""
+    scheme, name, key = split(path)
+    bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s)
+    began, what = time.monotonic(), what or path
+
+    def insist(_: None) -> T:
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                answer = ask(bucket, key)
+                bucket.answered = True
+                return answer
+            except BaseException as e:  # a panic of obstore's is no Exception
+                error = bucket.explain(e, path)
+            if not isinstance(error, Passing):
+                raise error from None
+            bucket.trouble, away_s = str(error), time.monotonic() - began
+            if away_s > (PATIENCE.give_up_s if bucket.answered else PATIENCE.first_answer_s):
+                raise OSError(f"{what}: no answer from {bucket.host} in {away_s:,.0f} s "
+                              f"({tries} tries; the last: {error}); check the network and "
+                              f"{bucket.where}, then start again: a run goes on from its last "
+                              f"checkpoint") from None
+            backoff_s = PATIENCE.max_backoff_s * min(1.0, 2.0 ** tries / 40)
+            time.sleep(backoff_s * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
+
+    def look() -> None:
+        # a pool's threads are joined when Python ends, before anybody could tell them to stop
+        if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
+            raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
+        now = time.monotonic()
+        if now - max(began, bucket.told_at) > PATIENCE.log_every_s:  # one line for all that wait
+            bucket.told_at = now
+            log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
+                        now - began, bucket.trouble)
+
+    return next(each(insist, [None], look=look))
+
+
+@atexit.register
+def _end() -> None:
+    """Requests under way are given a second: none may come back into a Python that is torn down."""
+    end = time.monotonic() + 1.0
+    for thread in threading.enumerate():
+        if thread.name == "each":
+            thread.join(max(0.0, end - time.monotonic()))
+
 
 def find(path: str) -> Stat | None:
     """Look at an object; None where it is not there. FileNotFoundError without a bucket."""
-    return Question(path, Bucket.head).answer()
+    return request(path, Bucket.head)
 
 
 def list_files(path: str) -> list[Stat]:
     """All objects below a path, sorted by path. FileNotFoundError without a bucket."""
-    found = Question(path, lambda bucket, key: bucket.list(key.rstrip("/"))).answer()
+    found = request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
     return sorted(found, key=lambda stat: stat.path)
 
 
 def write(path: str, data: bytes | Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
     """Put bytes, or what a file holds, there as an object: whole, or not at all."""
-    size = len(data) if isinstance(data, bytes) else data.stat().st_size
-    Question(path, lambda bucket, key: bucket.obs.put(
-        bucket.store, key, data, use_multipart=size > part_bytes, chunk_size=part_bytes,
-        max_concurrency=4), upload=True).answer()
+    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, data,
+                                                     chunk_size=part_bytes), upload=True)
 
 
 def delete(path: str) -> None:
     """Remove an object, if it is there."""
     with contextlib.suppress(FileNotFoundError):
-        Question(path, lambda bucket, key: bucket.obs.delete(bucket.store, key)).answer()
+        request(path, lambda bucket, key: bucket.obs.delete(bucket.store, key))
 
 
-def ask_range(stat: Stat, begin: int, end: int) -> Question[memoryview]:
-    """Bytes begin .. end - 1 of an object as it was when `stat` was made, on their way."""
-    return Question(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
-                    what=f"{stat.path} bytes {begin:,} to {end:,}")
-
-
-def data_of(questions: Sequence[Question[memoryview]]) -> bytes:
-    """The bytes of ranges, joined. FileNotFoundError where the object is gone, ValueError where it
-    is another one by now, OSError where the store stays away or refuses."""
+def read_range(stat: Stat, begin: int, end: int) -> memoryview:
+    """Bytes begin .. end - 1 of an object, by one request. FileNotFoundError where it is gone,
+    ValueError where it is another one by now, OSError where the store stays away or refuses."""
     try:
-        return b"".join(question.answer() for question in questions)
+        return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
+                       what=f"{stat.path} bytes {begin:,} to {end:,}")
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e}: this run reads it; {GONE}") from None
 
 
-def read_bytes(stat: Stat, begin: int, end: int) -> bytes:
-    """Bytes begin .. end - 1 of an object, all requests under way at once."""
-    starts = range(begin, end, REQUEST_BYTES)
-    return data_of([ask_range(stat, at, min(at + REQUEST_BYTES, end)) for at in starts])
+def read_pieces(stat: Stat, begin: int, end: int) -> Iterator[memoryview]:
+    """`read_range` of any length, by several requests at once."""
+    return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, end)),
+                range(begin, end, REQUEST_BYTES), at_once=8)
 
 
-# of each (object, begin of a part): the part, or its request; the one used longest ago first
-_parts: OrderedDict[tuple[Stat, int], Question[memoryview]] = OrderedDict()
+kept_range = functools.lru_cache(KEPT_PARTS)(read_range)
 
 
 def read_parts(stat: Stat, begin: int, end: int) -> bytes:
-    """`read_bytes` for who reads on from there: by parts, of which those used last are kept."""
-    asked, first = [], begin // PART_BYTES * PART_BYTES
-    with _lock:
-        for at in range(first, end, PART_BYTES):
-            question = _parts.pop((stat, at), None)
-            if question is None or (question.future.done() and question.future.exception()):
-                question = ask_range(stat, at, min(at + PART_BYTES, stat.size))
-            _parts[stat, at] = question
-            asked.append(question)
-        while len(_parts) > KEPT_PARTS:
-            _parts.popitem(last=False)
-    return data_of(asked)[begin - first:end - first]
+    """`read_range` for who reads on from there: by parts, of which those used last are kept."""
+    first = begin // PART_BYTES * PART_BYTES
+    parts = each(lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)),
+                 range(first, end, PART_BYTES))
+    return b"".join(parts)[begin - first:end - first]
 
 
 class StoreReader:
@@ -488,16 +427,16 @@ class StoreReader:
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `data_of`, and
+        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `read_range`, and
         ValueError outside the file."""
         return np.frombuffer(read_parts(self.pinned, *self._bytes(begin, end)), self.dtype)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range, in their order, all requests under way at once. No other byte is
+        """`read` of each range, in their order, several requests at once. No other byte is
         fetched, and none is kept."""
         spans = [self._bytes(begin, end) for begin, end in ranges]
-        asked = [[ask_range(self.pinned, a, b)] if a < b else [] for a, b in spans]
-        return [np.frombuffer(data_of(questions), self.dtype) for questions in asked]
+        found = each(lambda span: read_range(self.pinned, *span) if span[0] < span[1] else b"", spans)
+        return [np.frombuffer(data, self.dtype) for data in found]
 
     def _bytes(self, begin: int, end: int) -> tuple[int, int]:
         size, there = self.dtype.itemsize, self.pinned.size
@@ -509,16 +448,18 @@ class StoreReader:
 
 # ---- paths --------------------------------------------------------------------------------------
 
-_below: dict[str, dict[str, Stat]] = {}  # of each folder that was listed: all objects below it
-_single: dict[str, Stat | None] = {}  # objects that were looked at one by one
+_lock = threading.RLock()
+_known: dict[str, Stat | None] = {}  # objects as this launch first saw them
+_listed: set[str] = set()  # folders, all objects below which are known
 
 
 def forget() -> None:
     """A launch begins: look anew."""
     with _lock:
-        for known in (_below, _single, _parts):
-            known.clear()
-        open_bucket.cache_clear()
+        _known.clear()
+        _listed.clear()
+    kept_range.cache_clear()
+    open_bucket.cache_clear()
 
 
 def open_path(path: str) -> "StorePath":
@@ -529,7 +470,8 @@ def open_path(path: str) -> "StorePath":
 
 
 class StorePath(PosixPath):
-    """A path in object storage. Whatever writes is not offered."""
+    """A path in object storage: a file if it is an object, a folder if there are objects below it.
+    Nothing is written by it."""
 
     def __str__(self) -> str:
         return url(super().__str__())
@@ -537,29 +479,34 @@ class StorePath(PosixPath):
     __fspath__ = __str__
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether there are objects below it."""
         return next(self.rglob("*"), None) is not None
 
     def is_file(self, **_: Any) -> bool:
-        """Whether it is an object."""
         return self._look() is not None
 
     def exists(self, **_: Any) -> bool:
-        """Whether it is an object, or there are some below it."""
         return self.is_dir() or self.is_file()
 
     def rglob(self, pattern: str, **_: Any) -> Iterator["StorePath"]:  # type: ignore[override]
         """The objects below it whose names match."""
-        start = f"{str(self).rstrip('/')}/"
-        if "," in start or len(self.parts) == 1:  # several paths; "s3:", whose buckets nobody lists
+        name = str(self).rstrip("/")
+        if "," in name or len(self.parts) == 1:  # several paths; "s3:", whose buckets nobody lists
             return iter(())
         with _lock:
-            listed = self._listing((self, *self.parents))
-            if listed is None:
-                listed = {stat.path: stat for stat in list_files(str(self))}
-                _below[str(self)] = listed
-        found = (StorePath(path) for path in listed if path.startswith(start))
-        return (path for path in found if path.match(pattern))
+            if not _listed.intersection(map(str, (self, *self.parents))):
+                for stat in list_files(name):
+                    _known.setdefault(stat.path, stat)
+                _listed.add(name)
+            below = [path for path, stat in _known.items() if stat and path.startswith(f"{name}/")]
+        return (path for path in map(StorePath, below) if path.match(pattern))
+
+    def _look(self) -> Stat | None:
+        name = str(self)
+        with _lock:
+            if name not in _known and not _listed.intersection(map(str, self.parents)):
+                several = "," in name or name in _listed or not split(name)[2]
+                _known[name] = None if several else find(name)
+            return _known.get(name)
 
     def pinned(self) -> Stat:
         """The object as it was when this launch first looked. FileNotFoundError if it was not
@@ -586,9 +533,6 @@ class StorePath(PosixPath):
 
     absolute = expanduser = resolve
 
-    def mkdir(self, *_: Any, **__: Any) -> None:
-        raise ValueError(f"{self}: nothing is written there; name a folder of this machine")
-
     def local(self) -> Path:
         """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of the ETag, so it is
         never one of another version, and whoever makes one at the same time makes the same."""
@@ -599,32 +543,15 @@ class StorePath(PosixPath):
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
-                for at in range(0, stat.size, 8 * REQUEST_BYTES):
-                    f.write(read_bytes(stat, at, min(at + 8 * REQUEST_BYTES, stat.size)))
+                f.writelines(read_pieces(stat, 0, stat.size))
             old = set(folder.glob(f"{'[0-9a-f]' * 12}-{glob.escape(self.name)}")) - {copy}
             for path in old:
                 path.unlink(missing_ok=True)
         return copy
 
-    def _look(self) -> Stat | None:
-        name = str(self)
-        with _lock:
-            listed = self._listing(self.parents)
-            if listed is not None:
-                return listed.get(name)
-            if name not in _single:
-                several = "," in name or _below.get(name) or not split(name)[2]
-                _single[name] = None if several else find(name)
-            return _single[name]
-
-    @staticmethod
-    def _listing(folders: Sequence[Path]) -> dict[str, Stat] | None:
-        return next((_below[str(folder)] for folder in folders if str(folder) in _below), None)
-
 
 class StoreFile(io.RawIOBase):
-    """An object as a file that pyarrow reads. Its last bytes are kept: to read a group begins at
-    the footer."""
+    """An object as a file that pyarrow reads."""
 
     def __init__(self, pinned: Stat):
         super().__init__()
@@ -646,7 +573,6 @@ class StoreFile(io.RawIOBase):
         begin, end = self._at, min(self._at + len(buffer), self.pinned.size)
         if begin >= end:
             return 0
-        read = read_parts if begin >= self.pinned.size - PART_BYTES else read_bytes
-        buffer[:end - begin] = read(self.pinned, begin, end)
+        buffer[:end - begin] = read_parts(self.pinned, begin, end)
         self._at = end
         return end - begin

@@ -151,8 +151,8 @@ def holds(stat: store.Stat | None, sums: Sums) -> bool:
     if stat.etag.strip('"') == sums.etag:
         return True
     back = blake2b(digest_size=16)
-    for at in range(0, stat.size, PART_BYTES):
-        back.update(store.read_bytes(stat, at, min(at + PART_BYTES, stat.size)))
+    for data in store.read_pieces(stat, 0, stat.size):
+        back.update(data)
     return back.hexdigest() == sums.hash
 
 

@@ -7,7 +7,7 @@ An S3 on this machine for tests and benchmarks: moto's server, and a proxy befor
         store.put("a.bin", b"...")                 # behind the proxy's back
         store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
 
-    python -m tests.object_store                   # prints its URLs, serves until stdin is closed
+    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed
 
 A fault is used `times` times by requests that it fits, then it is gone.
 """
@@ -251,6 +251,7 @@ def serve() -> Iterator[Store]:
 
 def main() -> None:
     with serve() as store:
+        store.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
         print(store.proxy.url, store.moto_url, flush=True)
         sys.stdin.read()
 

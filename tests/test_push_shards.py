@@ -21,7 +21,7 @@ from scripts import push_shards
 from scripts.push_shards import main, sum_file
 from tests.object_store import Fault, object_store
 
-QUICK = Patience(connect_s=1.0, silence_s=5.0, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=5.0)
+QUICK = Patience(connect_s=1.0, silence_s=5.0, upload_s=5.0, max_backoff_s=0.02, give_up_s=5.0)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Runs from a bucket: the same digests as from files, whatever the store does; what must end, ends clearly."""
 
+import functools
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, Store, object_stor
 from tests.toy import write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
 
-QUICK = Patience(connect_s=1.0, silence_s=0.5, upload_s=5.0, first_backoff_s=0.001, max_backoff_s=0.01, give_up_s=20.0)
+QUICK = Patience(connect_s=1.0, silence_s=0.5, upload_s=5.0, max_backoff_s=0.02, give_up_s=20.0)
 SMALL: dict[str, Any] = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "shards": {"data_format": "shards", "data_path": "{}/shards"},
@@ -350,7 +351,7 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
 
 def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatch):
     monkeypatch.setattr(room, "PART_BYTES", 1024)
-    monkeypatch.setattr(room, "KEPT_PARTS", 4)
+    monkeypatch.setattr(room, "kept_range", functools.lru_cache(4)(room.read_range))
     bucket.proxy.latency_s = 0.02  # so that reading ahead is never done
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=90.0))
     stall, began = Fault(name=".bin", stall=True, times=-1), []

@@ -80,23 +80,20 @@ def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> 
     assert 0 < first_result["train_bpb"]["data"] < 10 and first_result["train_bpb"]["data"] != vals[-1]["bpb"]
 
 
-@pytest.mark.parametrize("B", [1, 5])
-def test_the_batch_size_moves_nothing(base: Path, first_result: dict[str, Any], B: int) -> None:
-    other = evaluate(f"--device-batch-size={B}", f"--json={base / 'other.json'}")
+@pytest.mark.parametrize("B, processes", [(1, 1), (5, 1), (8, 2)])
+def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result: dict[str, Any], B: int,
+                                                        processes: int) -> None:
+    path = base / f"other-{B}.json"
+    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--device-batch-size={B}", f"--json={path}"]
+    if processes == 1:
+        assert base_eval.main(argv) == 0
+    else:
+        group = training.launch(base_eval.main, [argv] * processes, [{}] * processes)
+        assert group.wait() == [0] * processes, group.text()
+    other = json.loads(path.read_text())
+    assert other["world_size"] == processes
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
-    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples"):
-        assert other[exact] == first_result[exact]
-
-
-def test_two_processes_say_the_same(base: Path, first_result: dict[str, Any]) -> None:
-    path = base / "two.json"
-    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--device-batch-size=8", f"--json={path}"]
-    group = training.launch(base_eval.main, [argv] * 2, [{}] * 2)
-    assert group.wait() == [0, 0], group.text()
-    other = json.loads(path.read_text())
-    assert other["world_size"] == 2
-    assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples"):
         assert other[exact] == first_result[exact]
 
@@ -106,6 +103,9 @@ def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, firs
     counts = base_eval.count_training_tokens(data, config, 2000)
     rows = -(-2000 // (config.V * T)) * config.V
     assert counts.sum() == rows * T == first_result["unigram_targets"]
+    batch = type("Batch", (), {"targets": torch.tensor([[1, -100], [4, 1]])})
+    few = np.zeros(5, np.int64)
+    assert list(base_eval.counting([batch], few)) == [batch] and few.tolist() == [0, 2, 0, 0, 1]
 
     class Unigram:  # as a model: the same distribution wherever it stands
         def __call__(self, x: torch.Tensor, y: torch.Tensor, loss_reduction: str) -> torch.Tensor:
@@ -116,13 +116,6 @@ def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, firs
                                           num_tokens=EVAL_TOKENS, device="cpu")
     expected = evaluate_bpb(Unigram(), batches, None, data.tokenizer.token_bytes())
     assert math.isclose(expected, first_result["unigram_bpb"], rel_tol=1e-12)
-
-
-def test_targets_that_are_off_are_not_counted() -> None:
-    counts = np.zeros(5, np.int64)
-    batches = [type("Batch", (), {"targets": torch.tensor([[1, -100], [4, 1]])})] * 2
-    assert list(base_eval.counting(batches, counts)) == batches
-    assert counts.tolist() == [0, 4, 0, 0, 2]
 
 
 def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, read_json
+from nanochat.common import Parser, duration, read_json, show
 
 
 def parser() -> Parser:
@@ -91,3 +91,10 @@ def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path: Path, tex
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {said}.*; run it again"):
         read_json(path, SHAPE, way_out="run it again")
+
+
+def test_values_and_durations_read_well() -> None:
+    assert [show(v) for v in (1234567, 0.123456, 4.2e19, 2500.7, None, True)] == [
+        "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
+    assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200, -70)] == [
+        "-", "0.0 s", "59.0 s", "1 min 00 s", "12 min 05 s", "1 h 00 min", "3 h 07 min", "2 d 04 h", "-1 min 10 s"]

@@ -106,33 +106,24 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
 
 # ---- digest ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", ["crop", "concat"])
-def test_digests_are_those_of_the_delivered_batches(corpus, shape, capsys):
-    lines = json_lines(capsys, "digest", "--steps=2:9", *stream_flags(corpus, shape))
-    rows, _ = batches(corpus, shape, 9)
-    expected = [digest_of(rows[s]) for s in range(2, 9)]
-    assert [(line["step"], line["digest"]) for line in lines] == list(zip(range(2, 9), expected))
-    assert len(set(expected)) == 7
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_digests_are_the_same_for_any_world_size(corpus, shape, capsys):
-    alone = json_lines(capsys, "digest", "--steps=1:5", *stream_flags(corpus, shape))
-    assert "ranks" not in alone[0]
+def test_digests_are_those_of_the_delivered_batches_for_any_world_size(corpus, shape, capsys):
+    alone = json_lines(capsys, "digest", "--steps=1:6", *stream_flags(corpus, shape))
+    assert "ranks" not in alone[0] and len({line["digest"] for line in alone}) == 5
+    if shape != "split":  # whose rows may end with a target that is off
+        rows, _ = batches(corpus, shape, 6)
+        assert [(line["step"], line["digest"]) for line in alone] == [(s, digest_of(rows[s])) for s in range(1, 6)]
     for W in (1, 2, 3):
-        lines = json_lines(capsys, "digest", "--steps=1:5", f"--world-size={W}", *stream_flags(corpus, shape))
+        lines = json_lines(capsys, "digest", "--steps=1:6", f"--world-size={W}", *stream_flags(corpus, shape))
         assert [line["digest"] for line in lines] == [line["digest"] for line in alone]
         for line in lines:
             assert len(line["ranks"]) == len(set(line["ranks"])) == W
             assert f"{sum(int(part, 16) for part in line['ranks']) % 2**64:016x}" == line["digest"]
 
 
-def test_digests_of_a_run_match_its_log(run_dir, capsys):
+def test_digests_of_a_run_match_its_log_and_another_one_is_an_error_that_names_the_step(run_dir, capsys):
     lines = json_lines(capsys, "digest", "--steps=0:10", f"--run={run_dir}", "--world-size=2")
     assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
-
-
-def test_another_digest_in_the_log_is_an_error_that_names_the_step(run_dir, capsys):
     with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
         log.write(step=5, tokens=6 * R * T, digest="0123456789abcdef")
     assert inspect_data.main(["digest", "--steps=4:7", f"--run={run_dir}"]) == 1
@@ -228,15 +219,13 @@ def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
     assert float(values.split()[-1]) == round(100 * cropped / (emitted + cropped), 2)
 
 
-def test_ledger_of_a_run_is_of_its_newest_kept_cursors(run_dir, capsys):
-    assert run(capsys, "ledger", f"--run={run_dir}") == run(capsys, "ledger", f"--run={run_dir}", "--step=8")
-
-
-def test_accounts_that_do_not_balance_are_an_error(corpus, capsys, monkeypatch):
+def test_ledger_of_a_run_is_of_its_newest_kept_cursors_and_one_that_is_off_an_error(run_dir, capsys, monkeypatch):
+    newest = run(capsys, "ledger", f"--run={run_dir}")
+    assert newest == run(capsys, "ledger", f"--run={run_dir}", "--step=8")
     honest = inspect_data.ledger
     monkeypatch.setattr(inspect_data, "ledger", lambda c, T: {b: {**a, "read": a["read"] + 1} for b, a in
                                                               honest(c, T).items()})
-    assert " 1 " in run(capsys, "ledger", "--step=2", *stream_flags(corpus), code=1).splitlines()[-1]
+    assert " 1 " in run(capsys, "ledger", f"--run={run_dir}", code=1).splitlines()[-1]
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------

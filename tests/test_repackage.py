@@ -14,8 +14,6 @@ from dev.repackage_data_reference import main, repackage
 from nanochat.dataset import list_parquet_files
 from nanochat.download import verify
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-
 
 def made_up(n, seed=0):
     rng = random.Random(seed)
@@ -56,10 +54,11 @@ def inputs(tmp_path):
     return folder, texts
 
 
-def test_every_document_comes_out_exactly_once_and_shuffled(inputs, tmp_path):
+def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(inputs, tmp_path):
     folder, texts = inputs
-    report = repackage([folder], tmp_path / "out", shard_chars=100_000)
-    got = order(tmp_path / "out")
+    (tmp_path / ".out.unfinished" / "scratch").mkdir(parents=True)  # of a killed run
+    report = repackage([folder], tmp_path / "out", shard_chars=sum(map(len, texts)) // 3)
+    got, shards = order(tmp_path / "out"), read_all(tmp_path / "out")
     assert Counter(got) == Counter(texts) and got != texts
     assert report.documents == 5000 and report.chars == sum(map(len, texts))
     place = {t: i for i, t in enumerate(texts)}
@@ -67,15 +66,8 @@ def test_every_document_comes_out_exactly_once_and_shuffled(inputs, tmp_path):
     assert 400 < early < 600  # a thousand documents come from everywhere
     assert not any(verify(tmp_path / "out", num_workers=1).values())
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
-def test_row_groups_are_full_except_the_very_last_and_shards_near_their_size(inputs, tmp_path):
-    folder, texts = inputs
-    report = repackage([folder], tmp_path / "out", shard_chars=sum(map(len, texts)) // 3)
-    shards = read_all(tmp_path / "out")
-    assert len(shards) == 3
+    assert len(shards) == 3 and report.shard_chars == [sum(map(len, t)) for _, t in shards]
     assert [n for sizes, _ in shards for n in sizes] == [1024] * 4 + [5000 - 4 * 1024]
-    assert report.shard_chars == [sum(map(len, t)) for _, t in shards]
 
 
 @pytest.mark.parametrize("n", [2, 3, 50, 1024, 1025, 2049])
@@ -100,22 +92,18 @@ def test_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inputs,
     assert all((tmp_path / "small" / n).read_bytes() == (tmp_path / "large" / n).read_bytes() for n in names)
 
 
-def test_a_document_larger_than_the_budget_passes(tmp_path):
-    texts = ["y" * 5000, "z" * 7000, "a", "b"]
-    write_parquet(tmp_path / "in.parquet", texts)
-    report = repackage([tmp_path / "in.parquet"], tmp_path / "out", memory_bytes=1)
-    assert Counter(order(tmp_path / "out")) == Counter(texts)
-    assert report.largest_bucket_bytes == 7000 + 24
-
-
 def test_buckets_too_large_are_dealt_by_further_bytes_of_the_key(tmp_path, monkeypatch):
     import dev.repackage_data_reference as module
     real = module.document_key
     monkeypatch.setattr(module, "document_key", lambda *a: b"\0\0\7" + real(*a)[3:])  # all in one bucket, thrice
-    write_parquet(tmp_path / "in.parquet", made_up(300))
+    texts = made_up(300)
+    write_parquet(tmp_path / "in.parquet", texts)
     report = repackage([tmp_path / "in.parquet"], tmp_path / "out", memory_bytes=20_000)
     assert report.times_redealt == 3 and report.largest_bucket_bytes <= 20_000
-    assert Counter(order(tmp_path / "out")) == Counter(made_up(300))
+    large = max(len(text.encode()) for text in texts)  # a document larger than the budget passes
+    report = repackage([tmp_path / "in.parquet"], tmp_path / "tight", memory_bytes=1)
+    assert report.largest_bucket_bytes == large + 24
+    assert Counter(order(tmp_path / "out")) == Counter(order(tmp_path / "tight")) == Counter(texts)
 
 
 def test_same_inputs_and_seed_give_the_same_files_wherever_they_lie(inputs, tmp_path):
@@ -171,31 +159,3 @@ def test_an_output_that_is_there_is_never_touched(inputs, tmp_path):
     with pytest.raises(ValueError, match="is there already"):
         main(["--input", str(folder), "--output-dir", str(tmp_path / "out")])
     assert (tmp_path / "out" / "mine").read_text() == "keep"
-
-
-def test_what_a_killed_run_left_is_removed(inputs, tmp_path):
-    folder, texts = inputs
-    (tmp_path / ".out.unfinished" / "scratch").mkdir(parents=True)
-    (tmp_path / ".out.unfinished" / "scratch" / "old").write_text("old")
-    repackage([folder], tmp_path / "out")
-    assert len(order(tmp_path / "out")) == len(texts) and not (tmp_path / ".out.unfinished").exists()
-
-
-# ---- real text ------------------------------------------------------------------------------------------------------
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="real text is not here: no folder shared/data beside the checkout")
-def test_real_text_from_several_buckets_is_repackaged_whole(tmp_path, capsys):
-    parts = [SHARED / "books", SHARED / "web" / "shard_00000.parquet"]
-    main(["--input", *map(str, parts), "--output-dir", str(tmp_path / "out"), "--shard-chars", "4000000",
-          "--memory-bytes", "120000"])
-    before = Counter()
-    for path in sorted((SHARED / "books").glob("*.parquet")) + parts[1:]:
-        before.update(pq.read_table(path).column("text").to_pylist())
-    shards = read_all(tmp_path / "out")
-    assert Counter(order(tmp_path / "out")) == before and sum(before.values()) > 6000
-    sizes = [n for sizes, _ in shards for n in sizes]
-    assert set(sizes[:-1]) == {1024} and 0 < sizes[-1] <= 1024
-    chars = [sum(map(len, texts)) for _, texts in shards]
-    group_chars = sum(chars) / len(sizes)
-    assert len(chars) == round(sum(chars) / 4_000_000) and max(chars) < sum(chars) / len(chars) + 1.5 * group_chars
-    assert f"{sum(before.values()):,} documents" in capsys.readouterr().out

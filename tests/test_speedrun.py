@@ -17,7 +17,8 @@ from nanochat.schedule import resolve_horizon
 from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ["speedrun.sh", "dev/setup.sh", "dev/test.sh", ".ci/run"]
+SCRIPTS = {"speedrun.sh": "gpu", "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
+           "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware"}
 MODULES: dict[str, ModuleType] = {m.__name__: m for m in (
     make_sample_corpus, dataset, base_eval, base_train, report, sample, tok_eval, tok_train)}
 
@@ -56,9 +57,9 @@ def test_a_script_is_bash_strict_and_says_what_it_costs(script: str) -> None:
     assert subprocess.run(["bash", "-n", ROOT / script], capture_output=True).returncode == 0
     assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
     assert os.access(ROOT / script, os.X_OK)
+    head = text.partition("\nset -euo")[0].lower()
     if script != ".ci/run":
-        head = text.partition("\nset -euo")[0].lower()
-        assert all(word in head for word in ("gpu" if script != "dev/setup.sh" else "hardware", "cost", "minutes"))
+        assert SCRIPTS[script] in head and "cost" in head and ("minutes" in head or "duration" in head)
 
 
 def test_ci_runs_exactly_the_test_script() -> None:
@@ -77,10 +78,11 @@ def test_the_stages_come_in_an_order_that_works(profile: str) -> None:
 
 
 def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Parsed(Exception):
-        pass
+    def stop(parser: Parser, argv: list[str] | None = None) -> None:
+        parse(parser, argv)
+        raise KeyError("parsed")
 
-    checked = 0
+    parse, checked = Parser.parse_args, 0
     for words in commands(PROFILE=profile):
         if (name := module_of(words)) is None:
             continue
@@ -88,13 +90,7 @@ def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: p
         if hasattr(module, "parse_args"):
             assert vars(module.parse_args(arguments(words)))
         else:  # its parser is made in main: stop behind it
-            parse = Parser.parse_args
-
-            def stop(parser: Parser, argv: list[str] | None = None, parse: object = parse) -> None:
-                parse(parser, argv)  # type: ignore[operator]
-                raise Parsed
-
-            with monkeypatch.context() as patched, pytest.raises(Parsed):
+            with monkeypatch.context() as patched, pytest.raises(KeyError, match="parsed"):
                 patched.setattr(Parser, "parse_args", stop)
                 module.main(arguments(words))
         checked += 1
@@ -117,30 +113,24 @@ def test_all_stages_mean_the_same_run_and_the_same_folders(profile: str, tmp_pat
 
 
 def test_wandb_is_asked_for_by_name_only(profile: str) -> None:
-    def run_name(**environment: str) -> str:
-        words = next(w for w in commands(PROFILE=profile, **environment) if module_of(w) == "scripts.base_train")
-        return base_train.parse_args(arguments(words)).run
-
-    assert run_name() == run_name(WANDB_RUN="") == "dummy"
-    assert run_name(WANDB_RUN="my run") == "my run"
-    assert not any("wandb" in w for words in commands(PROFILE=profile) for w in words)
+    for environment, expected in (({}, "dummy"), ({"WANDB_RUN": ""}, "dummy"), ({"WANDB_RUN": "my run"}, "my run")):
+        found = commands(PROFILE=profile, **environment)
+        words = next(w for w in found if module_of(w) == "scripts.base_train")
+        assert base_train.parse_args(arguments(words)).run == expected
+        assert not any("wandb" in w for words in found for w in words)
 
 
-def test_the_gpu_profile_trains_with_torchrun_on_all_gpus() -> None:
-    words = next(w for w in commands(PROFILE="gpu", NGPU="3") if module_of(w) == "scripts.base_train")
+def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon() -> None:
+    found = commands(PROFILE="gpu", NGPU="3")
+    words = next(w for w in found if module_of(w) == "scripts.base_train")
     assert words[:6] == ["torchrun", "--standalone", "--nproc_per_node=3", "-m", "scripts.base_train", "--"]
-    args = base_train.parse_args(arguments(words))
-    assert args.depth == 24 and args.device_type == "cuda"
-
-
-def test_the_shards_suffice_for_the_horizon() -> None:
-    found = commands(PROFILE="gpu")
-    train = next(base_train.parse_args(arguments(w)) for w in found if module_of(w) == "scripts.base_train")
-    parameters = 24 * 12 * 1536**2 + 32768 * 1536
+    train = base_train.parse_args(arguments(words))
+    assert train.depth == 24 and train.device_type == "cuda"
     horizon = resolve_horizon(
         num_iterations=train.num_iterations, target_flops=train.target_flops, total_batch_size=train.total_batch_size,
         target_param_data_ratio=train.target_param_data_ratio, weight_decay=0.0, sequence_len=2048,
-        scaling_params=parameters, reference_scaling_params=12 * 12 * 768**2 + 32768 * 768, flops_per_token=1)
+        scaling_params=24 * 12 * 1536**2 + 32768 * 1536, reference_scaling_params=12 * 12 * 768**2 + 32768 * 768,
+        flops_per_token=1)
     first, rest = (int(w[w.index("-n") + 1]) for w in found if module_of(w) == "nanochat.dataset")
     assert first * 250e6 >= tok_train.parse_args([]).max_chars
     assert rest * 250e6 >= 1.1 * horizon.total_tokens * 4.7 / 0.65

@@ -125,10 +125,11 @@ def test_one_run_at_a_glance(base, capsys):
 
 
 def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
+    assert status.main([]) == 0
+    assert capsys.readouterr().out == f"no runs in {base / 'runs'}\n"
     made_up(base, "alive", "running", step=3, num_iterations=10)
     made_up(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
     made_up(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
-    made_up(base, "new", "starting")
     (made_up(base, "torn", "running") / ".run_state.json").write_text("{")
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     (run_dir(base, "no-run")).mkdir(parents=True)
@@ -137,8 +138,7 @@ def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
     assert lines[0].split() == ["run", "status", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "checkpoint",
                                 "heartbeat", "why"]
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["new", "starting"], ["older", "unknown"],
-        ["torn", "unreadable"]]
+        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["torn", "unreadable"]]
     assert lines[2].endswith("the disk is full")
 
 
@@ -152,11 +152,6 @@ def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
     assert "last checkpoint checkpoint-30" in capsys.readouterr().out
     assert status.main(["d1", "--json", "--exit-code"]) == 1
     assert json.loads(capsys.readouterr().out)["checkpoint"] == "checkpoint-30"
-
-
-def test_no_runs_is_said(base, capsys):
-    assert status.main([]) == 0
-    assert capsys.readouterr().out == f"no runs in {base / 'runs'}\n"
 
 
 @pytest.mark.parametrize("name, start, code", [("completed", None, 0), ("stopped", None, 10), ("halted", None, 3),
@@ -220,8 +215,10 @@ def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
     assert read_state(run_dir(base))["status"] == "completed", "the flag that was left stopped the next launch"
 
 
-def test_which_run_is_meant_must_be_clear(base):
-    made_up(base, "d1", "completed")
+def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(base, capsys):
+    made_up(base, "d1", "stopped")
+    assert stop.main(["d1"]) == 0
+    assert "nothing to stop" in capsys.readouterr().out
     with pytest.raises(ValueError, match="none is at work"):
         stop.main([])
     made_up(base, "d2", "running")
@@ -231,13 +228,9 @@ def test_which_run_is_meant_must_be_clear(base):
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
 
 
-def test_a_run_that_has_ended_is_left_alone(base, capsys):
-    path = made_up(base, "d1", "stopped")
-    assert stop.main(["d1"]) == 0
-    assert "nothing to stop" in capsys.readouterr().out and not (path / FLAG_NAME).exists()
-
-
-DEAF = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
+ALIVE = "print(1, flush=True); time.sleep(1000)"
+HEEDS = f"import time; {ALIVE}"
+DEAF = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ALIVE}"
 
 
 def process_of(code: str) -> tuple[subprocess.Popen, dict]:
@@ -246,16 +239,19 @@ def process_of(code: str) -> tuple[subprocess.Popen, dict]:
     return process, {**identify(), "pid": process.pid, "start": lifecycle.process_start(process.pid)}
 
 
-def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys):
-    """Of four ranks one heeds SIGTERM, one does not, one's pid is another program's now, one is on another host."""
-    (heeds, a), (deaf, b) = process_of("import time; print(1, flush=True); time.sleep(1000)"), process_of(DEAF)
-    bystander, c = process_of("import time; print(1, flush=True); time.sleep(1000)")
+@pytest.mark.parametrize("rank_0_lives", [True, False])
+def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, rank_0_lives):
+    """Of four ranks one heeds SIGTERM, one does not, one's pid is another program's now, one is on another host. And
+    what a dead run left behind is ended, too."""
+    (heeds, a), (deaf, b), (bystander, c) = process_of(HEEDS), process_of(DEAF), process_of(HEEDS)
+    elsewhere = {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}
     try:
-        made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"},
-                                              {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}])
-        assert stop.main(["d1", "--force", "--grace-seconds", "0.5"]) == 1  # node9 is left
+        made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"}, elsewhere] if rank_0_lives else [
+            {**c, "start": "1"}, a, b])
+        code = stop.main(["d1", "--force", "--grace-seconds", "0.5"])
         captured = capsys.readouterr()
-        assert "on node9, if they are still there: kill 77" in captured.err
+        assert code == rank_0_lives  # node9 is left
+        assert ("on node9, if they are still there: kill 77" in captured.err) == rank_0_lives
         assert heeds.wait(PATIENCE_S) == -signal.SIGTERM and deaf.wait(PATIENCE_S) == -signal.SIGKILL
         assert captured.out.count("SIGTERM to pid") == 2 and captured.out.count("SIGKILL to pid") == 1
         assert bystander.poll() is None
@@ -263,20 +259,6 @@ def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys):
         for process in (heeds, deaf, bystander):
             process.kill()
             process.wait()
-
-
-def test_force_ends_what_a_dead_run_left_behind(base):
-    left, rank = process_of("import time; print(1, flush=True); time.sleep(1000)")
-    made_up(base, "d1", "running", ranks=[{**identify(), "start": "1"}, rank])
-    assert stop.main(["d1", "--force"]) == 0
-    assert left.wait(PATIENCE_S) == -signal.SIGTERM
-
-
-def test_a_real_run_that_is_forced_saves(base):
-    process = trainer(base, STEP_S=0.05)
-    stop.main(["d1", "--force"])
-    assert process.wait(PATIENCE_S) == 0
-    assert read_state(run_dir(base))["status"] == "stopped"
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -303,6 +285,8 @@ def test_the_loop_ends_when_the_run_is_halted(base):
     code, told = ended(loop(base, HALT_AT=5))
     assert (code, told.count("run_until_done:")) == (3, 1)
     assert "d1 is halted (bucket x ran dry), checkpoint checkpoint-5" in told
+    result = subprocess.run(["bash", "dev/run_until_done.sh", "d1"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and "usage" in result.stderr, "without a command"
 
 
 @pytest.mark.parametrize("how", ["FAIL_AT", "DIE_AT"])
@@ -313,28 +297,18 @@ def test_the_loop_gives_up_after_failures_without_a_new_checkpoint(base, how):
     assert "gave up: 2 times in a row" in told
 
 
-def test_the_loop_ends_when_somebody_asks_for_it(base):
+@pytest.mark.parametrize("how", [None, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_asks(base, how):
     process = loop(base, STEP_S=0.2)
     until(lambda: (read_state(run_dir(base)) or {}).get("step"))
-    stop.main(["d1"])
+    if how is None:
+        stop.main(["d1"])
+    else:
+        process.send_signal(how)
     code, told = ended(process)
-    assert code == 10 and "ended by scripts.stop" in told
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_loop_passes_a_signal_on_and_waits_for_the_save(base, number):
-    process = loop(base, STEP_S=0.2)
-    until(lambda: (read_state(run_dir(base)) or {}).get("step"))
-    process.send_signal(number)
-    code, told = ended(process)
-    assert code == 10 and f"ended by {number.name}" in told
+    assert code == 10 and f"ended by {how.name if how else 'scripts.stop'}" in told
     state = read_state(run_dir(base))
     assert exit_code(state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
-
-
-def test_the_loop_wants_a_run_and_a_command(base):
-    result = subprocess.run(["bash", "dev/run_until_done.sh", "d1"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 2 and "usage" in result.stderr
 
 
 # ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------
@@ -376,21 +350,15 @@ def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(
         assert flag in flags
 
 
-def test_a_job_that_is_signalled_before_its_end_saves_and_goes_back(cluster):
+@pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_job_that_is_told_to_end_saves_and_goes_back_unless_it_was_cancelled(cluster, number, back):
     process = job(cluster, STEP_S=0.2)
     until(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     code, told, requeued = result_of(cluster, process)
-    assert (code, requeued) == (0, True), told
-    assert read_state(run_dir(cluster))["reason"] == "SIGUSR1"
-
-
-def test_a_job_that_is_cancelled_saves_and_stays_out(cluster):
-    process = job(cluster, STEP_S=0.2)
-    until(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
-    process.send_signal(signal.SIGTERM)
-    assert result_of(cluster, process)[::2] == (0, False)
-    assert read_state(run_dir(cluster))["status"] == "stopped"
+    assert (code, requeued) == (0, back), told
+    state = read_state(run_dir(cluster))
+    assert (state["status"], state["reason"]) == ("stopped", number.name)
 
 
 def test_a_job_whose_run_is_halted_or_asked_to_stop_stays_out(cluster):
@@ -407,15 +375,6 @@ def test_jobs_that_fail_go_back_until_they_fail_too_often(cluster):
     for code, requeued in ((0, True), (1, False)):
         (cluster / "scontrol.txt").unlink()
         assert result_of(cluster, job(cluster, FAIL_AT=15, SAVE_EVERY=4, MAX_FAILURES=2))[::2] == (code, requeued)
-
-
-@pytest.mark.parametrize("script", ["dev/run_until_done.sh", "dev/slurm/train_chain.sbatch"])
-def test_a_script_is_bash_strict_and_says_what_it_costs(script):
-    text = (ROOT / script).read_text()
-    assert subprocess.run(["bash", "-n", ROOT / script], capture_output=True).returncode == 0
-    assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
-    assert os.access(ROOT / script, os.X_OK)
-    assert all(word in text.partition("\nset -euo")[0].lower() for word in ("cost", "hardware", "duration"))
 
 
 def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():

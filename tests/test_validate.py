@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(
 def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     mix(workplace, 5, 0.01)
     training.succeed(**command(workplace, save_every=3))
-    kept = Plan.from_json(read_json(run_dir() / PLAN_NAME))
-    assert kept.steps == 10 and kept.buckets["tiny"].exact
+    stored = read_json(run_dir() / PLAN_NAME)
+    kept = Plan.from_json(stored)
+    assert kept.steps == 10 and kept.buckets["tiny"].exact and json.loads(json.dumps(kept.to_json())) == stored
     shutil.rmtree(run_dir() / "checkpoints" / "final")
     monkeypatch.setattr(plan_module, "make_plan", None)
     outcome = training.succeed(**command(workplace, save_every=3))
@@ -144,23 +146,12 @@ def test_a_run_with_other_settings_is_refused_as_training_would(workplace, capsy
     assert code == 0 and "goes on from" in out
 
 
-def test_the_plot_is_a_picture(workplace, capsys):
+def test_the_plot_is_a_picture_or_is_refused_with_the_way_out(workplace, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'nanochat[plot]'")
     mix(workplace, 20, 1)
     code, out, _ = checked(capsys, "--plot", str(workplace / "plots" / "plan.png"), allow_bucket_exhaustion=True)
     assert code == 0 and "ok: plot" in out
     assert (workplace / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_plot_is_refused_with_the_way_out(workplace, capsys, monkeypatch):
-    mix(workplace, 5, 0.01)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    code, _, err = checked(capsys, "--plot", str(workplace / "plan.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = checked(capsys, "--plot", str(workplace / "plan.png"), allow_bucket_exhaustion=True)
     assert code == 1 and "nanochat[plot]" in err and not (workplace / "plan.png").exists()
-
-
-def test_plans_survive_json(workplace, capsys):
-    mix(workplace, 5, 0.01)
-    training.succeed(**command(workplace))
-    kept = read_json(run_dir() / PLAN_NAME)
-    assert json.loads(json.dumps(Plan.from_json(kept).to_json())) == kept

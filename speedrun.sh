@@ -47,10 +47,8 @@ quote() { # a command as one would type it
     for word in "$@"; do
         if [[ "$word" =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then
             line+=" $word"
-        elif [[ "$word" == *[\'[:cntrl:]]* ]]; then
-            line+=" $(printf '%q' "$word")"
         else
-            line+=" '$word'"
+            line+=" $(printf '%q' "$word")"
         fi
     done
     printf '%s' "${line# }"
@@ -136,8 +134,7 @@ cpu_profile() {
         --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
     stage "evaluation" python -m scripts.base_eval --run="$TAG" --device-type=cpu --unigram-tokens=1000000
-    stage "samples" python -m scripts.sample --run="$TAG" --device-type=cpu \
-        -p $'import os\n' -p $'def __init__(self' -p "Return the" -p "class Test" -p "If the argument is"
+    stage "samples" python -m scripts.sample --run="$TAG" --device-type=cpu
     stage "report" python -m scripts.report --run="$TAG" --stages="$STAGES"
     header "the real data"
     cat <<EOF

@@ -28,17 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import (
-    Parser,
-    begin_data,
-    hash_file,
-    in_store,
-    local,
-    place,
-    run_main,
-    setup_logging,
-    table,
-)
+from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -58,26 +48,25 @@ class Counts:
 
     def __init__(self) -> None:
         self.shards = self.documents = self.beyond = 0
-        self.of_length = np.zeros((2, 64), np.int64)  # [:, k]: entries of 2**k ids and up to twice as many; their ids
+        self.of_length = np.zeros((64, 2), np.int64)  # [k]: entries of 2**k ids and up to twice as many; their ids
 
     def add(self, lengths: np.ndarray, T: int) -> None:
         """Count entries by their lengths (n,)."""
         power = np.frexp(np.maximum(lengths, 1))[1] - 1
+        np.add.at(self.of_length, power, np.stack([np.ones_like(lengths), lengths], axis=1))
         self.beyond += int(np.maximum(lengths - (T + 1), 0).sum())
-        self.of_length[0] += np.bincount(power, minlength=64)
-        self.of_length[1] += np.bincount(power, lengths, minlength=64).astype(np.int64)
 
     def lines(self, folder: Path, T: int) -> list[str]:
         """The table for people."""
-        entries, tokens = self.of_length.sum(axis=1).tolist()
+        entries, tokens = self.of_length.sum(axis=0).tolist()
         lines = [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {entries:,} entries, {tokens:,} "
                  f"tokens"]
-        if tokens:
-            rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / entries:.2%}", f"{ids / tokens:.2%}")
-                    for k, (n, ids) in enumerate(self.of_length.T.tolist()) if n]
-            lines += [f"  {line}" for line in table(("ids", "entries", "of entries", "of tokens"), rows)]
-            lines.append(f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / tokens:.2%}")
-        return lines
+        if not tokens:
+            return lines
+        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / entries:.2%}", f"{ids / tokens:.2%}")
+                for k, (n, ids) in enumerate(self.of_length.tolist()) if n]
+        lines += [f"  {line}" for line in table(("ids", "entries", "of entries", "of tokens"), rows)]
+        return [*lines, f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / tokens:.2%}"]
 
 
 def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) -> Iterator[str]:
@@ -237,7 +226,7 @@ def check_cursors(folder: Path, bar: tqdm) -> Report:
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
-def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callable[[tqdm], Report]]]:
+def find_all(path: Path, args: argparse.Namespace) -> list[tuple[int, Callable[[tqdm], Report]]]:
     """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.
     FileNotFoundError or ValueError where that is nothing."""
     if not path.exists():
@@ -248,14 +237,14 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
         pair = path.with_suffix(".bin")
         return [(pair.stat().st_size, partial(check_pairs, pair.parent, [pair], args, whole=False))]
     pairs: dict[Path, set[Path]] = {}
-    folders: list[tuple[Path, Callable[[tqdm], Report]]] = []
+    checks: dict[Path, Callable[[tqdm], Report]] = {}  # of checkpoints and of kept cursors
     closed: set[Path] = set()  # folders of checkpoints: the .bin files in there are no pairs
     for p in [path, *sorted(path.rglob("*"))]:
         if any(part.startswith(".") for part in p.relative_to(path).parts) or not closed.isdisjoint(p.parents):
             continue
         if p.suffix in (".bin", ".idx"):
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
-        elif p.name == MANIFEST_NAME and has_manifest(p.parent):
+        elif p.name == MANIFEST_NAME and is_manifest(p):
             pairs.setdefault(p.parent, set())
         elif p.is_dir() and not in_store(p):
             whole, seal = p.absolute(), p / SEAL_NAME
@@ -263,23 +252,23 @@ def find_all(path: Path, args: argparse.Namespace) -> Sequence[tuple[int, Callab
             if named or seal.is_file():
                 closed.add(p)
                 if named or b'"format_version"' in seal.read_bytes():  # other programs use the name too
-                    folders.append((p, partial(check_checkpoint, p)))
+                    checks[p] = partial(check_checkpoint, p)
             elif whole.parts[-2:] == ("logs", "cursors"):
-                folders.append((p, partial(check_cursors, p)))
-    found: list[tuple[int, Callable[[tqdm], Report]]] = [
-        (sum(file.stat().st_size for file in pairs[p] if file.exists()),
-         partial(check_pairs, p, sorted(pairs[p]), args, whole=True)) for p in sorted(pairs)]
-    found += [(sum(file.stat().st_size for file in p.rglob("*") if file.is_file()), check) for p, check in folders]
-    if not found:
+                checks[p] = partial(check_cursors, p)
+    if not (pairs or checks):
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
                          f"below it; name another path")
-    return found
+    pairs_found = [(sum(file.stat().st_size for file in files if file.exists()),
+                    partial(check_pairs, folder, sorted(files), args, whole=True))
+                   for folder, files in sorted(pairs.items())]
+    return pairs_found + [(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), check)
+                          for folder, check in checks.items()]
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether a folder's manifest.json is of token files: other programs use the name too."""
+def is_manifest(path: Path) -> bool:
+    """Whether a manifest.json is of token files: other programs use the name too."""
     try:
-        return read_manifest(folder) is not None
+        return read_manifest(path.parent) is not None
     except ValueError:
         return False
 

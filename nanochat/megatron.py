@@ -15,10 +15,9 @@ Megatron's samples: which tokens are in sample i of a data set, by megatron-core
 element and in type, and so does every tensor of a sample. They are computed when a sample is first
 asked for, and kept in `path_to_cache` where they are large enough to be worth a file.
 
-We differ from megatron-core where it fails. A mask that was made for a padded sample is not given
-to all samples. A split without tokens is an error and no endless loop. What another run left in the
-cache is used only if it was made of the same numbers. And `attention_mask`, T * T bytes a sample,
-is only there when asked for.
+We differ from megatron-core where it fails: a padded sample's mask is not given to all samples, a
+split without tokens is an error and no endless loop, and the cache is used only for the same
+numbers. `attention_mask`, T * T bytes a sample, is only there when asked for.
 """
 
 import logging
@@ -68,12 +67,8 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """What decides which tokens are in which sample, beside data and sizes. ValueError for what
-    cannot be.
-
-    Either `blend` with `split`, or `blend_per_split`, or neither: then data are made up
-    (`MockGPTDataset`).
-    """
+    """What decides which tokens are in which sample, beside data and sizes: `blend` with `split`,
+    or `blend_per_split`, or neither, for made-up data. ValueError for what cannot be."""
 
     random_seed: int
     sequence_length: int
@@ -104,36 +99,34 @@ class GPTDatasetConfig:
     context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
-        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split
+        surplus, own = self.mid_level_dataset_surplus, self.blend_per_split
+        resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length: got {self.sequence_length}, expected at least 1")
         if not 0 <= self.random_seed < 2**32:
-            raise ValueError(f"--seed (random_seed): got {self.random_seed}, expected 0 to "
-                             f"2**32 - 1")
+            raise ValueError(f"--seed (random_seed): got {self.random_seed}, expected 0 to 2**32-1")
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
-        resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if resets and self.eod is None:
             raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, "
                              "reset_attention_mask and eod_mask_loss need")
-        if per_split is not None and (self.blend is not None or self.split is not None):
+        if own is not None and (self.blend, self.split) != (None, None):
             raise ValueError("blend_per_split: got it with blend or split, expected it alone")
-        if per_split is not None and len(per_split) != len(Split):
-            raise ValueError(f"blend_per_split: got {len(per_split)} blends, expected {len(Split)} "
+        if own is not None and len(own) != len(Split):
+            raise ValueError(f"blend_per_split: got {len(own)} blends, expected {len(Split)} "
                              f"(None for a split without data)")
-        for prefixes, weights in filter(None, (self.blend, *(per_split or ()))):
+        for prefixes, weights in filter(None, (self.blend, *(own or ()))):
+            given = [1.0] * len(prefixes) if weights is None else list(weights)
             if not prefixes:
                 raise ValueError("blend: got no prefix, expected at least one")
-            if weights is not None and (len(weights) != len(prefixes)
-                                        or not all(0 < w < math.inf for w in weights)):
-                raise ValueError(f"blend: got weights {list(weights)} for {len(prefixes)} "
-                                 f"prefixes, expected a number above 0 for each, or no weights; "
-                                 f"leave out a source that should give nothing")
+            if len(given) != len(prefixes) or not all(0 < weight < math.inf for weight in given):
+                raise ValueError(f"blend: got weights {given} for {len(prefixes)} prefixes, "
+                                 f"expected a number above 0 for each, or no weights")
         _ = self.split_matrix  # a bad split is an error here, not at its first use
-        given = [f.name for f in fields(self)
-                 if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
-        if given:
-            log.info("%s: accepted; it changes nothing here", ", ".join(given))
+        idle = [f.name for f in fields(self)
+                if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
+        if idle:
+            log.info("%s: accepted; it changes nothing here", ", ".join(idle))
 
     @property
     def mock(self) -> bool:
@@ -200,8 +193,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 class IndexedDataset:
     """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list
-    of them, read-only arrays of `dtype`. ValueError or FileNotFoundError naming the file if the
-    pair is not whole, or of another format, as multimodal ones are."""
+    of them, read-only arrays of `dtype`. ValueError or FileNotFoundError naming a bad file."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True):
         self.path_prefix = str(path_prefix)
@@ -233,10 +225,9 @@ class IndexedDataset:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
-        sizes = self.sequence_lengths[number:number + 1].astype(np.int64)
-        begins = self.file.places(
-            np.array([number]), self.sequence_pointers[number:number + 1], sizes)
-        begin, size = int(begins[0]), int(sizes[0])
+        one, size = slice(number, number + 1), int(self.sequence_lengths[number])
+        begin = int(self.file.places(np.array([number]), self.sequence_pointers[one],
+                                     np.array([size]))[0])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
             raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence "
@@ -293,11 +284,10 @@ class IndexedDatasetBuilder:
 
 class GPTDataset:
     """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of
-    tensors, `row(i)` the same for training.
+    tensors, `row(i)` the same for training. It is also a blend of one data set, itself.
 
-    `num_samples`: there are at least so many, over as many epochs as it takes; None: one epoch.
-    ValueError for data that cannot give them. Looks at lengths; reads no token and computes no
-    index yet. It is also a blend of one data set, itself (`datasets`, `counts`, `locate`).
+    `num_samples`: at least so many, over as many epochs as it takes; None: one epoch. ValueError
+    for data that cannot give them. Reads no token and computes no index yet.
     """
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
@@ -363,20 +353,18 @@ class GPTDataset:
     @cached_property
     def _tables(self) -> Arrays:
         """The three indices, computed or mapped."""
-        num_epochs = self.order.num_epochs
-
-        def build() -> Arrays:
-            documents, samples = self.order.shuffled()
-            begins = find_samples(
-                self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
-                tokens=num_epochs * self.num_tokens_per_epoch, extra=self._extra)
-            return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
-
         key = hash_json([self.identity(), hash_array(self._lengths)])
         return cached(
             self.config.path_to_cache, f"{key}-{type(self).__name__}-{self.index_split.name}",
-            build, names=("document_index", "sample_index", "shuffle_index"),
-            entries=num_epochs * len(self.indices) + len(self))
+            self._build, names=("document_index", "sample_index", "shuffle_index"),
+            entries=self.order.num_epochs * len(self.indices) + len(self))
+
+    def _build(self) -> Arrays:
+        documents, samples = self.order.shuffled()
+        begins = find_samples(
+            self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
+            tokens=self.order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
+        return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
 
     @property
     def document_index(self) -> np.ndarray:
@@ -399,15 +387,12 @@ class GPTDataset:
         """What sample i is made of, [(sequence, offset, how many ids)]; reads no token."""
         k = int(self.shuffle_index[self.locate(i)[1]])
         (first, skip), (last, until) = self.sample_index[k:k + 2].tolist()
-        found = []
-        for place in range(first, last + 1):
-            sequence = int(self.document_index[place])
-            begin = skip if place == first else 0
-            end = int(self.dataset.sequence_lengths[sequence])
-            if place == last:
-                end = until + self._extra
-            found.append((sequence, begin, end - begin))
-        return found
+        sequences = self.document_index[first:last + 1]
+        ends = self.dataset.sequence_lengths[sequences].tolist()
+        ends[-1] = until + self._extra
+        begins = [skip] + [0] * (last - first)
+        return [(sequence, begin, end - begin)
+                for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
 
     def _ids(self, i: int) -> np.ndarray:
         """The ids of sample i: (T + extra,), or fewer if it is a partial one."""
@@ -420,8 +405,6 @@ class GPTDataset:
         says that all do. Where there is no token, the id is 0.
         """
         found = self._ids(i)
-        if len(found) == self._T + 1 and not self.config.eod_mask_loss and self._pad == NO_PAD:
-            return found, None
         ids = np.zeros(self._T + 1, found.dtype)
         ids[:len(found)] = found
         padding = (np.arange(len(ids)) >= len(found)) | (ids == self._pad)
@@ -429,7 +412,7 @@ class GPTDataset:
         if self.config.eod_mask_loss:
             live[1:] &= ids[:-1] != self.config.eod
         ids[padding] = 0
-        return ids, live
+        return ids, None if live.all() else live
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32,
@@ -437,32 +420,24 @@ class GPTDataset:
         for it. None: a sample that fills a batch, without loss."""
         import torch
 
+        config, places = self.config, np.arange(self._T)
         found = self._ids(0 if idx is None else int(idx) + len(self) * (int(idx) < 0))
         text = np.full(self._T + 1, self._pad, np.int64)
         text[:len(found)] = found
-        tokens, labels = text[:-1].copy(), text[1:].copy()
-        sample = {"tokens": tokens, "labels": labels, **self._masks(tokens)}
-        sample["loss_mask"][labels == self._pad] = 0
-        if idx is None:
-            sample["loss_mask"][:] = 0
-        for ids in (tokens, labels):
-            ids[ids == self._pad] = 0
-        return {name: torch.from_numpy(array) for name, array in sample.items()}
-
-    def _masks(self, tokens: np.ndarray) -> Arrays:
-        """loss_mask, position_ids and attention_mask of tokens (T,), by where documents end."""
-        config, places = self.config, np.arange(self._T)
-        ends = np.zeros(self._T, bool) if config.eod is None else tokens == config.eod
+        ends = np.zeros(self._T, bool) if config.eod is None else text[:-1] == config.eod
         document = np.cumsum(ends) - ends  # 0 up to the first end, that one included
         begins = np.append(0, np.flatnonzero(ends) + 1)[document]
-        found = {"loss_mask": np.where(ends & config.eod_mask_loss, 0, 1).astype(np.float32),
-                 "position_ids": places - begins if config.reset_position_ids else places}
+        off = (text[1:] == self._pad) | (ends & config.eod_mask_loss) | (idx is None)
+        text[text == self._pad] = 0
+        sample = {"tokens": text[:-1].copy(), "labels": text[1:].copy(),
+                  "loss_mask": (~off).astype(np.float32),
+                  "position_ids": places - begins if config.reset_position_ids else places}
         if config.create_attention_mask:
             barred = places > places[:, None]
             if config.reset_attention_mask:
                 barred |= document != document[:, None]
-            found["attention_mask"] = barred[None]
-        return found
+            sample["attention_mask"] = barred[None]
+        return {name: torch.from_numpy(array) for name, array in sample.items()}
 
 
 def pad_id(config: GPTDatasetConfig) -> int:

@@ -17,9 +17,8 @@ feeds:
 
 For token files this is what will happen, halting step and accounts included. Text has no lengths
 before it is tokenized: they are drawn from a few hundred documents, and what comes of that is
-called an estimate. A bucket without limit, or with far more than is asked of it (as a few documents
-of each lane's share tell), cannot run dry. It is not rehearsed; what is told of its cropping is
-that of some thousand rows.
+called an estimate. A bucket without limit, or whose totals are far beyond what is asked of it,
+cannot run dry. It is not rehearsed; what is told of its cropping is that of some thousand rows.
 
 A plan is made once: it is kept in RUN/plan.json under the fingerprint of all that it depends on,
 and a restart reads it.
@@ -49,8 +48,8 @@ from nanochat.stream import Cursor, Feed, feed_json, ledger
 log = logging.getLogger(__name__)
 
 VERSION = 2
-FAR = 4  # times what is asked: half may be dropped, and shares differ
-SHARE_DOCUMENTS, SHARE_UNITS = 1024, 16  # least documents of a share to judge it by so many units
+FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
+SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
 PARALLEL = 300_000_000  # tokens from which processes pay for their start
 DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
@@ -128,13 +127,12 @@ class SampledLengths:
         return drawn.tolist(), [0] * len(rows)
 
 
-@dataclass(frozen=True)
 class _Vocabulary:
-    """What a source asks of a tokenizer where no token is read."""
+    """What a source asks of a tokenizer where no token is read. It can be sent to a process."""
 
-    fingerprint: str
-    bos: int
-    size: int
+    def __init__(self, tokenizer: Any):
+        self.fingerprint, self.bos = tokenizer.fingerprint, tokenizer.get_bos_token_id()
+        self.size = tokenizer.get_vocab_size()
 
     def get_bos_token_id(self) -> int:
         return self.bos
@@ -246,46 +244,26 @@ class _Lanes:
             told = tqdm(found, desc="rehearse", total=len(parts), unit="part", delay=2)
             return [lane for part in told for lane in part]
 
-    def account(self, bucket: str, done: Sequence[_Lane], sample_rows: int) -> dict[str, Any]:
-        """How much there is of a bucket, and its account: of all lanes where it is rehearsed, else
-        of the first rows of one."""
-        source = self.open(bucket)
-        if isinstance(source, SampledLengths):
-            tokens = round(float(source.sample.mean()) * int(source.groups.sum()))
-        else:
-            tokens = sum(sum(lengths) - sum(repeated) for lengths, repeated in (
-                source.lengths(group, np.arange(n)) for group, n in enumerate(source.groups)))
+    def account(self, bucket: str, done: Sequence[_Lane], sample_rows: int) -> dict[str, int]:
+        """A bucket's account: of all lanes where it is rehearsed, else of the first rows of one."""
         feeds = [end.feeds[bucket] for end in done if bucket in end.feeds]
         if not feeds:
-            feed = self.feed(bucket, 0, source)
+            feed = self.feed(bucket, 0, self.open(bucket))
             for _ in range(sample_rows):
                 feed.pack()
             feeds = [feed_json(feed.state())]
-        account = ledger([{"buckets": {bucket: feed}} for feed in feeds], self.config.T)[bucket]
-        return {"documents": int(source.groups.sum()), "tokens": tokens, "account": account}
+        return ledger([{"buckets": {bucket: feed}} for feed in feeds], self.config.T)[bucket]
 
-    def plenty(self, bucket: str, asked: int) -> bool:
-        """Whether a bucket has no limit, or each lane's share far more than the rows `asked` of
-        each lane."""
-        config, source = self.config, self.open(bucket)
-        order = Order(source.groups, bucket=bucket, config=config)
-        limit = config.epochs(bucket)
-        if limit == 0:
-            return True
-        for lane in range(config.V):
-            share = order.share(lane, 0)
-            documents = len(share) * int(source.groups.sum()) // order.num_units
-            if documents < SHARE_DOCUMENTS:
-                return False
-            units = np.linspace(share.start, share.stop - 1, SHARE_UNITS).astype(int).tolist()
-            lengths = np.concatenate([source.lengths(*order.unit(0, unit, share.stop)[:2])[0]
-                                      for unit in units])
-            if config.layout == "bestfit" and config.long_docs == "crop":
-                lengths = np.minimum(lengths, config.T + 1)
-            rows = documents * float(lengths.mean()) / (config.T + 1) if config.pack else documents
-            if limit * rows < FAR * asked:
-                return False
-        return True
+    def totals(self, bucket: str) -> tuple[int, int, float]:
+        """(documents, stored tokens, about how many rows) of one pass over a bucket."""
+        config, source, tokens, rows = self.config, self.open(bucket), 0, 0.0
+        crop = config.layout == "bestfit" and config.long_docs == "crop"
+        for group, n in enumerate(source.groups.tolist()):
+            lengths, repeated = map(np.array, source.lengths(group, np.arange(n)))
+            tokens += int(lengths.sum() - repeated.sum())
+            used = np.minimum(lengths, config.T + 1) if crop else lengths
+            rows += float(used.sum()) / (config.T + 1) if config.pack else n
+        return int(source.groups.sum()), tokens, rows
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -311,15 +289,20 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     buckets = config.curriculum.buckets if config.curriculum else list(sources)
     given = {b: sources[b].manifest if sources[b].lengths_known else SampledLengths(sources[b])
              for b in buckets}
-    one = sources[buckets[0]].tokenizer
-    vocabulary = _Vocabulary(one.fingerprint, one.get_bos_token_id(), one.get_vocab_size())
-    lanes = _Lanes(config, given, vocabulary, drop_dry, {c["lane"]: c for c in cursors or ()})
+    lanes = _Lanes(config, given, _Vocabulary(sources[buckets[0]].tokenizer), drop_dry,
+                   {cursor["lane"]: cursor for cursor in cursors or ()})
     begin = cursors[0]["row"] if cursors else 0
     first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
     phases = _phases(config, buckets, first, stop, n)
     asked = {b: np.sum([phase["asked"][b] for phase in phases], axis=0) for b in buckets}
     most = stop - first if drop_dry else 0  # rows that one bucket gives where all others are dry
-    rehearsed = [b for b in buckets if not lanes.plenty(b, max(most, int(asked[b].max())))]
+    totals = {b: lanes.totals(b) for b in buckets}
+    rehearsed = []
+    for b, (documents, _, rows) in totals.items():
+        wanted = FAR * V * max(most, int(asked[b].max()))
+        enough = documents >= SHARE_DOCUMENTS * V and config.epochs(b) * rows >= wanted
+        if config.epochs(b) and not enough:
+            rehearsed.append(b)
     ends = lanes.follow_all(stop, rehearsed, num_workers)
     halts = [((end.row - first) // n, end.lane, end.halted) for end in ends if end.halted]
     steps, lane, why = min(halts, default=(num_steps, 0, ""))
@@ -329,7 +312,8 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
         dry = [(row, end.used[bucket]) for end in ends for row, name in end.dry if name == bucket]
         dry_steps = [step for row, _ in dry if (step := (row - first) // n) <= steps]
         plans[bucket] = BucketPlan(
-            **lanes.account(bucket, done, min(SAMPLE_ROWS, int(rows[0]))),
+            documents=totals[bucket][0], tokens=totals[bucket][1],
+            account=lanes.account(bucket, done, min(SAMPLE_ROWS, int(rows[0]))),
             max_epochs=config.epochs(bucket), asked=int(rows.sum()) * config.T,
             trained=sum(end.used[bucket] for end in done) * config.T,
             usable=min(used for _, used in dry) * V * config.T if dry else None,
@@ -373,7 +357,7 @@ def rehearse(start: Any, data: Any) -> Plan:
     why = problem(plan)
     if why and start.settings.plan == "error":
         raise ValueError(why)
-    for line in [*warnings(plan), *([why] if why else [])]:
+    for line in filter(None, [*warnings(plan), why]):
         log.warning("%s", line)
     return plan
 

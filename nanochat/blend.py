@@ -18,17 +18,15 @@ who computes what, as everywhere. They have no share of the data and no buffer; 
 common is one number, how many samples the run has had. A cursor holds that, and how many rows of
 each bucket its lane gave.
 
-What decides the samples is a `SampleConfig`, above all their number: the steps that the run asks
-for when it starts times the rows of a step. Epochs follow from it, and shuffles are over all
-epochs: another number is another order.
+What decides the samples is a `SampleConfig`, above all their number, steps times rows of a step:
+shuffles are over all the epochs that it takes, so another number is another order.
 
 **Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are
-its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`. Nothing
-is inserted, cropped, padded or pending. `epoch` counts whole passes' worth of samples: epochs are
-shuffled together, so none has an end.
+its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`. `epoch`
+counts whole passes' worth of samples: epochs are shuffled together, so none has an end.
 
 Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the
-number of samples asked for, and a document's first tokens would be predicted from another document.
+number of samples asked for.
 """
 
 import math
@@ -68,17 +66,21 @@ class BlendedDataset:
         if not 0 < len(datasets) <= MAX_SOURCES:
             raise ValueError(f"blend: got {len(datasets):,} sources, expected at least 1 and at "
                              f"most {MAX_SOURCES:,}")
-        limits = [int(weight) for weight in weights] if size is None else None
-        if (len(weights) != len(datasets) or not all(0 < weight < math.inf for weight in weights)
-                or limits not in (None, list(weights))):
-            raise ValueError(f"blend: got {len(datasets)} data sets, weights {list(weights)} and "
-                             f"size {size}, expected a weight of more than 0 for each; without "
-                             f"size it is a number of samples")
+        if len(weights) != len(datasets) or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"blend: got weights {list(weights)} for {len(datasets)} data sets, "
+                             f"expected a number above 0 for each")
         self.datasets, self.config, self.size = list(datasets), config, size
         self.split = datasets[0].index_split
-        self.weights: list[float] = list(weights) if size is None else normalize(weights)
-        total = sum(limits) if limits else size or 0
-        shares = [n / total for n in limits] if limits else self.weights
+        if size is None:
+            limits = [int(weight) for weight in weights]
+            total, self.weights = sum(limits), list(weights)
+            if limits != self.weights:
+                raise ValueError(f"blend: got weights {self.weights} and no size, expected how many "
+                                 f"samples each gives")
+            shares = [n / total for n in limits]
+        else:
+            total, limits, shares = size, None, normalize(weights)
+            self.weights = shares
         name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits),
                         names=("dataset_index", "dataset_sample_index"), entries=total)
@@ -88,8 +90,7 @@ class BlendedDataset:
             if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
                                  f"{dataset.dataset_path}, which has {len(dataset):,}; raise "
-                                 f"mid_level_dataset_surplus (now "
-                                 f"{config.mid_level_dataset_surplus})")
+                                 f"mid_level_dataset_surplus")
 
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""
@@ -122,8 +123,7 @@ class BlendedDataset:
 class BlendedMegatronDatasetBuilder:
     """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data
     sets of train, valid and test. `sizes`: samples of each, None for all there are. Nothing is
-    collective and nobody waits: ranks may build in any order, at any time, or not at all.
-    ValueError or FileNotFoundError for what cannot be built."""
+    collective. ValueError or FileNotFoundError for what cannot be built."""
 
     def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
                  is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
@@ -155,23 +155,23 @@ class BlendedMegatronDatasetBuilder:
             return self._of_prefix(prefixes[0], part, size, split)
         if own and config.multiple_validation_sets and split is Split.valid:
             return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
-        if weights is not None:
-            if size is None:
-                raise ValueError(f"blend: got weights and no number of samples for split "
-                                 f"{split.name}, expected both or neither")
-            shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
-            taken = [math.ceil(size * share) for share in shares]
-            datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
-                        for prefix, n in zip(prefixes, taken)]
-            return BlendedDataset(datasets, shares, sum(taken), config)
-        datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
-        lengths = [len(dataset) for dataset in datasets]
-        if 0 in lengths:
-            raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of "
-                             f"{config.sequence_length} tokens in split {split.name}; leave it "
-                             f"out, or give weights")
-        return BlendedDataset(
-            datasets, lengths, None if size is None else min(size, sum(lengths)), config)
+        if weights is None:
+            datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
+            lengths = [len(dataset) for dataset in datasets]
+            if 0 in lengths:
+                raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of "
+                                 f"{config.sequence_length} tokens in split {split.name}; leave it "
+                                 f"out, or give weights")
+            total = None if size is None else min(size, sum(lengths))
+            return BlendedDataset(datasets, lengths, total, config)
+        if size is None:
+            raise ValueError(f"blend: got weights and no number of samples for split "
+                             f"{split.name}, expected both or neither")
+        shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
+        taken = [math.ceil(size * share) for share in shares]
+        datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
+                    for prefix, n in zip(prefixes, taken)]
+        return BlendedDataset(datasets, shares, sum(taken), config)
 
     def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split
                    ) -> GPTDataset:
@@ -204,8 +204,7 @@ class SampleConfig:
 
     def identity(self) -> dict[str, Any]:
         """All of it as JSON values: equal identities, equal samples of the same data."""
-        weights = None if self.weights is None else [*self.weights]
-        found = {**asdict(self), "order": "megatron", "weights": weights}
+        found = {**asdict(self), "order": "megatron", "weights": self.weights and [*self.weights]}
         del found["index_cache"]
         return found
 
@@ -271,8 +270,8 @@ def _prefix(manifest: Manifest) -> str:
 def open_samples(config: SampleConfig, sources: Mapping[str, Source]
                  ) -> GPTDataset | BlendedDataset:
     """The data set whose sample i is row i of a run. `sources`: one of a single pair for each
-    bucket. Looks at lengths; reads no token and shuffles nothing yet. ValueError where it cannot be
-    made, or has fewer samples than the run takes."""
+    bucket. Reads no token and shuffles nothing yet. ValueError where it cannot be made, or has
+    fewer samples than the run takes."""
     pairs = list(sources.values())
     prefixes = [_prefix(source.manifest) for source in pairs]
     if config.weights is not None and len(config.weights) != len(prefixes):
@@ -298,8 +297,8 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]
 def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_per_step: int,
                  num_steps: int, taken: int) -> dict[str, Any]:
     """The plan of `num_steps` steps in all, which take so many samples: the JSON of a
-    `nanochat.plan.Plan`. It follows from lengths and weights, so it is exact and reads no token. No
-    bucket can run dry: a run that takes more samples than there are does not start."""
+    `nanochat.plan.Plan`. It is exact and reads no token. No bucket can run dry: a run that takes
+    more samples than there are does not start."""
     samples, T = open_samples(config, sources), config.T
     buckets = {}
     for name, part, count in zip(sources, samples.datasets, samples.counts(taken)):
@@ -360,9 +359,8 @@ class SampleStream:
             check_cursors(cursors, self.lanes, self.identity)
             found = {(cursor["samples"], cursor["row"]) for cursor in cursors}
             if len(found) > 1:
-                raise ValueError(f"cursors of different steps, after "
-                                 f"{sorted(n for n, _ in found)} samples; give those of one "
-                                 f"checkpoint")
+                raise ValueError(f"cursors of different steps, after {sorted(found)[0][0]} and "
+                                 f"{sorted(found)[1][0]} samples; give those of one checkpoint")
             self.taken, self.row = found.pop()
             mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
             for lane, counts in zip(self.lanes, self.counts):
@@ -394,14 +392,14 @@ class SampleStream:
     def _check_ids(self, row: SampleRow) -> None:
         """ValueError for an id that no embedding may see."""
         ids = row.tokens
-        if ids.view(f"u{ids.itemsize}").max() < self.vocab_size:  # what is negative is outside too
-            return
-        at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
-        place = next(place for place in reversed(self.describe(row)) if place["at"] <= at)
-        raise ValueError(f"{place['file']}: document {place['document']:,} holds the id "
-                         f"{ids[at]:,}, outside the vocabulary of {self.vocab_size:,}; python -m "
-                         f"scripts.verify tells which there are; make the pair again, or name its "
-                         f"tokenizer with --tokenizer-dir")
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        if outside.any():
+            at = int(outside.argmax())
+            place = next(place for place in reversed(self.describe(row)) if place["at"] <= at)
+            raise ValueError(
+                f"{place['file']}: document {place['document']:,} holds the id {ids[at]:,}, outside "
+                f"the vocabulary of {self.vocab_size:,}; python -m scripts.verify tells which there "
+                f"are; make the pair again, or name its tokenizer with --tokenizer-dir")
 
     def dry_bucket(self, lane: int) -> None:
         """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
@@ -436,15 +434,14 @@ class SampleStream:
         number, sample = self.samples.locate(row.sample)
         part, at, found = self.samples.datasets[number], 0, []
         edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
+        file = self.sources[row.bucket].manifest["files"][0]["name"]
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
             first, end = edges[document:document + 2].tolist()
             start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
-            found.append({
-                "at": at, "tokens": length,
-                "file": self.sources[row.bucket].manifest["files"][0]["name"],
-                "document": document, "start": start, "stop": start + length,
-                "of": int(lengths[first:end].sum(dtype=np.int64))})
+            found.append({"at": at, "tokens": length, "file": file, "document": document,
+                          "start": start, "stop": start + length,
+                          "of": int(lengths[first:end].sum(dtype=np.int64))})
             at += length
         return found
 

@@ -98,8 +98,6 @@ def test_a_run_sees_the_samples_of_the_blend(made):
     assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
     assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {
         "train": {"a": [0, 54], "b": [0, 54]}, "val": {"a": [54, 60], "b": [54, 60]}}
-    data = open_run(path)[0]
-    assert [int(s.groups.sum()) for s in (*data.train.values(), *data.val.values())] == [54, 54, 6, 6]
     lines = [r for r in iter_log(path / "logs" / "train.jsonl") if "digest" in r]
     assert all(line["loss/a"] != line["loss/b"] for line in lines)
     assert set(events("val", path)[0]["buckets"]) == {"a", "b"}
@@ -156,9 +154,7 @@ def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"split": "80,20"}, "--split: the run has '90,10', the command says '80,20'"),
     ({"blend_weights": "1,1"}, r"--blend-weights: the run has \[30.0, 70.0\], the command says \[1.0, 1.0\]"),
-    ({"eod_mask_loss": None}, "--eod-mask-loss: the run has True"),
     ({"order": None, "blend_weights": None, "split": None, "eod_mask_loss": None}, "--order: the run has 'megatron'")])
 def test_what_decides_the_samples_may_not_change(made, workplace, changed, message):
     take_over(made, "checkpoint-4")
@@ -168,12 +164,8 @@ def test_what_decides_the_samples_may_not_change(made, workplace, changed, messa
 @pytest.mark.parametrize("changed, message", [
     ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
     ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
-    ({"allow_bucket_exhaustion": True}, "--allow-bucket-exhaustion: it does nothing with --order megatron"),
-    ({"long_docs": "split"}, "--long-docs: it does nothing with --order megatron"),
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
-    ({"order": None, "split": None}, "--blend-weights: it does nothing with --order lanes"),
     ({"blend_weights": "1,2,3"}, r"--blend-weights: got 3 for 2 prefixes \(a, b\), expected one for each"),
-    ({"blend_weights": "1", "plan": "off"}, "--blend-weights: got 1 for 2 prefixes"),
     ({"blend_weights": "0,2"}, "--blend-weights: got 0,2, expected numbers above 0"),
     ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
@@ -183,15 +175,6 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace(workplace, changed, messa
     said = training.refuse(**{**workplace, **changed})
     assert re.search(message, said) and "\n" not in said
     assert not run_dir().exists()
-
-
-def test_a_file_that_changed_under_a_run_is_named(made, workplace, tmp_path):
-    take_over(made, "checkpoint-4")
-    data = bytearray((tmp_path / "b.idx").read_bytes())
-    (tmp_path / "b.idx").unlink()
-    data[40] ^= 1
-    (tmp_path / "b.idx").write_bytes(data)
-    assert "b.bin: changed since this run began" in training.refuse(**workplace)
 
 
 # ---- looked into ----------------------------------------------------------------------------------------------------
@@ -210,15 +193,10 @@ def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys,
     out = capsys.readouterr().out
     assert end.value.code == 0 and not run_dir().exists()
     assert "Megatron's order: 80 samples of 32 tokens, 80 are there over [1, 1] epochs of the prefixes" in out
-    head, *rows = out.splitlines()[-3:]
-    found = [dict(zip(re.split(r"\s{2,}", head.strip()), re.split(r"\s{2,}", row.strip()))) for row in rows]
-    assert [f["trained"] for f in found] == [f"{n * T:,}" for n in (24, 56)]
-    assert [f["bucket"] for f in found] == ["a", "b"] and all(f["passes"].endswith(" of 1") for f in found)
-    assert [float(f["passes"].split()[0]) for f in found] == [
-        pytest.approx(n * T / int(f["tokens there"].replace(",", "")), abs=0.005) for n, f in zip((24, 56), found)]
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: validate.main(flags(**{**workplace, "blend_weights": None, "num_iterations": 500})))
-    assert end.value.code == 1 and "each prefix is gone over once" in capsys.readouterr().err
+    for row, bucket, samples in zip(out.splitlines()[-2:], "ab", (24, 56)):
+        name, _, there, _, trained, _, passes, *_ = re.split(r"\s{2,}", row.strip())
+        assert (name, trained) == (bucket, f"{samples * T:,}")
+        assert passes == f"{samples * T / int(there.replace(',', '')):.2f} of 1"
 
 
 def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, capsys):
@@ -226,12 +204,6 @@ def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, caps
     lines = [json.loads(x) for x in looked(capsys, "digest", f"--run={path}", "--steps=3:10", "--world-size=3"
                                            ).splitlines()]
     assert [line["match"] for line in lines] == [True] * 7
-    by_flags = [f"--data-path={workplace['data_path']}", f"--tokenizer-dir={made / 'tokenizer'}",
-                f"--max-seq-len={T}", "--lanes=4", f"--total-batch-size={R * T}", "--depth=1", "--data-format=megatron",
-                "--order=megatron", f"--num-iterations={STEPS}", "--blend-weights=30,70", "--split=90,10",
-                "--eod-mask-loss"]
-    again = [json.loads(x) for x in looked(capsys, "digest", "--steps=3:10", *by_flags).splitlines()]
-    assert [line["digest"] for line in again] == [line["digest"] for line in lines]
     (row,) = [json.loads(x) for x in looked(capsys, "rows", f"--run={path}", "--step=7", "--row=5", "--json", "--text"
                                             ).splitlines()]
     data, config, _ = open_run(path)
@@ -248,5 +220,3 @@ def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, caps
         read, bos, repeated, emitted, cropped, pending, _, given, *_, balance = rows[name]
         assert (read, repeated, emitted, given) == (count * T, count, count * (T + 1), count)
         assert bos == cropped == pending == balance == 0
-    with pytest.raises(ValueError, match="--split: it does nothing with --order"):
-        inspect_data.main(["digest", "--steps=0:1", f"--data-path={made / 'data'}", "--split=9,1"])

@@ -163,11 +163,9 @@ def test_bad_groups_and_states_of_another_model_are_refused() -> None:
     state = optimizer.gather_state()
     state["state"]["w"]["momentum_buffer"] = torch.zeros(4, 3)
     state["state"]["c"] = state["state"].pop("b")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"w.momentum_buffer: got \(4, 3\), expected \(3, 4\); b.exp_avg: got "
+                                         r"nothing, expected \(3,\).*c.exp_avg_sq: got \(3,\), expected nothing"):
         optimizer.load_state(state)
-    for part in ("w.momentum_buffer: got (4, 3), expected (3, 4)", "b.exp_avg: got nothing, expected (3,)",
-                 "c.exp_avg_sq: got (3,), expected nothing"):
-        assert part in str(error.value)
     with pytest.raises(ValueError, match="format 2, expected 1"):
         optimizer.load_state({"format": 2})
     with pytest.raises(RuntimeError, match="gather_state"):

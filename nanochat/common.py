@@ -197,9 +197,9 @@ def write_bytes(path: Path | str, data: bytes) -> None:
         f.write(data)
 
 
-def write_json(path: Path | str, value: Any) -> None:
+def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None:
     """Write `value` as indented JSON to `path` atomically."""
-    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode())
 
 
 def read_json(path: Path | str, shape: Any = None, *,

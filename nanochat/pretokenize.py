@@ -32,33 +32,35 @@ Rejected: jsonl through the cached parquet that streaming reads. The text would 
 import contextlib
 import errno
 import functools
-import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import (
-    etag_of,
-    place,
-    read_json,
-    remove_leftovers,
-    write_bytes,
-)
+from nanochat.common import etag_of, place, read_json, remove_leftovers, write_json
 from nanochat.dataset import data_folder, find_buckets, find_files
 from nanochat.text import open_parquet, read_batches, read_footer, read_jsonl
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
-from nanochat.tokens import MANIFEST_NAME, RECORD_SHAPE, TokenFile, new_manifest, record_groups
+from nanochat.tokens import (
+    MANIFEST_NAME,
+    RECORD_SHAPE,
+    TokenFile,
+    new_manifest,
+    pair_paths,
+    record_groups,
+)
 
 BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
@@ -67,7 +69,6 @@ LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 SPLITS = ("train", "val")
-SUFFIXES = (".parquet", ".jsonl.gz", ".jsonl")  # longest first
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
@@ -91,8 +92,7 @@ class Windows:
             object.__setattr__(self, "overlap_size", 0)
         if self.overlap_size > min(self.max_length // 2, MAX_PREFIX):
             raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most half of "
-                             f"--max-length {self.max_length:,}, and at most {MAX_PREFIX:,}; take "
-                             f"a smaller overlap")
+                             f"--max-length {self.max_length:,}, and at most {MAX_PREFIX:,}")
 
     def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int
             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -101,22 +101,18 @@ class Windows:
 
         Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
         """
+        windows = []  # (begin, end, prefix)
+        for begin, end in pairwise(offsets.tolist()):
+            prefix = 0
+            while self.max_length and end - begin > self.max_length + 1:  # 1 for EOD
+                windows.append((begin, begin + self.max_length, prefix))
+                begin, prefix = begin + self.max_length - self.overlap_size, self.overlap_size
+            windows.append((begin, end, prefix))
         shifted = np.append(ids[1:], ids.dtype.type(eod))
-        spans = np.diff(offsets)  # ids of each document with its EOD
-        if not self.max_length:
-            return shifted, spans, np.zeros(len(spans), np.uint16)
-        step = self.max_length - self.overlap_size
-        later = -((self.max_length + 1 - spans) // step)  # ids beyond the first window / step, up
-        num_windows = 1 + np.maximum(0, later)
-        document = np.repeat(np.arange(len(spans)), num_windows)
-        first_windows = np.cumsum(num_windows) - num_windows
-        nth = np.arange(len(document)) - np.repeat(first_windows, num_windows)  # of its document
-        starts = offsets[document] + nth * step
-        is_last = nth + 1 == num_windows[document]
-        ends = np.where(is_last, offsets[document + 1], starts + self.max_length)
-        shifted = np.concatenate([shifted[a:b] for a, b in zip(starts.tolist(), ends.tolist())])
-        prefixes = np.where(nth > 0, self.overlap_size, 0).astype(np.uint16)
-        return shifted, ends - starts, prefixes
+        begins, ends, prefixes = np.array(windows, np.int64).T
+        cut = np.concatenate([shifted[begin:end] for begin, end, _ in windows])
+        return cut, ends - begins, prefixes.astype(np.uint16)
+
 
 
 # ---- inputs -------------------------------------------------------------------------------------
@@ -151,34 +147,36 @@ def find_inputs(raw: Path, *, val_files: int = 1) -> tuple[list[Input], list[str
     raw = place(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
-    folder, short = data_folder(raw), []
     found: dict[tuple[str, str], list[Path]] = {}
+    short = []
     if (raw / "train").is_dir():
-        for split in (split for split in SPLITS if (raw / split).is_dir()):
-            found |= {(split, bucket): files for bucket, files in find_buckets(raw / split).items()}
-        used = {file for files in found.values() for file in files}
-        if stray := [file for file in find_files(raw) if file not in used]:
-            raise ValueError(f"--input-dir {raw}: {stray[0].relative_to(raw)} lies beside train/ "
+        for split in SPLITS:
+            if (raw / split).is_dir():
+                for bucket, files in find_buckets(raw / split).items():
+                    found[split, bucket] = files
+        if stray := set(find_files(raw)).difference(*found.values()):
+            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} lies beside train/ "
                              f"and val/; move it into one of them")
     else:
         for bucket, files in find_buckets(raw).items():
-            enough = len(files) > val_files
-            short += [] if enough else [bucket]
-            num_train = len(files) - (val_files if enough else 0)
-            found |= {("train", bucket): files[:num_train], ("val", bucket): files[num_train:]}
-    inputs: dict[Path, Input] = {}
+            num_train = len(files) - val_files
+            if num_train < 1:
+                short.append(bucket)
+                num_train = len(files)
+            found["train", bucket], found["val", bucket] = files[:num_train], files[num_train:]
+    inputs: dict[tuple[str, str, str], Input] = {}
     for (split, bucket), files in found.items():
         for path in files:
-            name = path.relative_to(folder).as_posix()
+            name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
-            suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
-            stem = inside.removesuffix(suffix).replace("/", "__")
+            stem = re.sub(r"\.(parquet|jsonl|jsonl\.gz)$", "", inside).replace("/", "__")
             new = Input(path, name, split, bucket, stem, path.stat().st_size)
-            other = inputs.setdefault(new.prefix(Path()), new)
+            other = inputs.setdefault((split, bucket, stem), new)
             if other is not new:
                 raise ValueError(f"{other.name} and {name} would both become "
                                  f"{new.prefix(Path())}.bin; rename one of them")
-    return sorted(inputs.values(), key=lambda i: (i.split, i.bucket, i.stem)), short
+    return [inputs[key] for key in sorted(inputs)], short
+
 
 
 def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
@@ -194,17 +192,13 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 # ---- one input ----------------------------------------------------------------------------------
 
-@dataclass
-class Skipped:
-    """Broken lines: how many, and (number from 1, why) of the first."""
+def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iterator[list[str]]:
+    """The texts of a file, in batches. ValueError names the file and the row group or line that
+    cannot be read.
 
-    count: int = 0
-    lines: list[tuple[int, str]] = field(default_factory=list)
-
-
-def read_documents(path: Path, skipped: Skipped, *, strict: bool = False) -> Iterator[list[str]]:
-    """The texts of a file, in batches. Broken jsonl lines go to `skipped`, or with `strict` the
-    first is fatal. ValueError names the file and the row group or line that cannot be read."""
+    Of broken jsonl lines `skipped` gets the "count", and (number from 1, why) of the first "lines";
+    with `strict` the first is fatal.
+    """
     def texts() -> Iterator[str]:
         if path.name.endswith(".parquet"):
             with open_parquet(path) as file:
@@ -216,9 +210,9 @@ def read_documents(path: Path, skipped: Skipped, *, strict: bool = False) -> Ite
             if line.text is not None:
                 yield line.text
                 continue
-            skipped.count += 1
-            if len(skipped.lines) < LISTED_LINES:
-                skipped.lines.append((line.number, line.problem))
+            skipped["count"] += 1
+            if len(skipped["lines"]) < LISTED_LINES:
+                skipped["lines"].append((line.number, line.problem))
 
     batch: list[str] = []
     num_chars = 0
@@ -229,7 +223,7 @@ def read_documents(path: Path, skipped: Skipped, *, strict: bool = False) -> Ite
             if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch, num_chars = [], 0
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError) as e:  # for the caller OSError is one of writing
         raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from e
     if batch:
         yield batch
@@ -271,8 +265,7 @@ def _source(i: Input) -> Record:
 
 @dataclass(frozen=True)
 class Pretokenizer:
-    """Makes the pairs in `output` that some inputs become. What is to be known of it in another
-    process is plain data."""
+    """Makes the pairs in `output` that some inputs become. It is plain data, for other processes."""
 
     output: Path
     inputs: Sequence[Input]
@@ -292,8 +285,8 @@ class Pretokenizer:
         """Make the folders, and take away what killed processes left. OSError where that cannot
         be."""
         try:
-            for folder in {i.record(self.output).parent for i in self.inputs}:
-                folder.mkdir(parents=True, exist_ok=True)
+            for i in self.inputs:
+                i.record(self.output).parent.mkdir(parents=True, exist_ok=True)
             self.clean_up()
         except OSError as e:
             raise OSError(f"--output-dir {self.output}: cannot be written ({e.strerror}: "
@@ -304,8 +297,7 @@ class Pretokenizer:
         are not read."""
         try:
             record = read_json(i.record(self.output), RECORDED)
-            prefix = i.prefix(self.output)
-            pair = TokenFile(prefix.with_name(f"{prefix.name}.bin"))
+            pair = TokenFile(pair_paths(i.prefix(self.output))[0])
         except (FileNotFoundError, ValueError):
             return None
         shard = record["shard"]
@@ -319,27 +311,28 @@ class Pretokenizer:
         where the input cannot be used, OSError where the pair cannot be written. Then there is
         none."""
         prefix = i.prefix(self.output)
-        idx = prefix.with_name(f"{prefix.name}.idx")
-        was_there = idx.exists()
+        bin_path, idx_path = pair_paths(prefix)
+        was_there = idx_path.exists()
         if record := self.finished(i):
             return record, 0
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
         if was_there:  # asked before the record was read: another process may just have made it
-            idx.unlink(missing_ok=True)
-            idx.with_suffix(".bin").unlink(missing_ok=True)
+            idx_path.unlink(missing_ok=True)
+            bin_path.unlink(missing_ok=True)
         tokenizer = _load_same(self.tokenizer_name, self.tokenizer["fingerprint"])
         try:
             with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
                 record = self._write(i, tokenizer, writer)
         except OSError as e:
             full = ", make room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise OSError(f"{prefix}.bin: cannot be written ({e.strerror or e}){full} and run the "
+            raise OSError(f"{bin_path}: cannot be written ({e.strerror or e}){full} and run the "
                           f"same command again; what is finished is kept") from e
         return record, record["shard"]["tokens"]
 
     def _write(self, i: Input, tokenizer: RustBPETokenizer, writer: TokenWriter) -> Record:
         """Write everything but the .idx; returns the record."""
-        skipped, documents, source = Skipped(), 0, _source(i)
+        documents, source = 0, _source(i)
+        skipped: Record = {"count": 0, "lines": []}
         for texts in read_documents(i.path, skipped, strict=self.strict):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
@@ -348,17 +341,17 @@ class Pretokenizer:
             raise ValueError(f"{i.path}: it changed while it was read; run the same command again "
                              f"when it is whole")
         if not documents:
-            first = "".join(f", line {number}: {why}" for number, why in skipped.lines[:1])
-            raise ValueError(f"{i.path}: no document in it ({skipped.count:,} broken lines{first}"
-                             f"); delete it or make it again")
+            first = "".join(f", line {number}: {why}" for number, why in skipped["lines"][:1])
+            raise ValueError(f"{i.path}: no document in it ({skipped['count']:,} broken lines"
+                             f"{first}); delete it or make it again")
         shard = {"input": {"name": i.name, "size": source["size"]}, **asdict(writer.finish()),
-                 "documents": documents, "skipped": asdict(skipped)}
+                 "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0 and i.path.name.endswith(".parquet"):
             groups = [n for n in read_footer(i.path)[1] if n]
             if groups != record_groups(None, documents):
                 shard["groups"] = groups
         record = {"made_with": self.made_with, "source": source, "shard": shard}
-        _write_json(i.record(self.output), record)
+        write_json(i.record(self.output), record, sort_keys=True)
         return record
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
@@ -387,55 +380,53 @@ class Pretokenizer:
         `force` the latter are removed (the former will be made again)."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
-            folder, name, made_with = path.parents[1], path.stem, None
+            record: Record = {}
             with contextlib.suppress(ValueError):  # a broken record: its pair is made again
                 record = read_json(path, RECORDED)
-                name, made_with = record["source"]["name"], record["made_with"]
-            if path not in planned and not force:
-                raise ValueError(f"{folder / path.stem}.bin: made of {name}, which is gone from "
-                                 f"--input-dir or belongs elsewhere now; bring it back, name "
-                                 f"another --output-dir, or remove such pairs with --force")
-            if path not in planned:
-                for name in (MANIFEST_NAME, f"{path.stem}.idx", f"{path.stem}.bin"):
-                    (folder / name).unlink(missing_ok=True)
-                path.unlink()
-                with contextlib.suppress(OSError):  # there are others
-                    path.parent.rmdir()
-                    folder.rmdir()
-            elif made_with not in (None, self.made_with) and not force:
+            prefix = path.parents[1] / path.stem
+            made_with = record.get("made_with", self.made_with)
+            if path in planned and made_with != self.made_with and not force:
                 old, new = ({"data_format": "shards", **m} for m in (made_with, self.made_with))
                 differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
                 raise ValueError(f"--output-dir {self.output}: {path.stem}.bin was made with "
                                  f"{', '.join(differ)}; name another --output-dir, or make all "
                                  f"pairs there again with --force")
+            if path not in planned and not force:
+                name = record["source"]["name"] if record else path.stem
+                raise ValueError(f"{prefix}.bin: made of {name}, which is gone from --input-dir or "
+                                 f"belongs elsewhere now; bring it back, name another "
+                                 f"--output-dir, or remove such pairs with --force")
+            if path not in planned:
+                bin_path, idx_path = pair_paths(prefix)
+                for file in (prefix.with_name(MANIFEST_NAME), idx_path, bin_path, path):
+                    file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # there are others
+                    path.parent.rmdir()
+                    prefix.parent.rmdir()
 
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that
         are not."""
-        missing: list[Input] = []
-        folders: dict[Path, list[Input]] = {}
-        for i in self.inputs:
-            folders.setdefault(i.prefix(self.output).parent, []).append(i)
-        for folder, inputs in folders.items():
-            records = {i.stem: self.finished(i) for i in inputs}
-            missing += [i for i in inputs if records[i.stem] is None]
-            if all(records.values()):
-                shards = {stem: record["shard"] for stem, record in records.items() if record}
-                manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
-                                        data_format=self.data_format)
-                _write_json(folder / MANIFEST_NAME, manifest)
+        records = {i: self.finished(i) for i in self.inputs}
+        missing = [i for i, record in records.items() if record is None]
+        for folder in {i.prefix(self.output).parent for i in self.inputs}:
+            if folder in [i.prefix(self.output).parent for i in missing]:
+                continue
+            shards = {i.stem: record["shard"] for i, record in records.items()
+                      if record and i.prefix(self.output).parent == folder}
+            manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
+                                    data_format=self.data_format)
+            write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()
         return missing
 
     def clean_up(self, **kwargs: float) -> None:
         """`remove_leftovers` in all folders."""
-        folders = {i.prefix(self.output).parent for i in self.inputs}
-        for folder in (self.output / TOKENIZER, *folders, *(folder / RECORDS for folder in folders)):
+        folders = {self.output / TOKENIZER}
+        for i in self.inputs:
+            folders |= {i.prefix(self.output).parent, i.record(self.output).parent}
+        for folder in folders:
             remove_leftovers(folder, **kwargs)
-
-
-def _write_json(path: Path, value: Record) -> None:
-    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _made_or_why(make: Any) -> tuple[Record, int] | str:

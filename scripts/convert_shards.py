@@ -17,7 +17,6 @@ Exit code: 0, or 1 with a sentence where a pair cannot be converted.
 """
 
 import argparse
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,13 +25,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import (
-    Parser,
-    hash_file,
-    here,
-    run_main,
-    write_bytes,
-)
+from nanochat.common import Parser, hash_file, here, run_main, write_json
 from nanochat.dataset import data_folder, find_files
 from nanochat.sources import check_format
 from nanochat.token_writer import MegatronWriter, ShardWriter
@@ -129,7 +122,7 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
                         "bin_hash": hash_file(pair.path), "idx_hash": hash_file(pair.idx_path)}
     made = new_manifest(manifest["tokenizer"], {**manifest["arguments"], "max_length": 0, "overlap_size": 0}, shards,
                         data_format=TARGETS[to])
-    write_bytes(target / MANIFEST_NAME, (json.dumps(made, indent=2, sort_keys=True) + "\n").encode())
+    write_json(target / MANIFEST_NAME, made, sort_keys=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from nanochat import dataset, download
-from nanochat.dataset import Dataset, download_single_file, index_to_filename, list_parquet_files
+from nanochat.dataset import Dataset, index_to_filename, list_parquet_files
 from nanochat.download import make_downloader, verify
 from tests.test_dataset import parquet_bytes, write
 
@@ -118,14 +118,6 @@ def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(se
     assert "3 shards are whole" in capsys.readouterr().out and len(server.requests) == asked
     run(server, "-n", "-1")
     assert [r[0] for r in server.requests[asked:]] == ["shard_00002.parquet"], "what is here is not asked for again"
-
-
-def test_single_file_returns_true_when_here_and_false_with_a_reason_when_not(server, tmp_path, caplog):
-    how = {"dataset": TINY, "base_url": server.url, "data_dir": tmp_path / "d"}
-    assert download_single_file(1, **how) is True
-    assert download_single_file(77, **how) is False
-    assert "shard_00077.parquet" in caplog.text and "404" in caplog.text
-    assert [n for n in on_disk(tmp_path / "d") if n.endswith(".parquet")] == ["shard_00001.parquet"]
 
 
 # ---- a server that misbehaves ---------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ import sys
 
 import numpy as np
 import pytest
-import rustbpe
 import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.encoders import FastokensEncoder, checked, fastest_encoder, is_compared, is_odd
-from nanochat.tokenizer import LONG_RUN, SPLIT_PATTERN, RustBPETokenizer, TiktokenEncoder, cut_long_spaces
+from nanochat.tokenizer import LONG_RUN, SPLIT_PATTERN, RustBPETokenizer, TiktokenEncoder
 from tests.toy import examples
 
 needs_fastokens = pytest.mark.skipif(importlib.util.find_spec("fastokens") is None,
@@ -109,13 +108,6 @@ def test_ids_of_all_of_unicode_are_tiktokens(pair, texts, first):
 
 
 @needs_fastokens
-def test_ids_of_a_million_spaces_are_those_of_the_cut_run(trained):
-    fast, text = fastest_encoder(trained), "a" + " " * 1_000_000 + "b"
-    assert_same((fast, TiktokenEncoder(trained)), [text])
-    assert len(cut_long_spaces(text)) == 17 and is_odd(text)
-
-
-@needs_fastokens
 def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens(monkeypatch):
     encoding, fast = all_pairs(SPLIT_PATTERN), fast_pairs(SPLIT_PATTERN)
     contexts = ("  {0}", "..{0}", "12{0}34 '{0}x", "\n{0}the {0}\n\n")
@@ -129,21 +121,6 @@ def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens(monkeypatch):
         monkeypatch.setattr(fast, "oracle", oracle)
         assert_same((fast, TiktokenEncoder(encoding)), texts)
         assert (not by_tiktoken) == (some[0] != given_away[0])
-
-
-@needs_fastokens
-def test_vocabularies_of_few_letters_with_many_ways_to_merge_give_tiktokens_ids():
-    rng = random.Random(2)
-    for letters in ("ab", "abc", "ab ", "a\n ", "ab1."):
-        trainer = rustbpe.Tokenizer()
-        text = ["".join(rng.choices(letters, k=rng.randrange(50, 2000))) for _ in range(20)]
-        trainer.train_from_iterator(iter(text), 256 + rng.randrange(5, 100), pattern=SPLIT_PATTERN)
-        ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-        encoding = tiktoken.Encoding("few", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        fast = fastest_encoder(encoding)
-        assert isinstance(fast, FastokensEncoder)
-        assert_same((fast, TiktokenEncoder(encoding)),
-                    ["".join(rng.choices(letters, k=k)) for k in (3, 10, 30, 300, 3000) for _ in range(10)])
 
 
 # ---- threads -------------------------------------------------------------------------------------------------------

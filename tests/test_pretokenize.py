@@ -130,16 +130,6 @@ def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, window
     assert len(seen) == 1
 
 
-@settings(max_examples=examples(0.8))
-@given(st.lists(st.text(max_size=60), min_size=1, max_size=8))
-def test_any_text_comes_back_from_jsonl(tmp_path_factory, texts):
-    folder = tmp_path_factory.mktemp("text")
-    path = folder / "in.jsonl"
-    path.write_text("".join(json.dumps({"text": t}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(texts)),
-                    encoding="utf-8", newline="")
-    assert documents_of(make(path, folder)[0]) == texts
-
-
 @pytest.mark.parametrize("group_size, stored", [(7, True), (1024, False), (2000, True)])
 def test_whole_documents_keep_the_groups_of_parquet(tmp_path, group_size, stored):
     path = write_parquet(tmp_path / "a.parquet", some_texts(1500, longest=5), group_size)
@@ -265,18 +255,12 @@ def layout(root, **kwargs):
     (["train/web/a.jsonl", "train/web/b.jsonl", "train/code/a.jsonl", "val/web/a.jsonl"],
      {"train/code/a": "train/code/a.jsonl", "train/web/a": "train/web/a.jsonl", "train/web/b": "train/web/b.jsonl",
       "val/web/a": "val/web/a.jsonl"}, []),
+    (["a.jsonl", "b.jsonl", "c.parquet"],
+     {"train/data/a": "a.jsonl", "train/data/b": "b.jsonl", "val/data/c": "c.parquet"}, []),
     (["w/a.v1.jsonl", "w/a.v2.jsonl", "w/a.jsonl"],
      {"train/w/a": "w/a.jsonl", "train/w/a.v1": "w/a.v1.jsonl", "val/w/a.v2": "w/a.v2.jsonl"}, [])])
 def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pairs, short):
     assert layout(touch(tmp_path, names)) == (pairs, short)
-
-
-@pytest.mark.parametrize("val_files, val, short", [(0, [], []), (1, ["c"], []), (2, ["b", "c"], []), (3, [], ["data"])])
-def test_files_without_folders_are_one_bucket(tmp_path, val_files, val, short):
-    pairs, got = layout(touch(tmp_path, ["a.jsonl", "b.jsonl", "c.parquet"]), val_files=val_files)
-    assert sorted(pairs) == sorted(f"{'val' if n in val else 'train'}/data/{n}" for n in "abc")
-    assert got == short
-    assert layout(tmp_path / "a.jsonl") == ({"train/data/a": "a.jsonl"}, ["data"]), "one file is text, too"
 
 
 @pytest.mark.parametrize("names, what", [

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat import sources, text
 from nanochat.common import read_json
-from nanochat.dataset import BUCKET, find_files, split_train_val
+from nanochat.dataset import BUCKET, split_train_val
 from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
 
@@ -70,12 +70,6 @@ def write_binary(path, texts):
 
 # ---- manifest -------------------------------------------------------------------------------------------------------
 
-def test_a_folder_that_is_named_like_a_file_is_a_folder(tmp_path):
-    write_parquet(tmp_path / "data.parquet" / "part-0.parquet", ["one"])
-    write_parquet(tmp_path / "data.parquet" / "part-1.parquet", ["two"])
-    assert [f.name for f in find_files(tmp_path)] == ["part-0.parquet", "part-1.parquet"]
-
-
 def test_check_returns_an_unchanged_manifest_under_another_root_too(folder, tmp_path):
     manifest = scan(folder)
     assert check(manifest) == manifest
@@ -131,15 +125,6 @@ def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tm
     assert fingerprint(scan(tmp_path / "elsewhere")) != before
 
 
-def test_the_last_file_is_validation_unless_it_is_named(folder, tmp_path):
-    split = split_train_val(folder)
-    assert [f.name for f in split["train"][BUCKET]] == ["s0.parquet", "s1.parquet"]
-    assert [f.name for f in split["val"][BUCKET]] == ["s2.parquet"]
-    other = write_parquet(tmp_path / "val.parquet", ["v"])
-    split = split_train_val(folder, other)
-    assert len(split["train"][BUCKET]) == 3 and split["val"] == {BUCKET: [other]}
-
-
 def test_subfolders_are_buckets_and_the_last_file_of_each_validates(tmp_path):
     for name in ("web/a", "web/b", "web/deep/c", "code/a", "code/b", "one/a"):
         write_parquet(tmp_path / f"{name}.parquet", [name])
@@ -150,18 +135,6 @@ def test_subfolders_are_buckets_and_the_last_file_of_each_validates(tmp_path):
                      "val": {"web": ["web/deep/c.parquet"], "code": ["code/b.parquet"]}}
     merged = split_train_val(tmp_path)
     assert len(merged["train"][BUCKET]) == 5 and [f.name for f in merged["val"][BUCKET]] == ["c.parquet"]
-
-
-def test_train_and_val_folders_are_taken_as_they_lie(tmp_path):
-    for name in ("train/web/a", "train/code/a", "val/web/a", "val/code/a"):
-        write_parquet(tmp_path / f"{name}.parquet", [name])
-    split = split_train_val(tmp_path, by_bucket=True)
-    assert {s: sorted(split[s]) for s in split} == {"train": ["code", "web"], "val": ["code", "web"]}
-    assert len(split_train_val(tmp_path)["train"][BUCKET]) == 2 and len(split_train_val(tmp_path)["val"]) == 2
-    for f in (tmp_path / "val").rglob("*.parquet"):
-        f.unlink()
-    with pytest.raises(FileNotFoundError, match="val"):
-        split_train_val(tmp_path)
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

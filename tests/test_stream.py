@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 
 from nanochat import text
 from nanochat.common import block, permutation, words
+from nanochat.curriculum import Curriculum, Phase
+from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, default_lanes
-from nanochat.sources import ParquetSource, scan
-from nanochat.stream import Row, Stream, ledger
+from nanochat.pretokenize import Windows
+from nanochat.sources import ParquetSource, TokenSource, scan
+from nanochat.stream import Row, Stream, carry_on, ledger, stream_identity
+from nanochat.token_writer import ShardWriter
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import tok_shards
 from tests.toy import (
     BOS,
     ByteTokenizer,
@@ -32,6 +38,7 @@ from tests.toy import (
     some_texts,
     write_corpora,
     write_jsonl,
+    write_parquet,
 )
 
 LAYOUTS = ("crop", "split", "concat")
@@ -551,3 +558,131 @@ def test_of_a_long_document_crop_holds_no_more_than_a_row():
     held = [ids for ids, _ in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)
+
+
+# ---- token files ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("group_size", [8, 1024])
+def test_token_files_give_the_digests_of_streaming_the_text(tmp_path, group_size):
+    for i in range(3):
+        write_parquet(tmp_path / "raw" / "b" / f"s{i}.parquet", some_texts(60, seed=i), group_size)
+    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(tmp_path / "tokenizer")
+    assert tok_shards.main([f"--input-dir={tmp_path / 'raw'}", f"--output-dir={tmp_path / 'out'}", "--num-workers=1",
+                            f"--tokenizer={tmp_path / 'tokenizer'}", "--max-length=0", "--val-files=0"]) == 0
+    tok = RustBPETokenizer.from_directory(tmp_path / "tokenizer")
+    text_source = ParquetSource(scan(tmp_path / "raw"), tok)
+    tokens = TokenSource(scan(tmp_path / "out", find_files(tmp_path / "out" / "train", "shards")), tok)
+    assert text_source.groups.tolist() == tokens.groups.tolist()
+    for kwargs in ({}, {"long_docs": "split", "overlap": 5}, {"layout": "concat"}):
+        config = StreamConfig(T=32, V=4, seed=3, buffer_size=8, **kwargs)
+        with Ranks(config, {"b": text_source}, n=2, W=1) as one, Ranks(config, {"b": tokens}, n=2, W=3) as three:
+            assert [one.step() for _ in range(12)] == [three.step() for _ in range(12)]
+
+
+@pytest.fixture
+def windows(tmp_path):
+    """Twelve documents of numbered ids in windows of 10 that share 3, EOD 256."""
+    lengths = [5 + 9 * d for d in range(12)]
+    documents = [np.arange(1000 * (d + 1), 1000 * (d + 1) + n) for d, n in enumerate(lengths)]
+    ids, offsets = np.concatenate([np.append(BOS, d) for d in documents]), np.cumsum([0, *(n + 1 for n in lengths)])
+    with ShardWriter(tmp_path / "a", vocab_size=70_000) as writer:
+        writer.add(*Windows(10, 3).cut(ids, offsets, BOS))
+    return scan(tmp_path, find_files(tmp_path, "shards"))
+
+
+def every_row(source, **kwargs):
+    """(live targets, rows, ledger) of one pass on one lane."""
+    config = StreamConfig(V=1, max_epochs=1, buffer_size=8, **kwargs)
+    stream = Stream(config, {"data": source}, [0], tokenizer="t")
+    live, rows = [], []
+    while found := stream.next_rows(1):
+        tokens, mask = row_arrays(found[0], config.T)
+        live += tokens[1:][mask[1:] == 1].tolist()
+        rows.append((tokens, mask))
+    account = ledger(json_copy(stream.cursors()), config.T)["data"]
+    stream.close()
+    assert account["read"] + account["bos"] + account["repeated"] == (
+        account["emitted"] + account["cropped"] + account["pending"])
+    return live, rows, account
+
+
+@pytest.mark.parametrize("kwargs", [{"long_docs": "split", "overlap": 2}, {"layout": "concat"}])
+def test_overlaps_of_windows_are_off_so_each_token_is_live_once(windows, kwargs):
+    source = TokenSource(windows, ByteTokenizer())
+    live, rows, account = every_row(source, T=16, **kwargs)
+    words = [t for t in live if t != BOS]
+    assert len(rows) > 20 and len(words) == len(set(words)), "an id is a live target twice"
+    assert account["repeated"] > 0
+    missing = sum(5 + 9 * d for d in range(12)) - len(words)
+    assert missing <= account["pending"]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_binned_rows_hold_whole_entries_as_stored_and_pad(windows, pack):
+    source = TokenSource(windows, ByteTokenizer(), as_stored=True)
+    live, rows, account = every_row(source, T=30, layout="binned", pack=pack)
+    assert account["bos"] == account["cropped"] == account["pending"] == 0 < account["padded"]
+    words = [t for t in live if t != BOS]
+    assert (len(words) == len(set(words)) and account["documents"] == len(rows)) or pack
+    for tokens, mask in rows:
+        after_end = np.flatnonzero(tokens[:-1] == BOS) + 1
+        assert not mask[after_end].any(), "what follows the end of a document is off"
+    assert sum(int((t == BOS).sum()) for t, _ in rows) >= 12
+
+
+def test_binned_refuses_an_entry_that_is_longer_than_a_row(windows):
+    source = TokenSource(windows, ByteTokenizer(), as_stored=True)
+    with pytest.raises(ValueError, match=r"a\.bin: group 0: an entry has .* --max-length 7"):
+        every_row(source, T=7, layout="binned")
+
+
+# ---- curricula ------------------------------------------------------------------------------------------------------
+
+def mixed(V, T, **kwargs):
+    phases = (Phase(40 * T * V, (("a", 3), ("b", 1))), Phase(40 * T * V, (("a", 1), ("b", 1))))
+    return StreamConfig(T=T, V=V, buffer_size=4, curriculum=Curriculum(phases, **kwargs))
+
+
+def test_a_curriculum_gives_the_same_digests_on_any_W_and_after_restoring():
+    config = mixed(6, 16, max_epochs={"a": 0, "b": 0})
+    sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other")}
+    expected = list(load_steps(config, sources, R=12, W=1, B=5, steps=30))
+    assert {bucket for cursor in expected[-1][1] for bucket in cursor["buckets"]} == {"a", "b"}
+    for W in (2, 4, 6):
+        assert [d for d, _ in load_steps(config, sources, R=12, W=W, B=2, steps=30)] == [d for d, _ in expected]
+    for at in (1, 13, 22):
+        rest = load_steps(config, sources, R=12, W=3, B=4, steps=30 - at, cursors=json_copy(expected[at - 1][1]),
+                          start_step=at)
+        assert [d for d, _ in rest] == [d for d, _ in expected[at:]]
+
+
+def test_a_dry_bucket_ends_the_loader_or_is_dropped_where_that_is_allowed():
+    config, sources = mixed(4, 16), {"a": fixed_source(), "b": fixed_source(2, 5, "small")}
+    with pytest.raises(Dry, match="bucket 'b' has run dry") as dry:
+        list(load_steps(config, sources, R=8, W=2, B=4, steps=40))
+    assert dry.value.bucket == "b"
+    with pytest.raises(Dry, match="all its buckets") as end:
+        list(load_steps(config, sources, R=8, W=2, B=4, steps=400, drop_dry=True))
+    assert end.value.step > dry.value.step and end.value.bucket is None
+
+
+def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_was():
+    sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other"), "c": fixed_source(6, 9, "new")}
+    old = mixed(2, 16, max_epochs={"a": 0, "b": 0})
+    new = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
+        (Phase(40 * 32, (("b", 1), ("c", 1))),), max_epochs={"b": 0, "c": 0}))
+    stream = Stream(old, {k: sources[k] for k in "ab"}, range(2), tokenizer="t")
+    stream.next_rows(12)
+    saved = json_copy(stream.cursors())
+    stream.close()
+    with pytest.raises(ValueError, match="another stream"):
+        Stream(new, sources, range(2), tokenizer="t", cursors=saved)
+    identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
+    changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))
+    now = changed.cursors()
+    changed.next_rows(4)
+    changed.close()
+    for before, after in zip(saved, now):
+        assert after["row"] == 0 and after["buckets"]["c"]["row"] == 0 and set(after["buckets"]) == {"b", "c"}
+        assert after["buckets"]["b"] == before["buckets"]["b"]
+    assert carry_on(saved, stream.identity) == saved, "with the same curriculum all goes on"

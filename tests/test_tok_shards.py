@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from nanochat import common, pretokenize
-from nanochat.common import Terminated, hash_file, read_json, sigterm_raises
+from nanochat.common import hash_file, read_json
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import inspect_data, tok_shards, verify
@@ -108,8 +108,8 @@ def test_what_only_touches_files_and_text_starts_without_torch():
 
 
 def megatron(raw, out, tokenizer, *more, num_workers=1):
-    return tok_shards.main(["--input-dir", str(raw), "--output-dir", str(out), "--tokenizer", str(tokenizer),
-                            "--format", "megatron", "--num-workers", str(num_workers), *more])
+    return tok_shards.main([f"--input-dir={raw}", f"--output-dir={out}", f"--tokenizer={tokenizer}",
+                            "--format=megatron", f"--num-workers={num_workers}", *more])
 
 
 def test_megatron_files_hold_the_same_documents_and_give_the_same_batches(raw, tmp_path, tokenizer, capsys):
@@ -319,19 +319,6 @@ def gone(pid):
     return False
 
 
-def test_a_signal_while_reading_what_is_there_is_an_interruption(raw, tmp_path, tokenizer, monkeypatch):
-    def interrupted(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(PATIENCE_S)
-
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(tok_shards, "make_pairs", interrupted)
-    assert run(raw, tmp_path / "out", tokenizer) == 143
-    with pytest.raises(Terminated), sigterm_raises():
-        interrupted()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def test_a_worker_that_is_killed_fails_the_command_and_the_next_one_goes_on(tmp_path, tokenizer):
     raw, out = tmp_path / "raw", tmp_path / "out"
     for name in ("a/slow0.jsonl", "b/slow1.jsonl"):
@@ -359,42 +346,29 @@ def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
 
 # ---- several machines -----------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def cluster(tmp_path):
-    """A folder with stand-ins for .venv/bin/python and sbatch that print what they are given."""
-    for name, lines in {".venv/bin/python": 'printf "%s\\n" "$@"',
-                        "bin/sbatch": 'echo "$*" >> submitted; echo 17'}.items():
-        path = tmp_path / name
+def test_the_slurm_script_submits_all_tasks_and_then_the_end_and_its_flags_are_understood(tmp_path):
+    for name, lines in ((".venv/bin/python", 'printf "%s\\n" "$@"'), ("bin/sbatch", 'echo "$*" >> submitted; echo 17')):
+        path = tmp_path / name  # stand-ins that tell what they are given
         path.parent.mkdir(parents=True)
         path.write_text(f"#!/bin/sh\n{lines}\n")
         path.chmod(0o755)
-    return tmp_path
 
+    def sbatch(*args, **more):
+        settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RAW": "in put", "OUT": "out", "TOKENIZER": "gpt2",
+                    "NUM_TASKS": "3", **more}
+        return subprocess.run(["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args], cwd=tmp_path, env=settings,
+                              capture_output=True, text=True)
 
-def sbatch(cluster, *args, **environment):
-    """What the batch script does, with stand-ins for Python and Slurm."""
-    environment = {"PATH": f"{cluster}/bin:{os.environ['PATH']}", "RAW": "in put", "OUT": "out", "TOKENIZER": "gpt2",
-                   **environment}
-    return subprocess.run(["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args], cwd=cluster, env=environment,
-                          capture_output=True, text=True)
-
-
-def test_the_slurm_script_submits_all_tasks_and_then_the_end(cluster):
-    assert sbatch(cluster, NUM_TASKS="3").returncode == 0
-    array, end = (cluster / "submitted").read_text().splitlines()
+    assert sbatch().returncode == 0 and sbatch(RAW="").returncode != 0
+    array, end = (tmp_path / "submitted").read_text().splitlines()
     assert "--array=0-2" in array and "--dependency=afterany:17" in end and end.endswith("tok_shards.sbatch --finish")
-    assert sbatch(cluster, RAW="").returncode != 0
-
-
-@pytest.mark.parametrize("more, index, is_end", [((), 2, False), (("--finish",), 0, True)])
-def test_what_the_slurm_script_runs_is_understood(cluster, more, index, is_end):
-    said = sbatch(cluster, *more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16", NUM_TASKS="3")
-    assert said.returncode == 0, said.stderr
-    module, *rest = said.stdout.splitlines()[1:]
-    args = tok_shards.parse_args(rest)
-    assert (module, args.input_dir, args.tokenizer) == ("scripts.tok_shards", Path("in put"), "gpt2")
-    assert (args.task_index, args.finish) == (index, is_end)
-    assert is_end or (args.num_tasks, args.num_workers) == (3, 16)
+    for more, index in (((), 2), (("--finish",), 0)):
+        said = sbatch(*more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16")
+        module, *flags = said.stdout.splitlines()[1:]
+        args = tok_shards.parse_args(flags)
+        assert (module, args.input_dir, args.tokenizer) == ("scripts.tok_shards", Path("in put"), "gpt2"), said.stderr
+        assert (args.task_index, args.finish) == (index, bool(more))
+        assert more or (args.num_tasks, args.num_workers) == (3, 16)
 
 
 def test_what_the_kubernetes_job_runs_is_understood():
@@ -404,5 +378,3 @@ def test_what_the_kubernetes_job_runs_is_understood():
     args = tok_shards.parse_args([a.replace("$(JOB_COMPLETION_INDEX)", "7") for a in container["args"]])
     assert args.task_index == 7 and args.num_tasks == spec["completions"]
     tok_shards.check_args(args)
-
-

@@ -175,16 +175,6 @@ def test_counts_of_the_manifest_are_compared(tmp_path, capsys):
     assert problem.startswith(f"{folder}/manifest.json: not valid JSON")
 
 
-def test_a_tokenizer_given_must_be_the_manifests(tmp_path, capsys, monkeypatch):
-    good_folder(tmp_path)
-    mine = Tokenizer(fingerprint="mine")
-    monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: mine)
-    assert run(capsys, tmp_path, "--tokenizer", "T")[1] == [
-        f"{tmp_path}/web/manifest.json: made with tokenizer bytes, T is mine"]
-    mine.fingerprint = "bytes"
-    assert run(capsys, tmp_path, "--tokenizer", "T")[0] == 0
-
-
 def test_foreign_shards(tmp_path, capsys, monkeypatch):
     """Without a manifest: windows may lack an overlap, and an end may be followed by a repeated tail."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])

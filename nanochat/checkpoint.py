@@ -46,6 +46,7 @@ What this program did not write is never touched, nor is what is newer than the 
 1000, `d12@final` its end. A path to a run directory does in place of a tag, and a path to a
 checkpoint means that one. """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -305,18 +306,19 @@ def put_checkpoint(run_dir: Path, name: str, head: Mapping[str, Any], contents: 
 
 # ---- finding checkpoints ------------------------------------------------------------------------
 
+def step_of(path: Path) -> float:
+    """The step in a checkpoint's seal, or in its name where the seal cannot be read; else infinity."""
+    try:
+        return read_state(path)["step"]
+    except (OSError, ValueError):
+        match = CHECKPOINT_NAME.fullmatch(path.name)
+        return float((match and match["step"]) or "inf")
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, good or not, newest step first; of one step `final` comes first.
-    The step is that in the seal, or in the name where the seal cannot be read."""
-    found: list[tuple[float, bool, str, Path]] = []
-    for name, path in checkpoint_folders(run_dir).items():
-        match = CHECKPOINT_NAME.fullmatch(name)
-        try:
-            step = float(read_state(path)["step"])
-        except (OSError, ValueError):
-            step = float((match and match["step"]) or "inf")
-        found.append((step, name == "final", name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    """All checkpoints of a run, good or not, newest step first; of one step `final` comes first."""
+    return sorted(checkpoint_folders(run_dir).values(), reverse=True,
+                  key=lambda path: (step_of(path), path.name == "final", path.name))
 
 
 def newest_good(run_dir: Path) -> Path | None:
@@ -351,18 +353,16 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str]) -> Path:
         if found is None:
             raise FileNotFoundError(f"{run_dir}: no good checkpoint; {told}")
         return found
-    reasons = []
+    problems = []
     for path in there:
-        try:
-            match = CHECKPOINT_NAME.fullmatch(path.name)
-            step = (match and match["step"]) or str(read_state(path)["step"])
-            if wanted in (path.name, step):
+        if wanted in (path.name, f"{step_of(path):.0f}"):
+            try:
                 verify_checkpoint(path)
                 return path
-        except (OSError, ValueError) as e:
-            reasons.append(str(e))
-    if reasons:
-        raise ValueError(f"{run_dir}: no good checkpoint {wanted!r} ({'; '.join(reasons)}); {told}")
+            except (OSError, ValueError) as e:
+                problems.append(str(e))
+    if problems:
+        raise ValueError(f"{run_dir}: no good checkpoint {wanted!r} ({'; '.join(problems)}); {told}")
     raise FileNotFoundError(f"{run_dir}: no checkpoint {wanted!r}, expected a step, final, or nothing for the "
                             f"newest; {told}")
 
@@ -465,17 +465,14 @@ def prune(run_dir: Path, *, good: Path, keep_last_k: int | None = None,
     another program wrote stays. What cannot be deleted stays with a warning. One process calls
     this, when it writes no checkpoint. OSError or ValueError if `good` is not there after all:
     then nothing is deleted."""
-    newest = read_state(good)["step"]
+    newest, folders = read_state(good)["step"], checkpoint_folders(run_dir)
     own: dict[str, int] = {}
-    folders = checkpoint_folders(run_dir)
     for name, path in folders.items():
         match = CHECKPOINT_NAME.fullmatch(name)
-        try:
+        with contextlib.suppress(OSError, ValueError):
             step = read_state(path)["step"]
             if match and match["step"] == str(step) and not path.is_symlink():
                 own[name] = step
-        except (OSError, ValueError) as e:
-            log.debug("checkpoint %s is left alone: %s", name, e)
     deleted = []
     for name in expendable(own, newest, keep_last_k=keep_last_k, keep_milestone_every=keep_milestone_every):
         try:
@@ -504,8 +501,8 @@ class Outcome:
 
     code: Code
     message: str
-    path: Path | None = None
-    seconds: float = 0.0  # of the writing
+    path: Path | None = None  # of what was written, and how long that took
+    seconds: float = 0.0
     error: Exception | None = None
 
 
@@ -560,8 +557,10 @@ class Saver:
         began = time.perf_counter()
         try:
             path = write()
+        except OSError as e:
+            return self._judge(e, last)
         except Exception as e:  # whatever it is, the loop must hear of it
-            return self._judge(e, time.perf_counter() - began, last)
+            return Outcome(Code.FATAL, str(e), error=e)
         seconds = time.perf_counter() - began
         self._good, self._errors = path, 0
         try:
@@ -570,17 +569,15 @@ class Saver:
             log.warning("older checkpoints were not deleted: %s", e)
         return Outcome(Code.SAVED, f"saved {path} in {seconds:.1f} s", path, seconds)
 
-    def _judge(self, error: Exception, seconds: float, last: bool) -> Outcome:
+    def _judge(self, error: OSError, last: bool) -> Outcome:
         """Whether the run goes on though a checkpoint could not be written."""
-        if not isinstance(error, OSError):
-            return Outcome(Code.FATAL, str(error), None, seconds, error)
         self._errors += 1
         told = error.strerror or str(error)
         kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
         if kept and self._errors < MAX_ERRORS and not last:
             return Outcome(Code.FAILED, f"{told}; the run goes on, {kept} is kept (error {self._errors} of "
-                                        f"{MAX_ERRORS} in a row)", None, seconds, error)
+                                        f"{MAX_ERRORS} in a row)", error=error)
         many = "" if last else f", but this was error {self._errors} in a row"
         why = f"{kept} is kept{many}" if kept else "no good checkpoint is left"
         told = f"{told}; {why}. Make room or mend the rights, then start the same command again"
-        return Outcome(Code.FATAL, told, None, seconds, OSError(error.errno or errno.EIO, told))
+        return Outcome(Code.FATAL, told, error=OSError(error.errno or errno.EIO, told))

@@ -235,7 +235,7 @@ class LookSettings:
     log_every: int = setting(
         10, "after a launch's first 100 steps, steps between printed lines; the log has all",
         note=LOOK)
-    sync_save: bool = setting(False, "write checkpoints in the loop, not in a thread", note=SPEED)
+    sync_save: bool = setting(False, "let the loop wait until a checkpoint is written", note=SPEED)
     keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)",
                                       note="which checkpoints stay")
     keep_milestone_every: int | None = setting(None, "but never those of steps that this divides",

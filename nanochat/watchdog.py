@@ -13,21 +13,19 @@ watches:
     rank 3  count 35  at step 18                 that publishes nothing any more is dead, or its machine is.
 
 - The stated time: the limit, then up to 30 s of listening whether the others still tell anything, then up
-  to 20 s to agree and leave.
+  to 20 s to agree and leave. The limit is `timeout_s`; `first_timeout_s` until the second step
+  (compilation); what `patience` says inside of it.
 - All ranks make the same beats in the same order. Only counts are compared, never clocks of two machines.
-- The limit is `timeout_s`; `first_timeout_s` until the second step (compilation); what `patience` says
-  inside of it. Long work that one rank does alone calls `beat()` without a step: it moves no count, and
-  shows that the rank works, so that others go on waiting for it.
+  Long work that one rank does alone calls `beat()` without a step: it moves no count, and shows that the
+  rank works.
 - The first verdict counts. It is in the store, rank 0 marks the run as failed with it, and all leave by
   os._exit(1), since the main thread may be anywhere. A rank that hangs prints its threads' stacks first.
-- A process of this machine that is gone without a word is noticed at the next look.
-- A rank that fails with an exception leaves its sentence as the verdict, and says it itself. The others,
-  whose collectives break ("connection closed"), leave without a word.
+- A process of this machine that is gone without a word is noticed at the next look. A rank that fails with
+  an exception leaves its sentence as the verdict, and says it itself; the others leave without a word.
 
-The store is a client of its own to the one where the ranks met (torchrun's, which outlives every
-rank), because the main thread may hold the lock of theirs. Every use of it happens in a thread of
-its own with a time limit: a store whose host is stopped does not answer, and then that is the
-verdict. """
+The store is a client of its own to the one where the ranks met, because the main thread may hold the
+lock of theirs. Every use of it happens in a thread of its own with a time limit: a store whose host is
+stopped does not answer, and then that is the verdict. """
 
 import contextlib
 import faulthandler
@@ -53,7 +51,7 @@ LATE_S = 30.0  # how much later than rank 0 another rank may come to the end of 
 PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
 
 
-def open_store(world_size: int, *, timeout_s: float = 30.0) -> Any:
+def open_store(world_size: int) -> Any:
     """A client of the store of this launch (MASTER_ADDR, MASTER_PORT), or None for a single
     process. Called once the process group is there."""
     if world_size == 1:
@@ -61,7 +59,7 @@ def open_store(world_size: int, *, timeout_s: float = 30.0) -> Any:
     import torch.distributed as dist
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                          wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+                          wait_for_workers=False, timeout=timedelta(seconds=30))
     return dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
@@ -161,8 +159,9 @@ class Watchdog:
             if self._idle() <= self._limit():
                 suspected = 0.0
             elif not suspected:
-                suspected, before = now, self._ask(self._read_all) or {}
-            elif not verdict and now - suspected >= self.silence_s:
+                before = self._ask(self._read_all) or {}
+                suspected = time.monotonic()
+            elif not verdict and time.monotonic() - suspected >= self.silence_s:
                 suspected = 0.0
                 verdict = self._judge(before, self._ask(self._read_all) or {})
             if verdict and not self._over.is_set():
@@ -203,19 +202,21 @@ class Watchdog:
         silent = [r for r in after if r != self.rank and after[r]["seq"] == before.get(r, {}).get("seq")
                   and not after[r]["left"]]
         least = min(seen["count"] for seen in after.values())
-        behind = silent or [r for r, seen in after.items() if seen["count"] == least]
-        stuck = [r for r in behind if r in silent or after[r]["left"] or after[r]["idle"] > after[r]["limit"]]
+        stuck = silent or [r for r, seen in after.items() if seen["count"] == least
+                           and (seen["left"] or seen["idle"] > seen["limit"])]
         if len(stuck) == len(self.ranks):
             return (f"all {len(stuck)} ranks have been at {here}: the network between them, or a file system they "
                     f"share, has stopped")
-        waiting = [r for r in after if r not in stuck]
+        if not stuck:
+            return ""
         told = []
         for r in stuck:
             state = ", and its process does not answer" if r in silent else ", and has left" if after[r]["left"] else ""
             age = self._idle() if r in silent else after[r]["idle"]
             told.append(f"{self._name(r)}: last seen at {point(after[r])}, {age:,.0f} s ago{state}")
+        waiting = [r for r in after if r not in stuck]
         others = after[self.rank if self.rank in waiting else waiting[0]]
-        return f"{'; '.join(told)}; the other {len(waiting)} wait at {point(others)}" if stuck else ""
+        return f"{'; '.join(told)}; the other {len(waiting)} wait at {point(others)}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"

@@ -1,20 +1,18 @@
 """
 Faults on purpose: stop, or fail, at the n-th change that some code makes to the disk.
 
-    total = count(save, below=run)                      # how many changes there are
+    with watching(run) as changes: save()               # changes.made: what was done, len() of it how often
     kill_at(n, save, below=run)                         # a forked child runs `save` and dies before change n
     with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
     with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
     start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
     start(hook=partial(copying, to, below=run, ...))    # a job keeps a copy of what a kill before each would have left
 
-A change is a call that creates, fills, syncs, renames or removes something below a folder: open for writing, write,
-fsync, rename, replace, mkdir, unlink, rmdir. They are counted in all threads, in the order in which they come. The
-killed process gets SIGKILL: no `finally`, no buffer flushed. What a power cut adds, losing what was not synced, is not
-simulated. Which changes count can be narrowed: to those that match a pattern, to those from the first that does, to the
-first of several writes to a file in a row. The functions of `os` and `open` are replaced while a `with` block lasts,
-and nothing before or after it, so neither the code under test nor its environment knows of this. Whatever opens files
-in C++ is not seen: the code under test hands Python files to torch.save.
+A change is a call that creates, fills, syncs, renames or removes something below a folder. Changes are counted in all
+threads, in the order in which they come. The killed process gets SIGKILL: no `finally`, no buffer flushed. What a power
+cut adds, losing what was not synced, is not simulated. The functions of `os` and `open` are replaced while a `with`
+block lasts, so neither the code under test nor its environment knows of this. Whatever opens files in C++ is not seen:
+the code under test hands Python files to torch.save.
 """
 
 import builtins
@@ -42,13 +40,15 @@ class Crash(BaseException):
 
 class Changes:
     """Counts the changes below a folder; calls `act` before the one numbered `at` (from 0), or never for None; with
-    `onwards` before all that follow, too."""
+    `onwards` before all that follow, too. A change reads "kind path/below/the/folder". `match`, `since`: patterns of
+    those that count, and of the first that does; `repeats` False: of several writes to a file in a row the first."""
 
-    def __init__(self, below: Path, at: int | None, act: Callable[[], Any], kinds: Sequence[str],
-                 onwards: bool = False, match: str = "", since: str = "", repeats: bool = True) -> None:
+    def __init__(self, below: Path, at: int | None = None, act: Callable[[], Any] = lambda: None,
+                 kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "", since: str = "",
+                 repeats: bool = True) -> None:
         self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
         self.onwards, self.match, self.since, self.repeats = onwards, match, since, repeats
-        self.made: list[str] = []  # "kind path" of each
+        self.made: list[str] = []
         self._lock = threading.Lock()
 
     def note(self, kind: str, where: str | None) -> None:
@@ -62,8 +62,8 @@ class Changes:
             if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
                 return
             self.made.append(change)
-            past = None if self.at is None else len(self.made) - 1 - self.at
-        if past == 0 or (self.onwards and past is not None and past > 0):
+            past = -1 if self.at is None else len(self.made) - 1 - self.at
+        if past == 0 or (self.onwards and past > 0):
             self.act()
 
 
@@ -130,26 +130,15 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
 
 
 @contextlib.contextmanager
-def watching(below: Path, *, at: int | None = None, act: Callable[[], Any] = lambda: None,
-             kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "", since: str = "",
-             repeats: bool = True) -> Iterator[Changes]:
-    """While the block lasts, note all changes below a folder, and call `act` before change `at`. A change reads
-    "kind path/below/the/folder". `match`, `since`: patterns of those that count, and of the first that does; `repeats`
-    False: of several writes to a file in a row the first counts."""
-    changes = Changes(below, at, act, kinds, onwards, match, since, repeats)
+def watching(below: Path, **options: Any) -> Iterator[Changes]:
+    """While the block lasts, note all changes below a folder; `options` are those of `Changes`."""
+    changes = Changes(below, **options)
     with contextlib.ExitStack() as stack:
-        for name in (kind for kind in KINDS if kind != "write"):
+        for name in NO_WRITES:
             stack.enter_context(mock.patch.object(os, name, _wrap_os(name, changes)))
         for module in (builtins, io):
             stack.enter_context(mock.patch.object(module, "open", _wrap_open(module.open, changes)))
         yield changes
-
-
-def count(action: Callable[[], Any], *, below: Path) -> int:
-    """How many changes an action makes below a folder."""
-    with watching(below) as changes:
-        action()
-    return len(changes.made)
 
 
 def _die() -> None:
@@ -172,13 +161,18 @@ def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
 
 
 @contextlib.contextmanager
-def failing_at(at: int, error: int, *, below: Path, kinds: Sequence[str] = KINDS) -> Iterator[Changes]:
-    """While the block lasts, change `at` raises OSError of a number (errno.ENOSPC, ...), and only that one."""
+def failing_at(at: int, error: int, *, below: Path, **options: Any) -> Iterator[Changes]:
+    """While the block lasts, change `at` raises OSError of a number (errno.ENOSPC, ...), with `onwards` all after."""
     def fail() -> None:
         raise OSError(error, os.strerror(error))
 
-    with watching(below, at=at, act=fail, kinds=kinds) as changes:
+    with watching(below, at=at, act=fail, **options) as changes:
         yield changes
+
+
+def full_disk(match: str, *, below: Path) -> contextlib.AbstractContextManager[Changes]:
+    """While the block lasts, no change that matches a pattern finds room."""
+    return failing_at(0, errno.ENOSPC, below=below, match=match, onwards=True)
 
 
 @contextlib.contextmanager
@@ -189,16 +183,6 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
         raise Crash
 
     with contextlib.suppress(Crash), watching(below, at=at, act=die, kinds=kinds, onwards=True) as changes:
-        yield changes
-
-
-@contextlib.contextmanager
-def full_disk(match: str, *, below: Path) -> Iterator[Changes]:
-    """While the block lasts, no change that matches a pattern finds room."""
-    def fail() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with watching(below, at=0, onwards=True, act=fail, match=match) as changes:
         yield changes
 
 

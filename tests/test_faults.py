@@ -1,9 +1,8 @@
 """Whatever happens to a run, it ends with the bits of one that nothing happened to: killed at every write of a save,
-with damaged checkpoints, full disks, clocks that jump, signals to one rank, launched twice. See also dev/torture.sh."""
+with damaged checkpoints, full disks, launched twice. See also dev/torture.sh."""
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -24,7 +23,6 @@ from tests.training import checkpoints, die_in, digests, losses, refuse, state_o
 STEPS = 12
 SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
     **training.SMALL, "buffer_size": 8, "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
-MODES = pytest.mark.parametrize("mode", [{}, {"sync_save": True}], ids=["asynchronous", "sync"])
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +88,13 @@ def take_over(reference: dict[str, Any], last: int) -> Path:
 
 # ---- killed while saving --------------------------------------------------------------------------------------------
 
-@MODES
-def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[str, Any], mode: dict[str, Any],
-                                                              tmp_path: Path) -> None:
+def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[str, Any], tmp_path: Path) -> None:
     """A run that keeps one checkpoint leaves, before every change of its second save, a copy of what is on disk: all
     that SIGKILL leaves. Each has the old checkpoint or the new one, whole; one of each kind goes on to the end."""
     copies, kinds = tmp_path / "copies", {}
     hook = partial(faults.copying, copies, below=training.run_dir(), since=r"^mkdir checkpoints/\.tmp-checkpoint-4",
                    until=r" checkpoints/\.tmp-checkpoint-6")
-    assert training.start(hook=hook, keep_last_k=1, **mode).wait() == [0]
+    assert training.start(hook=hook, keep_last_k=1).wait() == [0]
     newest = []
     for copy in sorted(copies.iterdir()):
         good = ckpt.newest_good(copy)
@@ -113,27 +109,12 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
     assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 10
     assert kinds.keys() >= {("checkpoint-2", 1), ("checkpoint-2", 1, ".tmp"), ("checkpoint-4", 2),
                             ("checkpoint-4", 1, ".del"), ("checkpoint-4", 1)}
-    for (name, *_), copy in list(kinds.items())[-2 if mode else 0:]:
+    for (name, *_), copy in list(kinds.items()):
         shutil.rmtree(training.run_dir())
         shutil.copytree(copy, training.run_dir())
-        succeed(keep_last_k=1, **mode)
+        succeed(keep_last_k=1)
         assert resumed_at() == int(name[-1]) and checkpoints() == ["checkpoint-10", "final"]
         assert_equal(reference)
-
-
-@MODES
-def test_killed_within_one_save_after_another(reference: dict[str, Any], mode: dict[str, Any]) -> None:
-    """SIGKILL at a sample of the changes of a save, other ones each time, in one run, without a pause."""
-    ends = []
-    for at in range(random.Random(time.time_ns()).randrange(9), 80, 16):
-        hook = partial(faults.dying_at, at, below=training.run_dir(), since=r"^mkdir checkpoints/\.tmp-")
-        training.start(hook=hook, keep_last_k=1, **mode).wait_for_death()
-        good = ckpt.newest_good(training.run_dir())
-        ends.append(0 if good is None else ckpt.read_state(good)["step"])
-        assert good is None or sums(good) == reference["sums"][ends[-1]]
-    assert ends == sorted(ends) and ends[0] == 0 and 4 <= ends[-1] < STEPS
-    succeed(keep_last_k=1, **mode)
-    assert_equal(reference)
 
 
 def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str, Any]) -> None:
@@ -161,27 +142,14 @@ def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], func
 
 # ---- damaged checkpoints --------------------------------------------------------------------------------------------
 
-def tear(path: Path) -> None:
-    os.truncate(path, path.stat().st_size * 2 // 3)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage, name, told", [
-    (tear, "optimizer.bin", "torn"), (flip, "model/pytorch_model.bin", "rotten"),
-    (Path.unlink, "scheduler.bin", "missing")])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-        reference: dict[str, Any], damage: Callable[[Path], None], name: str, told: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(reference: dict[str, Any]) -> None:
     newest = take_over(reference, 8)
-    damage(newest / name)
+    data = bytearray((newest / "optimizer.bin").read_bytes())
+    data[len(data) // 2] ^= 4
+    (newest / "optimizer.bin").write_bytes(data)
     outcome = succeed()
-    assert "checkpoint checkpoint-8 is passed over" in outcome.err and told in outcome.err
-    assert str(newest / name) in outcome.err and resumed_at() == 6
-    assert sums(newest) == reference["sums"][8]  # written again
+    assert f"checkpoint checkpoint-8 is passed over: {newest / 'optimizer.bin'}: rotten" in outcome.err
+    assert resumed_at() == 6 and sums(newest) == reference["sums"][8]  # written again
     assert_equal(reference)
 
 
@@ -191,11 +159,9 @@ def failed_saves() -> list[int]:
     return [record["step"] for record in iter_log(log_file()) if record.get("event") == "save_failed"]
 
 
-@MODES
-def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference: dict[str, Any],
-                                                                       mode: dict[str, Any]) -> None:
+def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference: dict[str, Any]) -> None:
     with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()) as changes:
-        outcome = succeed(**mode)
+        outcome = succeed()
     assert len(changes.made) >= 3 and len(failed_saves()) == 3
     assert outcome.err.count("could not be written") == 3
     for step, kept, number in ((4, 2, 1), (6, 2, 2), (10, 8, 1)):
@@ -205,23 +171,17 @@ def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference
     assert_equal(reference)
 
 
-def test_three_saves_in_a_row_without_room_end_the_run(reference: dict[str, Any]) -> None:
-    with faults.full_disk(r"write .*\.tmp-(checkpoint-([468]|10)|final)-", below=training.run_dir()):
+@pytest.mark.parametrize("failing, kept, errors", [("(checkpoint-([468]|10)|final)", 2, 3), ("final", 10, 1)])
+def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference: dict[str, Any], failing: str, kept: int,
+                                                                  errors: int) -> None:
+    with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
         message = refuse()
-    assert "No space left" in message and "checkpoint-2 is kept" in message and "same command again" in message
-    assert checkpoints() == ["checkpoint-2"] and len(failed_saves()) == 3
+    assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
+    assert f"checkpoint-{kept}" in checkpoints() and len(failed_saves()) == errors
     state = lifecycle.read_state(training.run_dir())
     assert state is not None and state["status"] == "failed" and "No space left" in state["reason"]
     succeed()
-    assert resumed_at() == 2
-    assert_equal(reference)
-
-
-def test_no_room_for_the_last_checkpoint_is_a_failure_that_keeps_the_one_before(reference: dict[str, Any]) -> None:
-    with faults.full_disk(r"write .*\.tmp-final-", below=training.run_dir()):
-        assert "checkpoint-10 is kept" in refuse()
-    succeed()
-    assert resumed_at() == 10
+    assert resumed_at() == kept
     assert_equal(reference)
 
 
@@ -233,45 +193,6 @@ def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(referenc
     assert 0 < before < STEPS - 1
     succeed()
     assert before - 2 <= resumed_at() <= before + 1
-    assert_equal(reference)
-
-
-# ---- a clock that jumps ---------------------------------------------------------------------------------------------
-
-def jump(step: int, flag: Path, now: Callable[[], float] = time.time) -> None:
-    """A hook: after some step the wall clock goes hours forward and hours back, and the run waits for a flag."""
-    write, hours = TrainLog.write, iter([5.0, -9.0] * 10_000)
-
-    def watched(self: TrainLog, **record: Any) -> None:
-        write(self, **record)
-        if record.get("step") == step and "event" not in record:
-            time.time = lambda: now() + 3600 * next(hours)
-            lifecycle.HEARTBEAT_S = 0.1
-            flag.touch()
-            wait_until(lambda: not flag.exists())
-
-    lifecycle.LOOK_EVERY_S = 0.05
-    TrainLog.write = watched  # type: ignore[method-assign]
-
-
-def test_a_clock_that_jumps_moves_neither_walltime_nor_heartbeat_nor_lock(
-        reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = tmp_path / "flag"
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 1800))
-    group = training.start(hook=partial(jump, 3, flag))
-    wait_until(flag.exists)
-    seen: list[dict[str, Any]] = []
-    while len({state["heartbeat"] for state in seen}) < 6:  # it beats
-        state = lifecycle.read_state(training.run_dir())
-        assert state is not None and lifecycle.liveness(state) == "alive"
-        seen.append(state)
-    ages = [lifecycle.heartbeat_age_s(state) for state in seen]
-    assert min(ages) < -4 * 3600 and max(ages) > 8 * 3600
-    monkeypatch.delenv("SLURM_JOB_END_TIME")
-    assert f"pid {group.processes[0].pid}" in refuse()
-    flag.unlink()
-    assert group.wait() == [0], group.text()
-    assert "stopped" not in group.text()
     assert_equal(reference)
 
 
@@ -358,27 +279,6 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
         assert told.count("error: ") == 1 and "does not own the run any more" in told and "Traceback" not in told
         assert training.run_dir().exists() == begun_again
     assert_equal(reference)
-
-
-def test_a_wipe_that_is_cut_short_never_mixes_old_weights_and_new_settings(reference: dict[str, Any]) -> None:
-    new: dict[str, Any] = {"matrix_lr": 0.01}
-    refused = 0
-    for at in (0, 1, 3, 20, 10_000):
-        take_over(reference, 6)
-        hook = partial(faults.dying_at, at, below=training.run_dir(), since=r"^rename checkpoints/checkpoint-")
-        group = training.start(hook=hook, resume="scratch", force=True, **new)
-        if at == 10_000:
-            assert group.wait() == [0]
-            break
-        group.wait_for_death()
-        if (training.run_dir() / "config.json").exists():
-            assert "--matrix-lr" in refuse(**new)
-            refused += 1
-        else:
-            succeed(**new)
-            assert resumed_at() == 0
-        shutil.rmtree(training.run_dir())
-    assert refused >= 3
 
 
 def test_what_is_no_whole_run_is_neither_wiped_nor_gone_on_with(reference: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,13 +17,12 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
-from nanochat.lifecycle import StopWatch, liveness, read_state
+from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import iter_log, read_log
-from scripts import inspect_data, status, stop, tok_shards
+from scripts import inspect_data, status
 from tests import training
 from tests.training import (
     a_step_is_a_second,
-    after_step,
     before,
     checkpoints,
     die_after_step,
@@ -85,41 +83,6 @@ def state() -> dict[str, Any]:
     return found
 
 
-def assert_nothing_torn() -> None:
-    """Every checkpoint is whole, and nothing half-written lies about."""
-    found = list_checkpoints(training.run_dir())
-    for path in found:
-        verify_checkpoint(path)
-    assert sorted(path.name for path in found) == checkpoints()
-
-
-# ---- hooks ----------------------------------------------------------------------------------------------------------
-
-def send_twice(number: int) -> None:
-    send(number)
-    end = time.monotonic() + 1.1
-    while time.monotonic() < end:
-        time.sleep(0.1)
-    send(number)
-
-
-def on_rank(rank: int, hook: Callable[[], None]) -> None:
-    if int(os.environ.get("RANK", 0)) == rank:
-        hook()
-
-
-def slowly() -> None:
-    """A tenth of a second a step."""
-    from scripts import base_train
-    one_step = base_train.one_step
-
-    def watched(run: Any) -> Any:
-        time.sleep(0.1)
-        return one_step(run)
-
-    base_train.one_step = watched
-
-
 # ---- walltime -------------------------------------------------------------------------------------------------------
 
 JOB = {"max_runtime_seconds": 3.5, "walltime_reserve_seconds": 0}  # two steps of a_step_is_a_second
@@ -167,113 +130,28 @@ def test_a_real_walltime(reference: dict[str, Any]) -> None:
 
 # ---- signals --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])  # SIGTERM and SIGUSR1: below, and test_status
-def test_a_signal_saves_and_exits_0(reference: dict[str, Any], number: signal.Signals) -> None:
-    finish(hook=partial(after_step, 2, partial(send, number)), save_every=-1)
-    assert (state()["status"], state()["reason"]) == ("stopped", number.name)
-    assert checkpoints() == ["checkpoint-4-shutdown"], "it stops after the step that comes next"
-    assert_nothing_torn()
-    succeed(save_every=-1, num_iterations=6)
-    assert digests() == reference["digests"][:6]
-
-
-PLACES = {  # where a signal arrives, and the step after which the run stops at the latest
-    "set-up": ("nanochat.gpt.GPT.init_weights", 1, 1),
-    "the first batch": ("nanochat.dataloader.DataLoader.__next__", 1, 1),
-    "an evaluation": ("scripts.base_train.evaluate_buckets", 2, 6),
-    "sampling": ("nanochat.engine.Engine.generate_batch", 1, 6),
-    "the copy of a save": ("nanochat.trainer.to_host", 1, 5),
-    "the writing of a save": ("nanochat.checkpoint.save_plain", 2, STEPS),  # in a thread, beside the steps
+PLACES = {  # where a signal arrives, which it is, and the step after which the run stops at the latest
+    "set-up": ("nanochat.gpt.GPT.init_weights", 1, signal.SIGTERM, 1),
+    "the first batch": ("nanochat.dataloader.DataLoader.__next__", 1, signal.SIGINT, 1),
+    "an evaluation": ("scripts.base_train.evaluate_buckets", 2, signal.SIGUSR1, 6),
+    "sampling": ("nanochat.engine.Engine.generate_batch", 1, signal.SIGUSR2, 6),
+    "the copy of a save": ("nanochat.trainer.to_host", 1, signal.SIGTERM, 5),
+    "the writing of a save": ("nanochat.checkpoint.save_plain", 2, signal.SIGINT, STEPS),  # beside the steps
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_signal_is_honoured_soon_wherever_it_arrives(reference: dict[str, Any], place: str) -> None:
-    function, call, latest = PLACES[place]
-    finish(hook=partial(before, function, call, partial(send, signal.SIGTERM)), **LOOKING, sample_every=5)
-    assert state()["status"] == "stopped" and state()["reason"] == "SIGTERM"
+    function, call, number, latest = PLACES[place]
+    finish(hook=partial(before, function, call, partial(send, number)), **LOOKING, sample_every=5)
+    assert state()["status"] == "stopped" and state()["reason"] == number.name
     assert 1 <= state()["step"] <= latest
-    assert_nothing_torn()
+    found = list_checkpoints(training.run_dir())
+    for path in found:
+        verify_checkpoint(path)
+    assert sorted(path.name for path in found) == checkpoints(), "something half-written lies about"
     succeed(**LOOKING, sample_every=-1)
     assert digests() == reference["digests"] and state_of(final()) == reference["final"]
-
-
-def test_a_second_sigint_ends_it_at_once_with_130(reference: dict[str, Any]) -> None:
-    group = start(hook=partial(after_step, 6, partial(send_twice, signal.SIGINT)))
-    assert group.wait() == [130]
-    assert "second SIGINT" in group.text() and max(steps()) == 6
-    assert liveness(state()) == "dead" and status.main(["run", "--exit-code"]) == 1
-    succeed()
-    assert digests() == reference["digests"]
-    assert losses() == reference["losses"]
-
-
-def test_one_ranks_signal_stops_all_after_the_same_step() -> None:
-    text = finish(2, hook=partial(on_rank, 1, partial(before, "scripts.base_train.one_step", 3,
-                                                               partial(send, signal.SIGTERM))), save_every=-1)
-    assert state()["reason"] == "SIGTERM (rank 1)" and text.count("stopped: ") == 1
-    assert checkpoints() == ["checkpoint-3-shutdown"]
-
-
-# ---- scripts.stop, scripts.status -----------------------------------------------------------------------------------
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + training.PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def under_way() -> bool:
-    found = read_state(training.run_dir()) if training.run_dir().exists() else None
-    return bool(found and found["step"])
-
-
-def test_a_live_run_is_told_and_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    group = start(hook=slowly, num_iterations=1000, save_every=-1)
-    until(under_way)
-    assert status.main(["run", "--exit-code"]) == 20
-    assert "run   running" in capsys.readouterr().out
-    assert "another launch is at work" in refuse(num_iterations=1000, save_every=-1)
-    assert stop.main(["--wait"]) == 0
-    assert group.wait() == [0] and state()["reason"] == "asked by scripts.stop"
-    assert status.main(["run", "--exit-code"]) == 10
-    assert "run   stopped: asked by scripts.stop" in capsys.readouterr().out
-    done = state()["step"]
-    assert checkpoints() == [f"checkpoint-{done}-shutdown"]
-    succeed(num_iterations=done + 2, save_every=-1)  # the request that was left does not stop it
-    assert status.main(["run", "--exit-code"]) == 0 and "completed" in capsys.readouterr().out
-
-
-def test_a_dead_a_failed_and_a_halted_run_are_told(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start(hook=partial(die_after_step, 2)).wait_for_death()
-    assert status.main(["run", "--exit-code"]) == 1 and "run   dead" in capsys.readouterr().out
-    refuse(model_tag="nan", embedding_lr=1e30, num_iterations=8)
-    assert status.main(["nan", "--exit-code"]) == 1
-    assert "nan   failed: step 2: the loss is nan" in capsys.readouterr().out
-    settings = on_shards(workplace, "{tiny: 1}", tokens=10**6)
-    assert run(**settings, model_tag="dry").code == 3
-    assert status.main(["dry", "--exit-code"]) == 3 and "dry   halted: " in capsys.readouterr().out
-
-
-# ---- shards and a curriculum ----------------------------------------------------------------------------------------
-
-SMALL = {"max_seq_len": 16, "total_batch_size": 1024, "lanes": 2, "device_batch_size": 32, "depth": 1, "overlap": 8,
-         "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
-         "warmup_steps": 0, "data_format": "shards", "plan": "warn"}
-
-
-def on_shards(base: Path, *mixes: str, tokens: int = 6 * 1024) -> dict[str, Any]:
-    """The settings of a run on two buckets of shards, a phase for each mix."""
-    if not (base / "shards").exists():
-        for k, (bucket, num) in enumerate((("tiny", 6), ("web", 40))):
-            for i in range(3):
-                training.write_shard(base / "text" / bucket / f"{i}.parquet", training.texts(num, seed=10 * k + i))
-        assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
-                                f"--tokenizer={base / 'tokenizer'}", "--max-length=0"]) == 0
-    phases = "".join(f"- duration_tokens: {tokens}\n  mix: {mix}\n" for mix in mixes)
-    (base / "mix.yaml").write_text(f"curriculum:\n{phases}")
-    return {**SMALL, "data_path": base / "shards", "curriculum": base / "mix.yaml"}
 
 
 # ---- rows that are passed over --------------------------------------------------------------------------------------
@@ -311,13 +189,9 @@ def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[
 # ---- what may change ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def half_done(reference: dict[str, Any]) -> None:
-    take_over(reference, "checkpoint-16")
-
-
-def test_where_and_how_it_computes_may(reference: dict[str, Any], half_done: None, workplace: Path) -> None:
+def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Path) -> None:
     """All at once: nothing of it moves a row, and but for B no bit either."""
+    take_over(reference, "checkpoint-16")
     moved = shutil.move(workplace / "data", workplace / "moved")
     outcome = succeed(
         data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,

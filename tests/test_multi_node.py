@@ -5,6 +5,7 @@ processes are started as torchrun would on two machines with one process each.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -121,7 +122,7 @@ def wait_for(condition: Callable[[], bool], group: Group) -> None:
 
 def test_two_torchruns_stop_by_a_signal_to_one_and_go_on_to_the_same_bits(
         workplace: Path, python: Path, reference: dict[str, Any]) -> None:
-    """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/shutdown.py),
+    """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/lifecycle.py),
     so it is killed here, when its worker has gone."""
     first = two_torchruns(workplace, python, **LONG)
     try:
@@ -147,28 +148,16 @@ def test_two_torchruns_stop_by_a_signal_to_one_and_go_on_to_the_same_bits(
 
 # ---- where the run is -----------------------------------------------------------------------------------------------
 
-def signal_rank1(step: int) -> None:
-    """Rank 1 gets a SIGTERM in this step."""
+def send(bad: int, number: int) -> None:
+    """One rank gets a signal in a step whose like is past compilation."""
     beat = Watchdog.beat
 
     def watched(self: Watchdog, at: int | None = None, where: str = "") -> None:
-        if self.rank == 1 and (at, where) == (step, ""):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.rank == bad and (at, where) == (BAD_STEP, ""):
+            os.kill(os.getpid(), number)
         beat(self, at, where)
 
     Watchdog.beat = watched  # type: ignore[method-assign, assignment]
-
-
-def test_stopped_by_one_machine_it_goes_on_to_the_same_bits(workplace: Path, reference: dict[str, Any]) -> None:
-    """Only rank 0's machine sees the run directory. (Below both do.)"""
-    nodes = (workplace, other(workplace))
-    stopped = start(*nodes, hook=partial(signal_rank1, BAD_STEP), **paths(workplace), **SHORT)
-    assert stopped.wait() == [0, 0], stopped.text()
-    assert state()["reason"] == "SIGTERM (rank 1)" and len(digests()) == BAD_STEP + 1
-    again = start(*nodes, **paths(workplace), **SHORT)
-    assert again.wait() == [0, 0], again.text()
-    assert f"at step {BAD_STEP + 1}" in again.text()
-    assert state_of(final()) == reference["short"] and digests() == reference["digests"][:SHORT["num_iterations"]]
 
 
 def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace: Path) -> None:
@@ -182,26 +171,6 @@ def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace: P
 
 
 # ---- what each machine must have ------------------------------------------------------------------------------------
-
-def test_a_machine_without_the_tokenizer_is_named(workplace: Path) -> None:
-    told = error_of(start(workplace, other(workplace), data_path=workplace / "data", **SHORT))
-    assert told.startswith(f"rank 1 on host {HOST}: {other(workplace)}/tokenizer"), told
-    assert not training.run_dir().exists()
-
-
-def test_a_machine_with_another_tokenizer_is_named(workplace: Path) -> None:
-    training.RustBPETokenizer.train_from_iterator(training.texts(200, seed=1), training.VOCAB_SIZE).save(
-        other(workplace) / "tokenizer")
-    told = error_of(start(workplace, other(workplace), data_path=workplace / "data", **SHORT))
-    assert "started differently: tokenizer_fingerprint is " in told and f"on rank 1 on host {HOST}; start all" in told
-    assert not training.run_dir().exists()
-
-
-def test_a_machine_with_other_flags_is_named(workplace: Path) -> None:
-    told = error_of(start(workplace, other(workplace), own={"warmup_steps": 3}, **paths(workplace), **SHORT))
-    assert f"started differently: warmup_steps is 2 on rank 0, 3 on rank 1 on host {HOST}; " in told
-    assert not training.run_dir().exists()
-
 
 def lose_data() -> None:
     """The second machine has a copy of the data below the same path, without a file: here below another."""
@@ -218,10 +187,23 @@ def lose_data() -> None:
     start_run.check_files = elsewhere
 
 
-def test_a_machine_without_the_data_is_named(workplace: Path) -> None:
-    told = error_of(start(workplace, other(workplace), hook=lose_data, **paths(workplace), **SHORT))
-    assert told == (f"rank 1 on host {HOST}: {other(workplace)}/copy/shard_1.parquet: missing; each machine of a "
-                    f"launch reads the data itself: copy or mount the same files there under the same path")
+@pytest.mark.parametrize(("lacks", "told"), [
+    ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
+    ("our tokenizer", "started differently: tokenizer_fingerprint is .* on rank 1 on host {host}; start all"),
+    ("our flags", "started differently: warmup_steps is 2 on rank 0, 3 on rank 1 on host {host}; "),
+    ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: missing; each machine of a launch reads the "
+                 "data itself: copy or mount the same files there under the same path"),
+])
+def test_a_machine_that_lacks_something_is_named(workplace: Path, lacks: str, told: str) -> None:
+    flags: dict[str, Any] = paths(workplace)
+    if "tokenizer" in lacks:
+        flags.pop("tokenizer_dir")
+    if lacks == "our tokenizer":
+        training.RustBPETokenizer.train_from_iterator(training.texts(200, seed=1), training.VOCAB_SIZE).save(
+            other(workplace) / "tokenizer")
+    error = error_of(start(workplace, other(workplace), own={"warmup_steps": 3} if lacks == "our flags" else None,
+                           hook=lose_data if lacks == "the data" else None, **flags, **SHORT))
+    assert re.search(told.format(host=HOST, other=other(workplace)), error), error
     assert not training.run_dir().exists()
 
 
@@ -258,30 +240,17 @@ def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path
     assert state()["status"] == "failed" and state()["reason"] == told
 
 
-def test_a_bug_of_one_rank_ends_all_with_its_traceback(workplace: Path, bad: int = 1) -> None:
-    group = start(workplace, workplace, hook=partial(fail_in, bad, KeyError("bug")), **paths(workplace), **SHORT,
-                  **QUICK)
+def test_a_bug_of_one_rank_ends_all_with_its_traceback(workplace: Path) -> None:
+    group = start(workplace, workplace, hook=partial(fail_in, 1, KeyError("bug")), **paths(workplace), **SHORT, **QUICK)
     assert group.wait() == [1, 1]
-    texts = [path.read_text() for path in group.outputs]
-    told = f"rank {bad} on host {HOST} (pid {group.processes[bad].pid}) failed at step "
-    assert texts[bad].count("Traceback") == 1 and "KeyError: 'bug'" in texts[bad] and told in texts[bad]
-    assert "Traceback" not in texts[1 - bad] and "error: " not in texts[1 - bad].lower()
+    others, its = [path.read_text() for path in group.outputs]
+    told = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "
+    assert its.count("Traceback") == 1 and "KeyError: 'bug'" in its and told in its
+    assert "Traceback" not in others and "error: " not in others.lower()
     assert state()["status"] == "failed" and state()["reason"].startswith(told)
 
 
-# ---- a rank that hangs or dies --------------------------------------------------------------------------------------
-
-def send(bad: int, number: int) -> None:
-    """One rank gets a signal in a step whose like is past compilation."""
-    beat = Watchdog.beat
-
-    def watched(self: Watchdog, at: int | None = None, where: str = "") -> None:
-        if self.rank == bad and (at, where) == (BAD_STEP, ""):
-            os.kill(os.getpid(), number)
-        beat(self, at, where)
-
-    Watchdog.beat = watched  # type: ignore[method-assign, assignment]
-
+# ---- a rank that hangs or dies --------------------------------------------------------------------
 
 @pytest.mark.parametrize(("bad", "number", "told"), [
     (1, signal.SIGSTOP, ", and its process does not answer; the other 1 wait"),

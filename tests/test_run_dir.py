@@ -32,7 +32,13 @@ def test_runs_are_found_by_tag_and_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_config_is_written_once_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is no run directory"):
+        rd.read_config(tmp_path)
+    for name in ("checkpoint-7", "final"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert rd.is_run_dir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so nobody knows which settings checkpoint-7, "
+                                                r"final belong to; put it back.*--resume scratch --force.*--model-tag"):
         rd.read_config(tmp_path)
     rd.write_config(tmp_path, {"seed": 1})
     with pytest.raises(FileExistsError, match="--model-tag"):
@@ -147,12 +153,6 @@ def files_of(run: Path) -> set[str]:
 NOT_OURS = {".owner-000001.json", "notes.txt", "logs/notes.txt", "checkpoints/mine/e"}
 
 
-def test_a_wipe_takes_what_a_run_wrote_and_nothing_else(tmp_path: Path) -> None:
-    run = fill(tmp_path)
-    rd.wipe(run)
-    assert files_of(run) == NOT_OURS and not (run / "tokenizer").exists() and not rd.is_run_dir(run)
-
-
 def test_a_wipe_that_is_cut_short_never_leaves_weights_without_their_settings(tmp_path: Path) -> None:
     """At every change: as long as one checkpoint counts all else is there, config.json is the last to go, and a second
     wipe ends what the first began."""
@@ -169,7 +169,7 @@ def test_a_wipe_that_is_cut_short_never_leaves_weights_without_their_settings(tm
             assert kept and all(name.startswith("checkpoints/") for name in gone)
         seen.add((kept, len(rd.checkpoint_folders(run))))
         rd.wipe(run)
-        assert files_of(run) == NOT_OURS
+        assert files_of(run) == NOT_OURS and not (run / "tokenizer").exists() and not rd.is_run_dir(run)
         if len(changes.made) <= at:
             break
     assert 15 < at < 99 and seen == {(True, 2), (True, 1), (True, 0), (False, 0)}
@@ -184,15 +184,6 @@ def test_a_wipe_removes_links_and_follows_none(tmp_path: Path, name: str) -> Non
     rd.wipe(run)
     assert not (run / name).is_symlink() and not rd.is_run_dir(run)
     assert files_of(elsewhere) == before and before
-
-
-def test_checkpoints_without_their_settings_are_no_run_to_go_on_with(tmp_path: Path) -> None:
-    run = fill(tmp_path)
-    (run / "config.json").unlink()
-    assert rd.is_run_dir(run)
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so nobody knows which settings checkpoint-7, "
-                                                r"final belong to; put it back.*--resume scratch --force.*--model-tag"):
-        rd.read_config(run)
 
 
 def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path: Path) -> None:

@@ -265,8 +265,8 @@ def a_step_is_a_second() -> None:
 
     def watched(self: Any, now: float | None = None) -> str:
         self.looks = getattr(self, "looks", 0) + 1
-        began = 0.0 if self._deadline is None else self._deadline.at - self._deadline.total_s
-        return wanted(self, began + self.looks)
+        at, total_s = self._deadline or (0.0, 0.0)
+        return wanted(self, at - total_s + self.looks)
 
     StopWatch.wanted = watched  # type: ignore[method-assign]
 

@@ -294,13 +294,13 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     begin = cursors[0]["row"] if cursors else 0
     first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
     phases = _phases(config, buckets, first, stop, n)
-    asked = {b: np.sum([phase["asked"][b] for phase in phases], axis=0) for b in buckets}
-    most = stop - first if drop_dry else 0  # rows that one bucket gives where all others are dry
+    asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
+    most = (stop - first) * V * config.T if drop_dry else 0  # of one bucket, were all others dry
     totals = {b: lanes.totals(b) for b in buckets}
     rehearsed = []
     for b, (documents, _, rows) in totals.items():
-        wanted = FAR * V * max(most, int(asked[b].max()))
-        enough = documents >= SHARE_DOCUMENTS * V and config.epochs(b) * rows >= wanted
+        wanted = FAR * max(most, asked[b])
+        enough = documents >= SHARE_DOCUMENTS * V and config.epochs(b) * rows * config.T >= wanted
         if config.epochs(b) and not enough:
             rehearsed.append(b)
     ends = lanes.follow_all(stop, rehearsed, num_workers)
@@ -308,18 +308,16 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     steps, lane, why = min(halts, default=(num_steps, 0, ""))
     done = lanes.follow_all(first + steps * n, rehearsed, num_workers) if why else ends
     plans = {}
-    for bucket, rows in asked.items():
+    for bucket in buckets:
         dry = [(row, end.used[bucket]) for end in ends for row, name in end.dry if name == bucket]
         dry_steps = [step for row, _ in dry if (step := (row - first) // n) <= steps]
         plans[bucket] = BucketPlan(
             documents=totals[bucket][0], tokens=totals[bucket][1],
-            account=lanes.account(bucket, done, min(SAMPLE_ROWS, int(rows[0]))),
-            max_epochs=config.epochs(bucket), asked=int(rows.sum()) * config.T,
+            account=lanes.account(bucket, done, min(SAMPLE_ROWS, asked[bucket] // config.T // V)),
+            max_epochs=config.epochs(bucket), asked=asked[bucket],
             trained=sum(end.used[bucket] for end in done) * config.T,
             usable=min(used for _, used in dry) * V * config.T if dry else None,
             dry_step=min(dry_steps, default=None), exact=bucket in rehearsed)
-    for phase in phases:
-        phase["asked"] = {b: int(rows.sum()) * config.T for b, rows in phase["asked"].items()}
     key = plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
                    drop_dry=drop_dry, begun=begun)
     return Plan(key=key, estimate=any(isinstance(s, SampledLengths) for s in given.values()),
@@ -331,19 +329,19 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int,
             ) -> list[dict[str, Any]]:
-    """Each phase: its first step, its tokens, and how many rows of each bucket its mix asks of each
-    lane."""
+    """Each phase: its first step, its tokens, and how many of each bucket its mix asks for."""
     V, mixer, mix = config.V, new_mixer(config), config.curriculum
     lengths = mix.phase_rows(config.T, V) if mix else [stop]
     edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
     found = []
     for begin, end in pairwise(edges):
-        rows = range(begin, end)
-        counts = [mixer.counts(lane, rows) if mixer else {buckets[0]: len(rows)}
-                  for lane in range(V)]
-        found.append({
-            "first_step": (begin - first) // n, "tokens": len(rows) * V * config.T,
-            "asked": {b: np.array([count.get(b, 0) for count in counts]) for b in buckets}})
+        tokens, rows = (end - begin) * V * config.T, dict.fromkeys(buckets, 0)
+        for lane in range(V):
+            counts = mixer.counts(lane, range(begin, end)) if mixer else {buckets[0]: end - begin}
+            for bucket, count in counts.items():
+                rows[bucket] += count
+        found.append({"first_step": (begin - first) // n, "tokens": tokens,
+                      "asked": {bucket: count * config.T for bucket, count in rows.items()}})
     return found
 
 

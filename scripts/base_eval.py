@@ -83,61 +83,52 @@ def count_training_tokens(data: RunData, config: Any, num_tokens: int) -> np.nda
     return counts
 
 
-def measure_bpb(model: Any, data: RunData, stored: RunData, config: Any, *, eval_tokens: int,
-                device_batch_size: int, unigram_tokens: int, device: torch.device, rank: int = 0, world_size: int = 1,
-                num_leaves: int = 1) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation and on as much of each training bucket, and of a unigram
-    model on the same validation tokens. `stored`: the data as the layout of the run has it, `data` as `split` has."""
-    token_bytes = data.tokenizer.token_bytes()
-    seen = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
+def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
+    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
+    engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
+    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
+    free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
+    return {name: [tokenizer.decode(tokens[1:]) for tokens in texts]
+            for name, texts in (("prompted", prompted), ("unprompted", free))}
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+
+def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
+             device: torch.device) -> dict[str, Any]:
+    """Collective. Bits per byte of the model on validation and on as much of each training bucket,
+    and of a unigram model on the same validation tokens; samples."""
+    began = time.perf_counter()
+    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=get_compute_dtype(device, of["dtype"]))
+    run_dir = checkpoint.parent.parent
+    stored, config, settings = open_run(run_dir)
+    data = stored if config.framed else open_data(pinned_data(run_dir), stored.tokenizer)
+    model.attention_mode = settings.attention_mode
+    token_bytes = tokenizer.token_bytes()
+    seen, ignored = np.zeros((2, tokenizer.get_vocab_size()), np.int64)
 
     def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
         return counting(validation_loader(
-            source, tokenizer=data.tokenizer, T=config.T, device_batch_size=device_batch_size, num_tokens=num_tokens,
-            device=device, rank=rank, world_size=world_size, num_leaves=num_leaves,
+            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device, rank=rank,
+            device_batch_size=settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size,
+            world_size=world_size, num_leaves=settings.leaves,
             with_doc_ids=model.attention_mode != "causal"), counts)
 
-    val, buckets = evaluate_buckets(model, {name: batches(source, eval_tokens // len(data.val), seen)
+    num_tokens = of["eval_tokens"]
+    val, buckets = evaluate_buckets(model, {name: batches(source, num_tokens // len(data.val), seen)
                                             for name, source in data.val.items()}, token_bytes)
-    train = {name: evaluate_bpb(model, batches(source, eval_tokens, np.zeros_like(seen)), None, token_bytes)
+    train = {name: evaluate_bpb(model, batches(source, num_tokens, ignored), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
     if dist.is_initialized():
         total = torch.from_numpy(seen).to(device)
         dist.all_reduce(total)
         seen = total.cpu().numpy()
-    trained = on_rank0(lambda: count_training_tokens(stored, config, unigram_tokens))
-    targets = np.repeat(np.arange(len(seen), dtype=data.tokenizer.token_dtype), seen)
-    return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train,
-            "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
-            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
-
-
-# ---- the script -----------------------------------------------------------------------------------------------------
-
-def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
-    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
-    engine = Engine(model, tokenizer)
-    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
-    free, _ = engine.generate_batch([tokenizer.get_bos_token_id()], 4, max_tokens=96, temperature=1.0, seed=42)
-    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
-            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
-
-
-def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
-             device: torch.device) -> dict[str, Any]:
-    """Collective. The whole result."""
-    began = time.perf_counter()
-    dtype = get_compute_dtype(device, of["dtype"])
-    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
-    stored, config, settings = open_run(checkpoint.parent.parent)
-    data = stored if config.framed else open_data(pinned_data(checkpoint.parent.parent), stored.tokenizer)
-    model.attention_mode = settings.attention_mode
-    B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
-    bpb = measure_bpb(model, data, stored, config, eval_tokens=of["eval_tokens"], device_batch_size=B,
-                      unigram_tokens=of["unigram_tokens"], device=device, rank=rank, world_size=world_size,
-                      num_leaves=settings.leaves)
+    trained = on_rank0(lambda: count_training_tokens(stored, config, of["unigram_tokens"]))
+    targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
     samples = draw_samples(model, tokenizer, own_prompts(data, config.T)) if rank == 0 else {}
-    return {"format": FORMAT, "of": of, "step": meta["step"], **bpb, "samples": samples,
+    return {"format": FORMAT, "of": of, "step": meta["step"], "val_bpb": val, "val_buckets": buckets,
+            "train_bpb": train, "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
+            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum()), "samples": samples,
             "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
 
 

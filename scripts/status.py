@@ -53,9 +53,8 @@ def look(run_dir: Path) -> dict[str, Any]:
     """All that can be told of a run: its state, what follows from it, and what lies on disk. `status` is None where
     the state is missing or cannot be read; `shown` is a word for people."""
     log = run_dir / "logs" / "train.jsonl"
-    facts = {"run": str(run_dir), "status": None, "shown": "unknown", "liveness": None,
-             "val_bpb": None,
-             "reason": f"{run_dir / STATE_NAME} is missing, so no launch told how the run stands; see {log}"}
+    why = f"{run_dir / STATE_NAME} is missing, so no launch told how the run stands; see {log}"
+    facts = {"run": str(run_dir), "status": None, "shown": "unknown", "liveness": None, "val_bpb": None, "reason": why}
     try:
         state = read_state(run_dir)
     except ValueError as e:

@@ -23,15 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import (
-    Parser,
-    Terminated,
-    get_base_dir,
-    here,
-    place,
-    run_main,
-    sigterm_raises,
-)
+from nanochat.common import Parser, Terminated, get_base_dir, here, place, run_main, sigterm_raises
 from nanochat.pretokenize import (
     TOKENIZER,
     Input,

@@ -60,39 +60,18 @@ def refuse_old(*words: str, **settings: Any) -> None:
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
-def test_no_data(workplace: Path) -> None:
+def test_no_data_that_can_be_used_and_no_tokenizer(workplace: Path) -> None:
     refuse_new(str(workplace / "nowhere"), "no such data folder", "nanochat.dataset", data_path=workplace / "nowhere")
     (workplace / "empty").mkdir()
     refuse_new(str(workplace / "empty"), ".parquet", "--data-path", data_path=workplace / "empty")
     refuse_new(str(workplace / "nowhere"), val_path=workplace / "nowhere")
     refuse_new("climbmix", "nanochat.dataset", data_path=None)  # the download that never was
-
-
-def test_one_shard_only(workplace: Path) -> None:
-    write_shard(workplace / "one" / "only.parquet", texts(40, seed=1))
-    refuse_new("only.parquet", "--val-path", data_path=workplace / "one")
-    succeed(data_path=workplace / "one", val_path=workplace / "data" / "shard_3.parquet", num_iterations=1)
-
-
-def make_nulls(path: Path) -> None:
+    path = write_shard(workplace / "one" / "only.parquet", texts(40, seed=1))
+    refuse_new("only.parquet", "--val-path", data_path=path.parent)
     write_shard(path, [*texts(40, seed=1), None, None])
-
-
-def make_zero_bytes(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize(("make", "words"), [
-    (make_nulls, ("2 null(s)", "row group 1", "dev.repackage_data_reference")),
-    (make_zero_bytes, ("0 bytes", "fetch or make it again")),
-], ids=lambda value: getattr(value, "__name__", ""))
-def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: tuple[str, ...]) -> None:
-    """What is said of others: tests/test_sources.py."""
-    path = workplace / "data" / "shard_9.parquet"
-    make(path)
-    refuse_new(str(path), *words)
-    path.unlink()
-    succeed(num_iterations=1)  # the way out is one
+    refuse_new(str(path), "2 null(s)", "row group 1", data_path=path.parent, val_path=workplace / "data")
+    shutil.rmtree(workplace / "tokenizer")
+    refuse_new(str(workplace / "tokenizer"), "scripts.tok_train")
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
@@ -103,7 +82,6 @@ def test_a_parquet_file_that_cannot_be_used(workplace: Path, make: Any, words: t
     ({"lanes": 0}, ("--lanes", "at least 1")),
     ({"leaves": 3}, ("--leaves", "power of two")),
     ({"leaves": 8}, ("--leaves", "4 lanes")),
-    ({"leaves": 0}, ("--leaves", "got 0")),
     ({"device_batch_size": 0}, ("--device-batch-size", "at least 1")),
     ({"tokenizer_threads": 0}, ("--tokenizer-threads", "at least 1")),
     ({"attention_mode": "flex"}, ("--attention-mode=flex", "need a GPU", "--attention-mode=sdpa_mask")),
@@ -122,26 +100,11 @@ def test_a_flag_that_cannot_be(settings: dict[str, Any], words: tuple[str, ...])
     refuse_new(*words, **settings)
 
 
-# ---- tokenizer ------------------------------------------------------------------------------------------------------
-
-def test_no_tokenizer(workplace: Path) -> None:
-    shutil.rmtree(workplace / "tokenizer")
-    refuse_new(str(workplace / "tokenizer"), "scripts.tok_train")
-
-
 def test_a_tokenizer_that_is_not_the_runs(workplace: Path, half_done: Path) -> None:
     other = workplace / "other"
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
     refuse_old("--tokenizer-dir", str(half_done / "tokenizer"), "--model-tag", tokenizer_dir=other)
     succeed(tokenizer_dir=half_done / "tokenizer", **SHORT)
-
-
-def test_a_run_whose_own_tokenizer_was_exchanged(workplace: Path, half_done: Path) -> None:
-    ranks = half_done / "tokenizer" / "tokenizer.ranks"
-    ranks = ranks if ranks.exists() else next(p for p in (half_done / "tokenizer").iterdir() if p.suffix != ".json")
-    ranks.write_bytes(ranks.read_bytes()[:-20])
-    message = refuse(tokenizer_dir=half_done / "tokenizer", **SHORT)
-    assert str(ranks) in message and "put the original back" in message
 
 
 # ---- a run that goes on ---------------------------------------------------------------------------------------------
@@ -164,130 +127,87 @@ def test_a_checkpoint_that_is_not_there(half_done: Path) -> None:
     refuse_old(str(half_done / "logs"), "trainer_state.json", resume=half_done / "logs")
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-def lose(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize(("damage", "name", "word"), [
-    (cut, checkpoint.MODEL_NAME, "torn"), (flip, checkpoint.OPTIMIZER_NAME, "rotten"),
-    (flip, checkpoint.CURSORS_NAME, "rotten"), (lose, checkpoint.STATE_NAME, "never finished"),
-])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-        workplace: Path, reference: Path, half_done: Path, damage: Any, name: str, word: str) -> None:
-    path = half_done / "checkpoints" / "checkpoint-4"
-    damage(path / name)
-    refuse_old(str(path / name), word, resume=path)
-    outcome = succeed(**SHORT)
-    assert "checkpoint checkpoint-4 is passed over" in outcome.err and word in outcome.err
-    assert str(path / name) in outcome.err and "at step 2" in outcome.out
-    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
-
-
-def test_with_no_good_checkpoint_left_it_begins_again(workplace: Path, reference: Path, half_done: Path) -> None:
-    for name in ("checkpoint-2", "checkpoint-4"):
-        flip(half_done / "checkpoints" / name / checkpoint.MODEL_NAME)
-    outcome = succeed(**SHORT)
-    assert outcome.err.count("is passed over") == 2 and "resuming" not in outcome.out
-    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
-
-
 def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace: Path, half_done: Path) -> None:
     refuse_old("no such data folder", resume="scratch", force=True, data_path=workplace / "nowhere")
     refuse_old("--total-batch-size", resume="scratch", force=True, total_batch_size=1000)
 
 
-# ---- a full disk ----------------------------------------------------------------------------------------------------
+def damage(path: Path, how: str) -> None:
+    """Cut a file, change a bit of it, or lose it."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] if how == "cut" else data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 4])
+                     + data[len(data) // 2 + 1:])
+    if how == "lose":
+        path.unlink()
+
+
+@pytest.mark.parametrize(("how", "name", "word"), [
+    ("cut", checkpoint.MODEL_NAME, "torn"), ("flip", checkpoint.OPTIMIZER_NAME, "rotten"),
+    ("flip", checkpoint.CURSORS_NAME, "rotten"), ("lose", checkpoint.STATE_NAME, "never finished")])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+        workplace: Path, reference: Path, half_done: Path, how: str, name: str, word: str) -> None:
+    path = half_done / "checkpoints" / "checkpoint-4"
+    damage(path / name, how)
+    if how == "cut":  # and where that is damaged too, the run begins again
+        damage(path.with_name("checkpoint-2") / name, how)
+    refuse_old(str(path / name), word, resume=path)
+    outcome = succeed(**SHORT)
+    assert "checkpoint checkpoint-4 is passed over" in outcome.err and word in outcome.err
+    assert str(path / name) in outcome.err and ("at step 2" in outcome.out) == (how != "cut")
+    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+# ---- in processes of their own --------------------------------------------------------------------------------------
 
 def limit_files(num_bytes: int) -> None:
     """No file of this process can be larger: the system call fails as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def test_a_disk_that_is_full_while_saving(workplace: Path, reference: Path, half_done: Path) -> None:
-    before = fingerprint(half_done / "checkpoints")
-    model = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size
-    log = (half_done / "logs" / "train.jsonl").stat().st_size
-    assert log + 4096 < model // 2, "the log would fail first"
-    group = training.start(hook=partial(limit_files, model // 2), **SHORT)
-    assert group.wait() == [1]
-    text = group.text()
-    assert text.count("error: ") == 1 and "Traceback" not in text
-    sentence = text[text.index("error: "):]
-    assert "checkpoint final could not be written to" in sentence and "older checkpoints are untouched" in sentence
-    assert fingerprint(half_done / "checkpoints") == before
-    succeed(**SHORT)
-    assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
-
-
-def test_a_disk_that_is_full_while_logging(workplace: Path, half_done: Path) -> None:
-    log = half_done / "logs" / "train.jsonl"
-    group = training.start(hook=partial(limit_files, log.stat().st_size + 100), **SHORT)
-    assert group.wait() == [1]
-    assert "error: " in group.text() and "Traceback" not in group.text()
-    succeed(**SHORT)
-    assert len(digests()) == 6
-
-
-def test_a_disk_that_is_full_at_the_start_leaves_no_run(workplace: Path) -> None:
-    group = training.start(hook=partial(limit_files, 2000), **SHORT)
-    assert group.wait() == [1]
-    assert "error: " in group.text() and "Traceback" not in group.text()
-    assert not (training.run_dir() / "config.json").exists()
-    succeed(**SHORT, data_path=move_data(workplace))  # and what it left binds nobody
-
-
-def move_data(workplace: Path) -> Path:
-    """Other data elsewhere."""
-    for i in range(2):
-        write_shard(workplace / "new" / f"{i}.parquet", texts(96, seed=50 + i))
-    return workplace / "new"
-
-
-# ---- several processes ----------------------------------------------------------------------------------------------
-
-def fails_on_two(*words: str, **settings: Any) -> str:
-    """Both processes end by themselves with an exit code that is not 0, and the sentence stands there once."""
-    group = training.start(2, **{**SHORT, **settings})
-    codes = group.wait()
-    assert all(code == 1 for code in codes), (codes, group.text())
+def fail(*words: str, world_size: int = 2, limit: int | None = None, **settings: Any) -> None:
+    """All processes end by themselves with an exit code that is not 0, and the sentence stands there once. `limit`:
+    bytes that a file may have."""
+    hook = None if limit is None else partial(limit_files, limit)
+    group = training.start(world_size, hook=hook, **{**SHORT, **settings})
+    assert group.wait() == [1] * world_size, group.text()
     text = group.text()
     assert text.count("error: ") == 1 and "Traceback" not in text, text
     for word in words:
         assert word in text, text
-    return text
 
 
-def test_more_processes_than_lanes(workplace: Path) -> None:
-    fails_on_two("2 processes but only 1 lanes", "--lanes", lanes=1)
-    assert not training.run_dir().exists()
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_disk_that_is_full_while_saving(workplace: Path, reference: Path, half_done: Path, world_size: int) -> None:
+    before = fingerprint(half_done / "checkpoints")
+    limit = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size // 2
+    assert (half_done / "logs" / "train.jsonl").stat().st_size + 4096 < limit, "the log would fail first"
+    fail("checkpoint final could not be written to", "older checkpoints are untouched", world_size=world_size,
+         limit=limit)
+    assert fingerprint(half_done / "checkpoints") == before
+    succeed(**SHORT)
+    if world_size == 1:
+        assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+def test_a_disk_that_is_full_while_logging(workplace: Path, half_done: Path) -> None:
+    fail(world_size=1, limit=(half_done / "logs" / "train.jsonl").stat().st_size + 100)
+    succeed(**SHORT)
+    assert len(digests()) == 6
+
+
+def test_a_disk_that_is_full_at_the_start_leaves_no_run_and_binds_nobody(workplace: Path) -> None:
+    fail(world_size=1, limit=2000)
+    assert not (training.run_dir() / "config.json").exists()
+    for i in range(2):
+        write_shard(workplace / "new" / f"{i}.parquet", texts(96, seed=50 + i))
+    succeed(**SHORT, data_path=workplace / "new")
 
 
 def test_an_error_ends_all_processes_and_is_told_once(workplace: Path, half_done: Path) -> None:
     before = fingerprint(half_done)
-    shutil.move(workplace / "tokenizer", workplace / "away")
-    fails_on_two("scripts.tok_train")
-    shutil.move(workplace / "away", workplace / "tokenizer")
-    fails_on_two("--seed", "--model-tag", seed=1)
+    fail("2 processes but only 1 lanes", "--lanes", lanes=1, model_tag="new")
+    assert not training.run_dir("new").exists()
+    fail("--seed", "--model-tag", seed=1)
     (workplace / "data" / "shard_0.parquet").unlink()
-    fails_on_two("shard_0.parquet", "gone")
+    fail("shard_0.parquet", "gone")
     assert fingerprint(half_done) == before
-
-
-def test_a_full_disk_ends_all_processes(workplace: Path, half_done: Path) -> None:
-    before = fingerprint(half_done / "checkpoints")
-    model = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size
-    group = training.start(2, hook=partial(limit_files, model // 2), **SHORT)
-    assert group.wait() == [1, 1]
-    assert group.text().count("error: ") == 1 and "older checkpoints are untouched" in group.text()
-    assert "Traceback" not in group.text()
-    assert fingerprint(half_done / "checkpoints") == before

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,6 @@ def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
     return [r for r in read_log(training.run_dir(tag) / "logs" / "train.jsonl") if r.get("event") == name]
 
 
-def in_a_shell(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          timeout=training.PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
 # ---- learning -------------------------------------------------------------------------------------------------------
 
 def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
@@ -78,13 +74,10 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
-    assert all(record.keys() == FIELDS for record in records.values())
+    assert all(record.keys() == FIELDS and len(record["digest"]) == 16 for record in records.values())
     assert [record["tokens"] for record in records.values()] == [training.STEP * n for n in (1, 2, 3, 4)]
-    assert all(len(record["digest"]) == 16 for record in records.values())
     assert records[0]["smooth_loss"] == pytest.approx(records[0]["loss"])
-    assert [event["step"] for event in events("started")] == [0]
     assert [event["checkpoint"] for event in events("saved")] == ["checkpoint-2", "final"]
-    assert [event["step"] for event in events("val")] == [0, 2, 4]
     config = read_config(training.run_dir())
     assert config["lanes"] == 4 and config["leaves"] == 1 and config["dtype"] == "float32"
     assert config["vocab_size"] == training.VOCAB_SIZE
@@ -93,17 +86,14 @@ def test_what_a_run_leaves(workplace: Path) -> None:
                  "8 rows from 4 lanes; 1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
         assert word in outcome.out, word
     lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
-    assert len(lines) == 4
+    assert len(lines) == 4 and "mfu" not in lines[0], "of a CPU nobody knows the peak"
     for word in ("loss", "lr", "grad norm", "ms", "tok/s", "data wait", "eta"):
         assert word in lines[0], word
-    assert "mfu" not in lines[0], "of a CPU nobody knows the peak"
-    assert checkpoints() == ["checkpoint-2", "final"]
     state = load_checkpoint(final()).trainer_state
     assert state["status"] == "completed" and state["progress"]["tokens"] == 4 * training.STEP
     model, tokenizer, meta = load_model("run", "cpu")
     assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]
-    logits = model(torch.tensor([[tokenizer.get_bos_token_id()]]))
-    assert logits.shape == (1, 1, training.VOCAB_SIZE) and logits.isfinite().all()
+    assert model(torch.tensor([[tokenizer.get_bos_token_id()]])).isfinite().all()
 
 
 def test_printed_lines_thin_out_and_the_log_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,18 +131,6 @@ def test_a_stop_while_data_are_waited_for_saves_the_last_whole_step(monkeypatch:
     assert training.state_of(final()) == training.state_of(final("whole"))
 
 
-def test_horizons(workplace: Path) -> None:
-    succeed(num_iterations=None, target_param_data_ratio=0.08, save_every=-1)
-    derived = read_config(training.run_dir())["derived"]
-    scaling = derived["params_transformer_matrices"] + derived["params_lm_head"]
-    assert len(steps()) == derived["num_iterations"] == int(0.08 * scaling) // training.STEP > 0
-    flops = 2.5 * derived["flops_per_token"] * training.STEP
-    succeed(num_iterations=None, target_flops=flops, target_param_data_ratio=1e9, save_every=-1, model_tag="flops")
-    assert len(steps("flops")) == round(2.5)
-    succeed(num_iterations=1, target_flops=flops, save_every=-1, model_tag="both")
-    assert len(steps("both")) == 1, "iterations count first"
-
-
 def test_importing_does_nothing_and_without_a_name_nothing_of_wandb_starts(workplace: Path) -> None:
     """In a process of its own: the files that an import makes, the environment it reads, and what a run imports."""
     program = f"""
@@ -176,22 +154,9 @@ code = scripts.base_train.main({training.flags(num_iterations=1, save_every=-1)!
 assert code == 0 and listing() != before
 assert 'wandb' not in sys.modules
 """
-    done = in_a_shell("-c", program)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
+                          timeout=training.PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", [{"packing": "concat"}, {"long_docs": "split"}])
-def test_other_layouts_train_and_resume(workplace: Path, layout: dict[str, str]) -> None:
-    succeed(num_iterations=3, save_every=2, **layout)
-    succeed(num_iterations=3, model_tag="crop")
-    assert digests() != digests("crop")
-    whole = training.state_of(final())
-    (final() / "trainer_state.json").unlink()
-    assert "at step 2" in succeed(num_iterations=3, save_every=2, **layout).out
-    assert training.state_of(final()) == whole
 
 
 # ---- on one process and on several ----------------------------------------------------------------------------------
@@ -225,10 +190,9 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace: Path
         norms = [[record["grad_norm"] for record in steps(t).values()] for t in ("run", tag)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-3)
         assert events("val", tag)[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
-    for B in (1, 7):
-        succeed(model_tag=f"B{B}", **{**settings, "device_batch_size": B, "num_iterations": 1})
-        assert events("val", f"B{B}")[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
-        assert losses(f"B{B}")[0] == pytest.approx(losses()[0], abs=2e-6)
+    succeed(model_tag="B7", **{**settings, "device_batch_size": 7, "num_iterations": 1})
+    assert events("val", "B7")[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
+    assert losses("B7")[0] == pytest.approx(losses()[0], abs=2e-6)
 
 
 def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace: Path) -> None:
@@ -250,15 +214,6 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace: Path) -> Non
     assert steps()[5]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-def test_lanes_decide_the_data_and_leaves_do_not(workplace: Path) -> None:
-    settings = {"num_iterations": 3, "save_every": -1}
-    succeed(**settings)
-    succeed(**settings, model_tag="lanes", lanes=8)
-    succeed(**settings, model_tag="leaves", leaves=4)
-    assert digests("leaves") == digests() and losses("leaves") == pytest.approx(losses(), abs=2e-5)
-    assert not set(digests("lanes")) & set(digests())
-
-
 def test_under_torchrun(workplace: Path) -> None:
     settings = {"num_iterations": 2, "save_every": -1}
     argv = ["--standalone", "--nproc_per_node=2", "-m", "scripts.base_train", "--", *training.flags(**settings)]
@@ -273,13 +228,6 @@ def test_under_torchrun(workplace: Path) -> None:
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
-def all_finite(checkpoint: Path) -> bool:
-    loaded = load_checkpoint(checkpoint)
-    tensors = [*loaded.model_state().values(),
-               *(t for state in loaded.optimizer_state()["state"].values() for t in state.values())]
-    return bool(len(tensors) > 20 and all(tensor.isfinite().all() for tensor in tensors))
-
-
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(
         workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, calls = GPT.forward, iter(range(100))
@@ -293,7 +241,6 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(
     assert message.startswith("step 5: the loss is nan") and "--model-tag" in message
     assert str(training.run_dir() / "checkpoints" / "checkpoint-4") in message
     assert checkpoints() == ["checkpoint-2", "checkpoint-4"] and sorted(steps()) == [0, 1, 2, 3, 4]
-    assert all_finite(training.run_dir() / "checkpoints" / "checkpoint-4")
     assert [event["step"] for event in events("failed")] == [5]
     monkeypatch.setattr(GPT, "forward", forward)
     succeed(num_iterations=8, save_every=2)  # as if it had not happened
@@ -309,42 +256,27 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace:
     assert "Traceback" not in text and checkpoints() == []
 
 
-class FakeWandb(types.ModuleType):
-    """Just enough of wandb to fail at a chosen call."""
-
-    def __init__(self, fail_at: str):
-        super().__init__("wandb")
-        self.fail_at, self.id, self.calls = fail_at, "id-of-this-run", []
-
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.fail_at:
-            raise RuntimeError(f"no {name} today")
-
-    def init(self, **kwargs: Any) -> "FakeWandb":
-        self._call("init")
-        self.given = kwargs
-        return self
-
-    def log(self, record: dict[str, Any]) -> None:
-        self._call("log")
-        json.dumps(record)
-
-    def finish(self) -> None:
-        self._call("finish")
-
-
 @pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
 def test_a_failure_of_wandb_never_stops_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, fail_at: str) -> None:
-    fake = FakeWandb(fail_at)
+    fake, calls, given = types.ModuleType("wandb"), [], {}
+
+    def call(name: str, /, *records: Any, **kwargs: Any) -> Any:
+        calls.append(json.dumps([name, *records]))
+        given.update(kwargs)
+        if name == fail_at:
+            raise RuntimeError(f"no {name} today")
+        return fake
+
+    fake.__dict__.update(id="id-of-this-run", **{name: partial(call, name) for name in ("init", "log", "finish")})
     monkeypatch.setitem(sys.modules, "wandb", fake)
     outcome = succeed(run="name", num_iterations=2, save_every=1, eval_every=2)
     assert len(steps()) == 2 and checkpoints() == ["checkpoint-1", "final"]
     told = [line for line in outcome.err.splitlines() if "going on without it" in line]
     assert len(told) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in told)
-    assert fake.calls.count("log") == {"init": 0, "log": 1}.get(fail_at, 8)  # steps, val, saved: 2 each; 2 others
-    assert load_checkpoint(final()).trainer_state["wandb_id"] == (None if fail_at == "init" else fake.id)
+    logged = sum(name.startswith('["log"') for name in calls)  # steps, val, saved: 2 each; 2 others
+    assert logged == {"init": 0, "log": 1}.get(fail_at, 8)
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == (None if fail_at == "init" else "id-of-this-run")
     if fail_at == "nothing":
-        assert fake.given["config"]["lanes"] == 4 and fake.given["id"] is None and fake.calls[-1] == "finish"
+        assert given["config"]["lanes"] == 4 and given["id"] is None and calls[-1] == '["finish"]'
         succeed(run="name", num_iterations=3)
-        assert fake.given["id"] == fake.id, "a resumed run goes on in the same wandb run"
+        assert given["id"] == "id-of-this-run", "a resumed run goes on in the same wandb run"

@@ -62,32 +62,17 @@ def test_help_shows_each_flag_with_its_default() -> None:
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    (["--resume-from-step=100"], "--resume=PATH"), (["--dept=4"], "did you mean --depth?"),
-    (["--allow-curriculum-change"], "--init-from")])
-def test_flags_of_elsewhere_are_told_what_to_do_here(argv: list[str], told: str,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(*argv)
-    assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("argv", "told"), [
     (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
     (["--blend-weights=a"], "--blend-weights: got 'a'"), (["--blend-weights=0,1"], "numbers above 0"),
-    (["--blend-weights="], "expected a number"), (["--blend-weights=1,inf"], "numbers above 0"),
-    (["--blend-weights=nan,1"], "numbers above 0"), (["--blend-weights=1,-2"], "numbers above 0")])
+    (["--blend-weights=1,inf"], "numbers above 0"), (["--blend-weights=nan,1"], "numbers above 0")])
 def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)
 
 
 # ---- a later launch -------------------------------------------------------------------------------------------------
-
-def test_the_same_command_goes_on_without_a_word() -> None:
-    assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
-
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_each_setting_alone_is_allowed_or_refused_as_promised(name: str) -> None:
@@ -113,6 +98,7 @@ def test_refusal_is_a_diff_that_names_the_ways_out() -> None:
 
 def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
     command = replace(RUN, lanes=-1, leaves=-1, total_batch_size=-1, dtype="auto", num_iterations=-1)
+    assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
     settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
     assert settings == replace(RUN, num_iterations=-1), "-1 there means off"
     assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
@@ -158,10 +144,7 @@ def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch: p
 
     field = Zealous.__dataclass_fields__["zeal"]
     monkeypatch.setitem(FIELDS, "zeal", field)
-    assert "| `--zeal` | no | what a step computes |" in settings_table()
-    assert Zealous(zeal=1.0).zeal == 1.0
-
-
-def test_the_table_has_a_row_for_each_setting() -> None:
     lines = settings_table().splitlines()
+    assert "| `--zeal` | no | what a step computes |" in lines
     assert len(lines) == 2 + len(FIELDS) and all(line.count("|") == 4 for line in lines)
+    assert Zealous(zeal=1.0).zeal == 1.0

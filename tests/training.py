@@ -37,7 +37,7 @@ from nanochat.common import run_main
 from nanochat.lifecycle import StopWatch
 from nanochat.run_dir import TrainLog, read_log
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train
+from scripts import base_train, tok_shards
 
 VOCAB_SIZE = 320
 PATIENCE_S = 120  # a child that takes longer than this hangs
@@ -68,6 +68,18 @@ def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": pa.array(documents, pa.string())}), path, row_group_size=32, **kwargs)
     return path
+
+
+def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:
+    """text/BUCKET with two files of so many documents for training and one for validation; and shards of them in
+    folders of other names, whose entries have at most so many tokens (0: any number)."""
+    for k, (bucket, num) in enumerate(buckets.items()):
+        for i, documents in enumerate((num, num, 8)):
+            write_shard(folder / "text" / bucket / f"{i}.parquet", texts(documents, seed=10 * k + i))
+    for name, length in shards.items():
+        assert tok_shards.main([
+            f"--input-dir={folder / 'text'}", f"--output-dir={folder / name}", "--num-workers=1",
+            f"--tokenizer={folder / 'tokenizer'}", f"--max-length={length}", "--overlap-size=2"]) == 0
 
 
 @functools.cache
@@ -283,15 +295,15 @@ def after_step(step: int, act: Callable[[], None]) -> None:
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
-def before(function: str, call: int, act: Callable[[], None]) -> None:
-    """Act when a function, named like "os.rename", is about to be called for the so-manieth time."""
+def die_in(function: str, call: int) -> None:
+    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
     place, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(place)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if next(calls, None) == call:
-            act()
+            die()
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
@@ -305,18 +317,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_later(delay_s: float) -> None:
-    threading.Timer(delay_s, die).start()
-
-
 def die_after_step(step: int, delay_s: float = 0.0) -> None:
     """Kill the process once this step is in the log, and so much later, wherever it is by then."""
-    after_step(step, functools.partial(die_later, delay_s) if delay_s else die)
-
-
-def die_in(function: str, call: int) -> None:
-    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
-    before(function, call, die)
+    after_step(step, threading.Timer(delay_s, die).start if delay_s else die)
 
 
 # ---- what a run left ------------------------------------------------------------------------------------------------

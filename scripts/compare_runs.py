@@ -41,7 +41,7 @@ from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.lifecycle import liveness, read_state
 from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, is_run_dir, iter_log, read_config, read_cursors
 
-DATA = {"digest": "digests", "tokens": "counts of tokens"}
+DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
           "val": "validation results"}
 SMOOTH = "smooth_loss"
@@ -134,9 +134,16 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
-def read_series(run_dir: Path) -> Series:
-    """The series of a run's log, from the last line of each step: digests, tokens, losses, ..."""
+def read_series(run_dir: Path, notes: list[str]) -> Series:
+    """What a run keeps of its steps: digests, tokens, losses, ... from the last line that its log
+    has of each, and the cursors of every save."""
     found: Series = {}
+    for step, path in cursor_files(run_dir).items():
+        try:
+            lanes = {f"lane {i}": cursor for i, cursor in enumerate(read_cursors(path)[1])}
+            found.setdefault("cursors", {})[step] = lanes
+        except (OSError, ValueError) as e:
+            notes.append(f"passed over: {e}")
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
         values: dict[str, Any] = {}
         if record.get("event") == "val":
@@ -195,7 +202,7 @@ def open_side(name: str, notes: list[str]) -> Side:
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     saved = dict(sorted(saved.items()))
-    log = read_series(run_dir)
+    log = read_series(run_dir, notes)
     steps = log.get("loss")
     logged = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
     try:
@@ -233,32 +240,17 @@ class Part:
         return f"{self.name} {verb} {parted[0]}; {len(parted):,} of {self.compared:,} differ"
 
 
-def compare_logs(a: Series, b: Series) -> Iterator[Part]:
-    """The series that both logs have at common steps, those of the data first."""
+def compare_series(a: Series, b: Series) -> Iterator[Part]:
+    """The series that both have at common steps, those of the data first; of each step the first
+    difference."""
     for name in SERIES | a:
         common = sorted(a.get(name, {}).keys() & b.get(name, {}).keys())
         if common and name != SMOOTH:
-            x, y = ({f"step {step}": log[name][step] for step in common} for log in (a, b))
+            x, y = ([{f"step {step}": side[name][step]} for step in common] for side in (a, b))
+            gaps = [gap for pair in zip(x, y) for gap in list(compare_states(*pair))[:1]]
             series, _, bucket = name.partition("/")
             words = SERIES[series] + (f" of {bucket}" if bucket else "")
-            kind = "data" if name in DATA else "steps"
-            yield Part(kind, words, len(common), list(compare_states(x, y)))
-
-
-def compare_cursors(a: Path, b: Path, notes: list[str]) -> Iterator[Part]:
-    """The cursors that two runs keep of every save: of each the first place where they differ."""
-    x, y = cursor_files(a), cursor_files(b)
-    compared, gaps = 0, []
-    for step in sorted(x.keys() & y.keys()):
-        try:
-            differ = compare_states(read_cursors(x[step])[1], read_cursors(y[step])[1])
-        except (OSError, ValueError) as e:
-            notes.append(f"passed over: {e}")
-            continue
-        compared += 1
-        gaps += [Gap(f"step {step}", math.inf, f"lane {gap}") for gap in list(differ)[:1]]
-    if compared:
-        yield Part("data", "cursors", compared, gaps)
+            yield Part("data" if name in DATA else "steps", words, len(common), gaps)
 
 
 def compare_checkpoints(a: Side, b: Side, notes: list[str]) -> Iterator[Part]:
@@ -279,11 +271,7 @@ def compare_checkpoints(a: Side, b: Side, notes: list[str]) -> Iterator[Part]:
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
     """Everything that both sides have, the data first. ValueError where that is nothing."""
-    parts = list(compare_logs(a.log, b.log))
-    if a.run_dir and b.run_dir and not (a.alone or b.alone):
-        parts += compare_cursors(a.run_dir, b.run_dir, notes)
-    parts.sort(key=lambda part: part.kind != "data")
-    parts += compare_checkpoints(a, b, notes)
+    parts = [*compare_series(a.log, b.log), *compare_checkpoints(a, b, notes)]
     if not parts:
         nothing = "nothing to compare: no step of the logs and no checkpoint is common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))

@@ -213,17 +213,19 @@ def data_part(facts: Facts) -> list[str]:
             f"{balance(accounts)}", "", *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read"), rows)]
 
 
+def thinned(steps: Sequence[int]) -> list[int]:
+    """About CURVE_ROWS of some steps, the last among them."""
+    return sorted(steps, reverse=True)[::max(1, -(-len(steps) // CURVE_ROWS))]
+
+
 def curve_part(facts: Facts) -> list[str]:
     """Loss and validation by step."""
     val = {e["step"]: e["bpb"] for e in facts.named("val")}
-    by_step = {s["step"]: s for s in facts.steps}
-    if not by_step:
+    logged = {s["step"]: s for s in facts.steps}
+    if not logged:
         return ["No step was logged."]
-    last = max(by_step)
-    spread = {round(i * last / (CURVE_ROWS - 1)) for i in range(CURVE_ROWS)} & by_step.keys()
-    evaluated = list(val)[::-1][::max(1, -(-len(val) // CURVE_ROWS))]
-    rows = [(step, *(by_step.get(step, {}).get(k) for k in ("loss", "smooth_loss", "lr", "grad_norm")), val.get(step))
-            for step in sorted({*spread, *evaluated, last})]
+    rows = [(step, *(logged.get(step, {}).get(k) for k in ("loss", "smooth_loss", "lr", "grad_norm")), val.get(step))
+            for step in sorted({min(logged), *thinned([*logged]), *thinned([*val])})]
     header = ("step", "loss", "smooth", "lr", "gradient norm", "validation bits per byte (before the step)")
     return markdown(header, rows)
 

@@ -116,7 +116,7 @@ def test_another_seed_parts_at_step_0_and_no_tolerance_helps(base: Path) -> None
     digests = training.digests("a")[0], training.digests("seed")[0]
     _, summary, rest = compare("a", "seed", "--tolerance", 0.999)
     assert summary == f"digests part at step 0: {digests[0]} and {digests[1]}; 8 of 8 differ"
-    assert "cursors part at step 4: lane 0.stream.seed: 42 and 43; 2 of 2 differ" in rest
+    assert "cursors part at step 4.lane 0.stream.seed: 42 and 43; 2 of 2 differ" in rest
     assert ["seed", "42", "43"] in [line.split() for line in rest.splitlines()]
 
 
@@ -202,7 +202,7 @@ def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base: P
     state = json.loads(gzip.decompress(kept.read_bytes()))
     state["cursors"][2]["row"] += 1
     kept.write_bytes(gzip.compress(json.dumps(state).encode()))
-    assert compare("a", copy)[1].startswith("cursors part at step 4: lane 2.row: 8 and 9; 1 of 2 differ; 1 damaged")
+    assert compare("a", copy)[1].startswith("cursors part at step 4.lane 2.row: 8 and 9; 1 of 2 differ; 1 damaged")
     kept.write_bytes(b"torn")
     (copy / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
     assert compare("a", copy)[1].endswith("8 losses; 3 damaged file(s) passed over")

@@ -141,8 +141,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
 
 
 def one_step(run: Trainer) -> None:
-    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where one was asked
-    to."""
+    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where asked to."""
     p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
@@ -168,8 +167,7 @@ def one_step(run: Trainer) -> None:
     grad_norm = float(run.optimizer.step(totals.grad_scale(tokens)))  # waits for the device
     run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
-        raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm "
-                              f"{grad_norm}")
+        raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.journal.check_digest(totals.digest)
     run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
 

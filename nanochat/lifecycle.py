@@ -284,27 +284,26 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     return state
 
 
-def heartbeat_age_s(state: Mapping[str, Any], now: float | None = None) -> float:
-    """How old the heartbeat is by our clock, seconds; negative if it is from the future. `now`:
-    unix seconds."""
-    return (time.time() if now is None else now) - state["heartbeat"]
+def heartbeat_age_s(state: Mapping[str, Any]) -> float:
+    """How old the heartbeat is by our clock, seconds; negative if it is from the future."""
+    return time.time() - state["heartbeat"]
 
 
-def liveness(state: Mapping[str, Any], now: float | None = None) -> str:
+def liveness(state: Mapping[str, Any]) -> str:
     """ended (it says so), alive, or dead (it says it is active, but its process is gone; from
     another place: its heartbeat is further away than the limit, in either direction)."""
     if state["status"] in EXIT_CODES:
         return "ended"
-    here = is_alive_here(state["ranks"][0])
-    if here is None:
-        here = abs(heartbeat_age_s(state, now)) <= HEARTBEAT_LIMIT_S
-    return "alive" if here else "dead"
+    alive = is_alive_here(state["ranks"][0])
+    if alive is None:
+        alive = abs(heartbeat_age_s(state)) <= HEARTBEAT_LIMIT_S
+    return "alive" if alive else "dead"
 
 
-def exit_code(state: Mapping[str, Any], now: float | None = None) -> int:
+def exit_code(state: Mapping[str, Any]) -> int:
     """What scripts.status --exit-code answers: 0 completed, 10 stopped (the same command goes on
     with it), 3 halted (a person must decide), 1 failed or dead, 20 alive."""
-    known = liveness(state, now)
+    known = liveness(state)
     return EXIT_CODES[state["status"]] if known == "ended" else EXIT_ALIVE if known == "alive" else 1
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,15 @@ def test_previous_handlers_are_back_afterwards_even_after_an_error():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_entered_in_another_thread_it_leaves_signals_alone():
+    def handler_inside() -> object:
+        with StopWatch():
+            return signal.getsignal(signal.SIGUSR1)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler_inside).result() == signal.SIG_DFL
 
 
 SLEEPER = """
@@ -322,21 +332,21 @@ def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
 
 
 def state_with(process: dict, *, status: str = "running", age: float = 0.0) -> dict:
-    return {"status": status, "ranks": [process], "heartbeat": 1000.0 - age}
+    return {"status": status, "ranks": [process], "heartbeat": time.time() - age}
 
 
 def test_life_in_the_same_place_is_the_process_and_elsewhere_a_young_heartbeat(monkeypatch):
     me = identify()
     for age in (0, 5_000, -5_000):
-        assert liveness(state_with(me, age=age), now=1000.0) == "alive"
-        assert liveness(state_with({**me, "start": "1"}, age=age), now=1000.0) == "dead"  # the pid is another's now
+        assert liveness(state_with(me, age=age)) == "alive"
+        assert liveness(state_with({**me, "start": "1"}, age=age)) == "dead"  # the pid is another's now
     assert liveness(state_with(dead_process())) == "dead"
     assert liveness(state_with(me, status="halted")) == "ended"
     for elsewhere in ({**me, "place": "another boot"}, {**me, "place": "", "start": None}):
         for age, known, code in ((0, "alive", 20), (59, "alive", 20), (61, "dead", 1), (-59, "alive", 20),
                                  (-61, "dead", 1)):  # the far future is no youth
-            assert liveness(state_with(elsewhere, age=age), now=1000.0) == known
-            assert exit_code(state_with(elsewhere, age=age), now=1000.0) == code
+            assert liveness(state_with(elsewhere, age=age)) == known
+            assert exit_code(state_with(elsewhere, age=age)) == code
         monkeypatch.setattr(lifecycle, "place", lambda: "")  # a system that does not tell
 
 

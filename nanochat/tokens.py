@@ -24,8 +24,7 @@ other one that of megatron-core: files of these programs are read here, and they
 the pairs of a folder there may be a manifest.json, which says what tokenizer made them.
 
 **Opening** looks at the header, the sizes and both ends of the tables. So it takes as long for a
-billion entries as for ten. What stands between is checked where it is used. Keeping the lengths of
-all entries was rejected: it costs 8 bytes an entry, and seconds at each start.
+billion entries as for ten. What stands between is checked where it is used.
 
 **Which entries end a document?** If the manifest tells that every later window has a prefix, an
 entry ends its document when the next one has no prefix, and no id need be looked at. Otherwise the
@@ -33,8 +32,7 @@ last id of the entry decides: it is E or it is not.
 
 **Three readers** give the elements of a file: a memory map (the default), plain reads, and object
 storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is cut short
-while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS. This
-is a property of a machine and changes no row, so it is no flag.
+while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS.
 """
 
 import contextlib
@@ -117,16 +115,14 @@ class PlainReader(Reader):
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
-        self.state = self._look()
-
-    def _look(self) -> tuple[int, int]:
-        stat = self.path.stat()
-        return stat.st_size, stat.st_mtime_ns
+        self.stat = path.stat()
 
     def read(self, begin: int, end: int) -> np.ndarray:
         size = self.dtype.itemsize
         elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * size)
-        if len(elements) < end - begin or self._look() != self.state:
+        now, first = self.path.stat(), self.stat
+        same = (now.st_size, now.st_mtime_ns) == (first.st_size, first.st_mtime_ns)
+        if len(elements) < end - begin or not same:
             raise ValueError(f"{self.path}: it was cut short or changed while it is in use; bring "
                              f"the old file back, or start a new run (--model-tag)")
         elements.flags.writeable = False
@@ -340,19 +336,23 @@ class TokenFile:
     # -- documents, as the stream has them
 
     @functools.cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """What `read_manifest` gives of the folder."""
+        return read_manifest(self.path.parent)
+
+    @property
     def record(self) -> dict[str, Any] | None:
         """What manifest.json says of the pair; None if there is none, or it does not list it."""
-        manifest = read_manifest(self.path.parent)
-        return None if manifest is None else manifest["shards"].get(self.path.stem)
+        return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
         """Whether the index alone tells which entries end a document: each later window has a
         prefix, or there is none."""
-        manifest = read_manifest(self.path.parent)
-        if manifest is None or self.record is None:
+        if self.manifest is None or self.record is None:
             return False
-        return manifest["arguments"]["max_length"] == 0 or manifest["arguments"]["overlap_size"] > 0
+        arguments = self.manifest["arguments"]
+        return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
     def ends_document(self, first: int, last: int, eod: int) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
@@ -382,23 +382,22 @@ class TokenFile:
 
     def refuse_other_tokenizer(self, fingerprint: str) -> None:
         """ValueError if the folder's manifest says that another tokenizer made the ids."""
-        manifest = read_manifest(self.path.parent)
-        if manifest is not None and manifest["tokenizer"]["fingerprint"] != fingerprint:
+        theirs = self.manifest["tokenizer"]["fingerprint"] if self.manifest else fingerprint
+        if theirs != fingerprint:
             raise ValueError(
-                f"{self.path.parent}: its shards were made with tokenizer "
-                f"{manifest['tokenizer']['fingerprint']}, this run has {fingerprint}; name their "
-                f"tokenizer with --tokenizer-dir, or make them again with scripts.tok_shards")
+                f"{self.path.parent}: its shards were made with tokenizer {theirs}, this run has "
+                f"{fingerprint}; name their tokenizer with --tokenizer-dir, or make them again "
+                f"with scripts.tok_shards")
 
     def pin(self, name: str) -> dict[str, Any]:
         """What pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer",
         "groups", and in a store the "etag" of the .bin}. `footer` hashes size, header and both ends
         of the .idx. ValueError if the pair is not what manifest.json says."""
         groups = record_groups(self.record, len(self))
-        in_groups = sum(groups) if min(groups, default=0) > 0 else 0
-        found = {"entries": len(self), "tokens": self.num_tokens, "bin_bytes": self.num_bytes}
-        says = {**(self.record or found), "groups": in_groups}
-        for key, value in {**found, "groups": len(self)}.items():
-            if says[key] != value:
+        says = {**(self.record or {}), "groups": sum(groups) if min(groups, default=0) > 0 else 0}
+        for key, value in (("entries", len(self)), ("tokens", self.num_tokens),
+                           ("bin_bytes", self.num_bytes), ("groups", len(self))):
+            if says.get(key, value) != value:
                 raise ValueError(f"{self.path}: {key} {value:,}, {MANIFEST_NAME} says "
                                  f"{says[key]:,}; {REDO}")
         start, stop = HEADERS[self.format].size, self.header.num_bytes
@@ -469,11 +468,12 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
         raise ValueError(
             f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file "
             f"away to read these shards without it, or make them again with scripts.tok_shards")
-    read_json(copy, MANIFEST_SHAPE, way_out=REDO)
-    read_json(copy, {"shards": dict.fromkeys(manifest["shards"], RECORD_SHAPE)}, way_out=REDO)
-    groups = {name: {"groups": [int]} for name, record in manifest["shards"].items()
-              if record.get("groups") is not None}
-    return read_json(copy, {"shards": groups}, way_out=REDO)
+    shards = read_json(copy, MANIFEST_SHAPE, way_out=REDO)["shards"]
+    shapes: dict[str, Any] = dict.fromkeys(shards, RECORD_SHAPE)
+    for name, record in shards.items():
+        if isinstance(record, dict) and record.get("groups") is not None:
+            shapes[name] = {**RECORD_SHAPE, "groups": [int]}
+    return read_json(copy, {"shards": shapes}, way_out=REDO)
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:

@@ -73,7 +73,7 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) 
     """The problems of one pair, given by its .bin; what it holds is added to `counts`."""
     try:
         pair = open_tokens(path)
-        record, manifest = pair.record, read_manifest(path.parent)
+        record, manifest = pair.record, pair.manifest
         max_length, eod, vocab_size = 0, args.eod, args.vocab_size
         if record is not None and manifest is not None:
             max_length = manifest["arguments"]["max_length"]

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import logging
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,21 +106,6 @@ def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
         as_parquet(tmp_path / name)
     assert not list(tmp_path.rglob("*.parquet"))
-
-
-def test_a_document_of_parquet_larger_than_any_is_told(tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
-    monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 1000)
     with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,001 bytes"):
         list(read_batches(file, 0, tmp_path / "big.parquet"))
-
-
-def test_broken_lines_are_told_at_every_launch_but_once_in_each(tmp_path, caplog):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "one"}\n{"text": ' + b"[" * 100_000 + b"\nbroken\n")
-    for launch in range(2):
-        caplog.clear()
-        text._tell_skipped.cache_clear()  # what a new process begins with
-        with caplog.at_level(logging.WARNING):
-            assert [list(read_texts(path)) for _ in range(3)] == [["one"]] * 3, launch
-        assert caplog.text.count("a.jsonl: line 2 skipped") == caplog.text.count("2 broken line(s)") == 1

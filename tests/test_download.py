@@ -242,16 +242,13 @@ def test_the_token_is_never_printed(server, monkeypatch, capsys):
     assert "sec" not in str(e.value) + str(e2.value) + out.out + out.err
 
 
-@pytest.mark.parametrize("argv", [["-n", "-2"], ["-w", "0"], ["--base-url", "ftp://x"]])
-def test_bad_flags_are_named(argv, server):
-    with pytest.raises(ValueError, match=argv[0]):
-        run(server, *argv)
-
-
-def test_two_data_sets_never_share_a_folder(server, tmp_path):
+@pytest.mark.parametrize("argv, said", [
+    (["-n", "-2"], "-n"), (["-w", "0"], "-w"), (["--base-url", "ftp://x"], "--base-url"),
+    (["--dataset", "climbmix"], "holds tiny")])
+def test_bad_flags_and_the_folder_of_another_data_set_are_named(server, tmp_path, argv, said):
     job_for(server, tmp_path / "d")
-    with pytest.raises(ValueError, match="holds tiny"):
-        make_downloader(dataset.DEFAULT_DATASET, data_dir=tmp_path / "d")
+    with pytest.raises(ValueError, match=said):
+        run(server, "--data-dir", str(tmp_path / "d"), *argv)
 
 
 # ---- verifying ------------------------------------------------------------------------------------------------------

@@ -156,15 +156,6 @@ def test_it_starts_no_thread_leaves_the_cpus_as_they_were_and_survives_a_fork():
 
 # ---- what is given to tiktoken -------------------------------------------------------------------------------------
 
-@FAST
-@given(st.integers(0, 3000), st.sampled_from([0, LONG_RUN - 1, LONG_RUN, LONG_RUN + 5000]), st.integers(0, 3000),
-       st.sampled_from(" \n\u3000\x85"))
-def test_no_long_run_of_spaces_is_missed_and_ordinary_text_is_not_odd(before, run, after, space):
-    text = "a" * before + space * run + "a b" * after
-    assert is_odd(text) >= (run >= LONG_RUN)
-    assert not is_odd("a b\n" * 50_000 + text[:before])
-
-
 class Panic(BaseException):
     """What a panic in Rust looks like."""
 

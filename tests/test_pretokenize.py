@@ -31,8 +31,6 @@ from nanochat.token_writer import ShardWriter
 from nanochat.tokens import open_tokens
 from tests.toy import BOS, ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-
 
 class Bytes(ByteTokenizer):
     def get_vocab_size(self):
@@ -220,15 +218,6 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending, monkeypatch):
         tracemalloc.stop()
         assert texts == 50 * copies
     assert peaks[1] < 1.5 * peaks[0]
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared sample data (../shared/data)")
-def test_real_text_comes_back(tmp_path):
-    path = SHARED / "math" / "shard_00001.parquet"
-    texts = pq.read_table(path, columns=["text"]).column("text").to_pylist()
-    pair, record = make(path, tmp_path / "out", Windows(2048, 256))
-    assert documents_of(pair) == texts
-    assert record["entries"] > record["documents"] == len(texts)
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

@@ -68,14 +68,6 @@ def test_steps_count_batches_and_never_draw_one_too_many():
     assert len(list(batches)) == 1
 
 
-def test_special_tokens_and_dead_rows_change_nothing():
-    x, y = make_rows(0, 4, 10)
-    clean = evaluate_bpb(table_model, [(x, y.masked_fill(y >= 6, -100))], None, TOKEN_BYTES)
-    assert (y >= 6).any()
-    assert clean == evaluate_bpb(table_model, [(x, y)], None, TOKEN_BYTES)
-    assert clean == evaluate_bpb(table_model, [(x, y), (x, torch.full_like(y, -100))], None, TOKEN_BYTES)
-
-
 @pytest.mark.parametrize("y", [torch.full((2, 3), -100), torch.full((2, 3), 7)])
 def test_no_bytes_at_all_is_an_error(y):
     with pytest.raises(ValueError, match="nothing to evaluate"):

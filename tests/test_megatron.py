@@ -357,16 +357,6 @@ def same(found: dict[str, np.ndarray]) -> bool:
                for name, array in ARRAYS.items())
 
 
-def test_what_is_stored_is_mapped_and_not_computed_again(tmp_path: Path) -> None:
-    folder = tmp_path / "new"
-    assert same(keep(folder))
-    found = keep(folder, lambda: pytest.fail("built"))
-    assert same(found) and all(isinstance(a, np.memmap) and not a.flags.writeable for a in found.values())
-    assert sorted(path.name for path in folder.iterdir()) == ["key-x.npy", "key-y.npy", "key.json"]
-    (folder / "key-x.npy").unlink()
-    assert same(found), "a map outlives the name of its file"
-
-
 @pytest.mark.parametrize("tear", [
     lambda array, seal: array.unlink(),
     lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),

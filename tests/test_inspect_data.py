@@ -173,13 +173,11 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
 
 def test_text_is_that_of_the_placements(corpus, capsys):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
-    (line,) = json_lines(capsys, "rows", "--step=3", "--row=4", "--text", "--json", *stream_flags(corpus, "split"))
-    inputs, targets = batches(corpus, "split", 4)[0][3][4]
-    tokens = np.array([*inputs, targets[-1]])
-    assert line["row"] == 4 and targets[-1] != OFF
-    for d in line["documents"]:
-        assert d["text"] == tokenizer.decode(tokens[d["at"]:d["at"] + d["tokens"]])
-    table = run(capsys, "rows", "--step=3", "--row=4", "--text", *stream_flags(corpus, "split"))
+    flags = ["rows", "--step=3", "--row=4", "--text", *stream_flags(corpus, "split")]
+    (line,) = json_lines(capsys, *flags, "--json")
+    tokens = row_tokens(batches(corpus, "split", 4)[0][3][4])
+    assert "".join(d["text"] for d in line["documents"]) == tokenizer.decode(np.array(tokens))
+    table = run(capsys, *flags)
     assert table.count("    | <|bos|>") == len(line["documents"]) > 0
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"]
 

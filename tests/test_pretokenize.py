@@ -192,6 +192,19 @@ def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):
         assert not left_in(tmp_path / "out"), path
 
 
+def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
+    path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_documents
+
+    def changed(*args, **kwargs):
+        yield from read(*args, **kwargs)
+        path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
+
+    monkeypatch.setattr(module, "read_documents", changed)
+    with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
+        make(path, tmp_path / "out")
+    assert not left_in(tmp_path / "out")
+
+
 @pytest.mark.parametrize("where", ["add", "index"])
 def test_a_full_disk_fails_the_input_and_leaves_nothing(tmp_path, monkeypatch, where):
     def full(*args):

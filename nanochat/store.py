@@ -19,16 +19,14 @@ object that changed is an error that names it.
 until there is an answer, and whoever needs it looks ten times a second whether the launch should
 stop. So a store that stalls holds up neither a signal nor the end of Python. What another try
 cannot help fails at once. The rest is asked again for 300 s; but for 9 s only while the store has
-never answered, because then the endpoint is wrong. (obstore's own retries know neither a wrong
-range, nor 429, nor another package's store, and cannot say what they wait for.)
+never answered, because then the endpoint is wrong.
 
 **Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
 on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
 credentials is refused and never printed.
 
-obstore reads s3:// gs:// az://, multi-storage-client what its profiles say: msc://PROFILE/KEY. Of
-obstore, pyarrow.fs and s3fs, obstore took the least processor time; it alone sends If-Match and
-tells ETag, size and range of an answer.
+obstore reads s3:// gs:// az://: it alone sends If-Match and tells ETag, size and range of an answer.
+multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 """
 
 import atexit
@@ -393,8 +391,8 @@ def delete(path: str) -> None:
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:
-    """Bytes begin .. end - 1 of an object, by one request. FileNotFoundError where it is gone,
-    ValueError where it is another one by now, OSError where the store stays away or refuses."""
+    """Bytes begin .. end - 1 of an object. FileNotFoundError where it is gone, ValueError where it
+    is another one by now, OSError where the store stays away or refuses."""
     try:
         return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
                        what=f"{stat.path} bytes {begin:,} to {end:,}")
@@ -521,12 +519,11 @@ class StorePath(PosixPath):
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The object, to be read as bytes, `buffering` at once if that is given."""
+        """The object, to be read as bytes, at least `buffering` at once."""
         if mode != "rb":
             raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, "
                              f"as bytes")
-        file = StoreFile(self.pinned())
-        return io.BufferedReader(file, buffering) if buffering > 1 else file
+        return io.BufferedReader(StoreFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
     def resolve(self, strict: bool = False) -> "StorePath":
         return self
@@ -561,9 +558,6 @@ class StoreFile(io.RawIOBase):
         return True
 
     seekable = readable
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._at = max(0, offset + (0, self._at, self.pinned.size)[whence])

@@ -22,15 +22,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
 
 import pytest
 
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
-NOT_FORWARDED = {"connection", "transfer-encoding", "keep-alive"}
-NOT_RETURNED = {*NOT_FORWARDED, "date", "server"}
+HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "server"}
 
 
 @dataclass
@@ -91,11 +90,6 @@ class Proxy(ThreadingHTTPServer):
     def gets(self, name: str = "") -> list[Seen]:
         return [s for s in self.seen if s.method == "GET" and name in s.path]
 
-    def close(self) -> None:
-        self.released.set()
-        self.shutdown()
-        self.server_close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: Proxy
@@ -110,15 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        fault = self.server.pop_fault(self.command, self.path)
+        found = self.server.pop_fault(self.command, self.path)
         span = (int(asked[1]), int(asked[2]) + 1) if asked else None
-        self.server.seen.append(Seen(self.command, self.path, span, fault, self.headers.get("If-Match")))
-        if self.server.latency_s:
-            time.sleep(self.server.latency_s)
-        headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in NOT_FORWARDED}
-        if fault is None:
-            self._forward(body, headers)
-            return
+        self.server.seen.append(Seen(self.command, self.path, span, found, self.headers.get("If-Match")))
+        time.sleep(self.server.latency_s)
+        fault = found or Fault()
         if fault.before:
             fault.before()
         if fault.stall:
@@ -129,15 +119,13 @@ class _Handler(BaseHTTPRequestHandler):
                     f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>").encode()
             self._send(fault.status, {"Content-Type": "application/xml"}, text)
         else:
+            headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in HOP_HEADERS}
             headers.pop(fault.lose.lower(), None)
-            if asked and fault.shift:
-                headers["range"] = f"bytes={int(asked[1]) + fault.shift}-{int(asked[2]) + fault.shift}"
+            if span and fault.shift:
+                headers["range"] = f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}"
             if fault.whole:
                 headers.pop("range", None)
-            self._forward(body, headers, fault.cut)
-
-    def _forward(self, body: bytes, headers: dict[str, str], cut: int = -1) -> None:
-        self._send(*self._ask(body, headers), cut)
+            self._send(*self._ask(body, headers), fault.cut)
 
     def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         if self.upstream is None:
@@ -147,7 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.upstream.request(self.command, self.path, body or None, headers)
         answer = self.upstream.getresponse()
         data = answer.read()
-        return (answer.status, {k: v for k, v in answer.getheaders() if k.lower() not in NOT_RETURNED}, data)
+        return answer.status, {k: v for k, v in answer.getheaders()
+                               if k.lower() not in {*HOP_HEADERS, "date"}}, data
 
     def _send(self, status: int, headers: dict[str, str], data: bytes, cut: int = -1) -> None:
         self.send_response(status)
@@ -171,7 +160,6 @@ class Store:
     proxy: Proxy
     moto_url: str
     bucket: str = "bucket"
-    environment: dict[str, str] = field(default_factory=dict)
 
     def path(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}"
@@ -227,7 +215,7 @@ def object_store() -> Iterator[Store]:
     pytest.importorskip("moto.server", reason="no moto: pip install 'nanochat[dev]'")
     with serve() as store:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
-        with mock.patch.dict(os.environ, {**clean, **store.environment}, clear=True):
+        with mock.patch.dict(os.environ, {**clean, **environment(store.proxy.url)}, clear=True):
             yield store
 
 
@@ -240,21 +228,19 @@ def serve() -> Iterator[Store]:
     server.start()
     host, port = server.get_host_and_port()
     proxy = Proxy((host, port))
-    store = Store(proxy, f"http://{host}:{port}", environment=environment(proxy.url))
+    store = Store(proxy, f"http://{host}:{port}")
     try:
         store.make_bucket(store.bucket)
         yield store
     finally:
-        proxy.close()
+        proxy.released.set()
+        proxy.shutdown()
+        proxy.server_close()
         server.stop()
 
 
-def main() -> None:
-    with serve() as store:
-        store.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
-        print(store.proxy.url, store.moto_url, flush=True)
-        sys.stdin.read()
-
-
 if __name__ == "__main__":
-    main()
+    with serve() as running:
+        running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
+        print(running.proxy.url, running.moto_url, flush=True)
+        sys.stdin.read()

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from nanochat import store as room
 from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
-from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, read_pieces, split, write
+from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
 from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, object_store
 from tests.toy import examples
 
@@ -33,6 +33,7 @@ QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0, max_backoff_s=0.02,
                  first_answer_s=30.0, give_up_s=30.0)  # a busy machine is not a silent store
 TOKENS = np.random.default_rng(0).integers(0, 1 << 16, 200_000, dtype=np.uint16)
 PART = 1 << 14
+KEY = "a/tokens.bin"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def store(running, monkeypatch):
     monkeypatch.setattr(room, "PATIENCE", QUICK)
     monkeypatch.setattr(room, "PART_BYTES", PART)
     monkeypatch.setattr(room, "kept_range", functools.lru_cache(16)(room.read_range))
-    running.put("a/tokens.bin", TOKENS.tobytes())
+    running.put(KEY, TOKENS.tobytes())
     running.calm()
     begin_data()
     yield running
@@ -55,11 +56,7 @@ def store(running, monkeypatch):
 
 def reader(store):
     begin_data()
-    return StoreReader(place(store.path("a/tokens.bin")), np.uint16)
-
-
-def ranges_below(n, longest=3000):
-    return st.tuples(st.integers(0, n - 1), st.integers(0, longest)).map(lambda t: (t[0], min(n, t[0] + t[1])))
+    return StoreReader(place(store.path(KEY)), np.uint16)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
@@ -69,7 +66,7 @@ def test_paths_of_stores_are_told_from_those_of_this_machine():
     assert not any(map(in_store, ("/data/s3", Path("data"), "s3", "https://x/y", "file:///x")))
     path = place(Path("s3://b/some")) / "key.bin"
     assert isinstance(path, StorePath) and split(str(path)) == ("s3", "b", "some/key.bin")
-    assert (str(path), path.name, path.suffix, str(path.parent)) == ("s3://b/some/key.bin", "key.bin", ".bin", "s3://b/some")
+    assert (str(path), path.suffix, str(path.parent)) == ("s3://b/some/key.bin", ".bin", "s3://b/some")
     assert str(place(f"{path},gs://c/d")) == "s3://b/some/key.bin,gs://c/d" and place("/a/b") == Path("/a/b")
 
 
@@ -78,25 +75,23 @@ def test_paths_of_stores_are_told_from_those_of_this_machine():
 def test_what_may_be_a_secret_in_a_path_is_refused_and_not_shown(path):
     with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
         place(path)
-    assert "hid" not in str(e.value) and "KEY" not in str(e.value).replace("AWS_ACCESS_KEY_ID", "").replace(
-        "AWS_SECRET_ACCESS_KEY", "")
+    assert "hid" not in str(e.value) and "KEY:" not in str(e.value)
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "http://KEY:hid/den@host", "https://host/x?hidden", "http://a hidden",
                                       "http://KEY:hidden@host:9000"])
 def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch, endpoint, capfd):
+    """Regression: obstore panicked over the third, past every `except Exception`, and showed it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     begin_data()
     with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is no URL") as e:
-        place(store.path("a/tokens.bin")).exists()
+        place(store.path(KEY)).exists()
     assert "hid" not in str(e.value) + capfd.readouterr().err
 
 
 def test_who_trains_from_files_loads_no_store():
-    code = ("import sys, scripts.base_train, nanochat.store\n"
+    code = ("import sys, scripts.base_train\nassert 'nanochat.store' not in sys.modules\nimport nanochat.store\n"
             "assert not {'obstore', 'multistorageclient'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-    code = "import sys, scripts.base_train\nassert not {'obstore', 'nanochat.store'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -113,9 +108,8 @@ def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
 
 def test_a_path_looks_into_one_listing(store):
     store.put("a/b/x.idx", b"1")
-    store.put("ab.txt", b"2")
     root = place(store.path("a"))
-    assert sorted(map(str, root.rglob("*"))) == [store.path("a/b/x.idx"), store.path("a/tokens.bin")]
+    assert sorted(map(str, root.rglob("*"))) == [store.path("a/b/x.idx"), store.path(KEY)]
     assert [p.name for p in root.rglob("*.idx")] == ["x.idx"] and root.is_dir() and not root.is_file()
     assert (root / "tokens.bin").stat().st_size == TOKENS.nbytes and len((root / "tokens.bin").pinned().etag) > 10
     assert not (root / "none").exists() and (root / "b").is_dir() and not (root / "b" / "y").is_file()
@@ -124,24 +118,24 @@ def test_a_path_looks_into_one_listing(store):
         (root / "none").open("rb")
     with pytest.raises(ValueError, match="only read, as bytes"):
         (root / "tokens.bin").open("w")
-    assert place(store.path("ab.txt")).open("rb").read() == b"2"
 
 
 def test_any_ranges_are_the_bytes_of_the_file(store):
-    r = reader(store)
+    r, n = reader(store), len(TOKENS)
+    spans = st.tuples(st.integers(0, n - 1), st.integers(0, 3000)).map(lambda t: (t[0], min(n, t[0] + t[1])))
 
     @settings(max_examples=examples(0.3))
-    @given(st.lists(ranges_below(len(TOKENS)), min_size=1, max_size=8))
+    @given(st.lists(spans, min_size=1, max_size=8))
     def law(ranges):
         expected = [TOKENS[a:b].tolist() for a, b in ranges]
         assert [r.read(a, b).tolist() for a, b in ranges] == expected
         assert [ids.tolist() for ids in r.read_many(ranges)] == expected
 
     law()
-    assert r.read(5, 9).dtype == np.uint16 and (r.read(0, len(TOKENS)) == TOKENS).all()
+    assert r.read(5, 9).dtype == np.uint16 and (r.read(0, n) == TOKENS).all()
     with pytest.raises(ValueError, match="read-only"):
         r.read(5, 9)[0] = 1
-    for bad in ((-1, 5), (7, 5), (0, len(TOKENS) + 1)):
+    for bad in ((-1, 5), (7, 5), (0, n + 1)):
         with pytest.raises(ValueError, match="its index is of another file"):
             r.read(*bad)
 
@@ -149,11 +143,10 @@ def test_any_ranges_are_the_bytes_of_the_file(store):
 def test_lanes_ask_once_for_each_part_and_samples_for_their_bytes_only(store):
     r = reader(store)
     store.proxy.seen.clear()
-    stretch = 2 * PART  # ids, so four parts; eight lanes read on in turn
+    stretch = 2 * PART  # ids, so four parts; seven lanes read on in turn
     for at in range(0, stretch, 1024):
         for a in range(at, len(TOKENS), stretch):
-            end = min(a + 1024, len(TOKENS))
-            assert (r.read(a, end) == TOKENS[a:end]).all()
+            assert (r.read(a, min(a + 1024, len(TOKENS))) == TOKENS[a:a + 1024]).all()
     asked = [s.range for s in store.proxy.gets()]
     assert len(asked) == len(set(asked)) == -(-TOKENS.nbytes // PART) and len(asked) > 16
     store.proxy.seen.clear()
@@ -171,14 +164,11 @@ def test_parquet_is_read_by_footer_and_column(store):
     with pq.ParquetFile(path.open("rb"), pre_buffer=False) as f:
         assert f.read_row_group(1, columns=["text"])["text"].to_pylist() == ["text 4", "text 5", "text 6", "text 7"]
     assert sum(b - a for a, b in (s.range for s in store.proxy.gets("p.parquet"))) < 10 * PART
-    assert path.open("rb").read() == sink.getvalue() == path.open("rb", buffering=999).read()
+    assert path.open("rb").read() == sink.getvalue() == path.open("rb", buffering=99_999).read()
 
-
-# ---- local copies ---------------------------------------------------------------------------------------------------
 
 def test_a_local_copy_is_made_once_and_is_of_the_listed_version(store, tmp_path):
     store.put("x/i.idx", b"one" * 1000)
-    store.put("x/j.idx", b"other")
     path = place(store.path("x/i.idx"))
     begin_data(tmp_path)
     copy = local(path)
@@ -189,12 +179,8 @@ def test_a_local_copy_is_made_once_and_is_of_the_listed_version(store, tmp_path)
     with pytest.raises(ValueError, match=r"x/i.idx: it changed since this run began"):
         local(path)
     begin_data(tmp_path)
-    copies = [copy, local(path)]
-    assert copies[1].read_bytes() == b"two" * 1000 and not copy.exists()
-    copies[1].write_bytes(b"torn")
-    assert local(path).read_bytes() == b"two" * 1000
-    fetch([path, path.with_name("j.idx"), path.with_name("none.idx"), Path("/etc/hosts")])
-    assert {p.name[13:] for p in copy.parent.iterdir()} == {"i.idx", "j.idx"}
+    fetch([path, path.with_name("none.idx"), Path("/etc/hosts")])
+    assert [p.read_bytes() for p in copy.parent.iterdir()] == [b"two" * 1000] and not copy.exists()
 
 
 # ---- faults that pass -----------------------------------------------------------------------------------------------
@@ -215,16 +201,6 @@ def test_a_fault_that_passes_changes_no_byte(store, name, monkeypatch):
         assert (read() == TOKENS[1000:5000]).all() and fault.times == 0
 
 
-def test_looks_and_listings_are_tried_again(store):
-    for method, ask in (("HEAD", lambda: find(store.path("a/tokens.bin")).size),
-                        ("GET", lambda: list_files(store.path("a"))[-1].size)):
-        fault = Fault(method=method, status=503, code="SlowDown", times=2)
-        store.proxy.faults.append(fault)
-        assert ask() == TOKENS.nbytes and fault.times == 0
-    store.proxy.faults.append(Fault(cut=10))
-    assert b"".join(read_pieces(find(store.path("a/tokens.bin")), 0, TOKENS.nbytes)) == TOKENS.tobytes()
-
-
 def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, caplog):
     r = reader(store)
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=0.8, log_every_s=0.2))
@@ -242,7 +218,7 @@ def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatc
     r = reader(store)
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=10.0, log_every_s=0.6))
     store.proxy.faults.append(Fault(stall=True, times=4))
-    threading.Timer(0.9, store.proxy.released.set).start()
+    threading.Timer(1.0, store.proxy.released.set).start()
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
         for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):
             assert (ids == TOKENS[a:a + 9]).all()
@@ -251,26 +227,25 @@ def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatc
 
 # ---- faults that do not pass ----------------------------------------------------------------------------------------
 
-def test_a_swapped_object_is_an_error_that_names_it(store):
-    for lose in ("", "If-Match"):  # refused by the store; by us, where a proxy loses the condition
-        r = reader(store)
-        assert (r.read(0, 10) == TOKENS[:10]).all()
-        fault = Fault(before=lambda: store.put("a/tokens.bin", TOKENS[::-1].tobytes()), lose=lose)
-        store.proxy.faults.append(fault)
-        with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it changed since this run began \(.*ETag"):
-            r.read(100_000, 100_010)
-        assert fault.times == 0 and store.proxy.gets()[-1].if_match == r.pinned.etag
-        assert (r.read(0, 10) == TOKENS[:10]).all()  # what was read before it is what it was
-        store.put("a/tokens.bin", TOKENS.tobytes())
+@pytest.mark.parametrize("lose", ["", "If-Match"])  # refused by the store; by us, where a proxy loses the condition
+def test_a_swapped_object_is_an_error_that_names_it(store, lose):
+    r = reader(store)
+    assert (r.read(0, 10) == TOKENS[:10]).all()
+    fault = Fault(before=lambda: store.put(KEY, TOKENS[::-1].tobytes()), lose=lose)
+    store.proxy.faults.append(fault)
+    with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it changed since this run began \(.*ETag"):
+        r.read(100_000, 100_010)
+    assert fault.times == 0 and store.proxy.gets()[-1].if_match == r.pinned.etag
+    assert (r.read(0, 10) == TOKENS[:10]).all()  # what was read before it is what it was
 
 
 def test_an_object_that_was_cut_or_went_is_an_error_that_names_it(store):
     r = reader(store)
     r.pinned = Stat(r.pinned.path, r.pinned.size, "")  # a store without ETags: the size tells
-    store.put("a/tokens.bin", TOKENS[:-1].tobytes())
+    store.put(KEY, TOKENS[:-1].tobytes())
     with pytest.raises(ValueError, match=r"tokens.bin: it changed since this run began \(size 400000 then, 399998"):
         r.read(0, 10)
-    store.delete("a/tokens.bin")
+    store.delete(KEY)
     with pytest.raises(FileNotFoundError, match=r"tokens.bin: no such object: this run reads it; bring the old"):
         r.read(0, 10)
 
@@ -299,42 +274,45 @@ def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
     begin_data()
     store.proxy.seen.clear()
     with pytest.raises(PermissionError, match="s3://bucket: no credentials; set AWS_ACCESS_KEY_ID, AWS_SECRET"):
-        find(store.path("a/tokens.bin"))
+        find(store.path(KEY))
     assert not store.proxy.seen
 
 
-def test_odd_keys_are_left_out_with_a_line_and_a_refused_listing_is_not_repeated(store, caplog):
-    for key in ("odd/a.bin", "odd/-b.bin", "odd//c.bin", "odd/../d.bin", "odd/./e.bin", "odd/x//f.bin", "odd/x/g.bin"
-                ):
+@pytest.mark.parametrize("keys, odd", [
+    ({"odd/a.bin", "odd/-b.bin", "odd/x/g.bin"}, {"odd//c.bin", "odd/../d.bin", "odd/./e.bin", "odd/x//f.bin"}),
+    ({"mail/a@b.bin"}, {"mail/a:b@c.bin", "mail/q%3Fx.bin"})])
+def test_odd_keys_are_left_out_with_a_line(store, caplog, keys, odd):
+    """Regression: one such key failed the whole listing, which was repeated for 300 s."""
+    for key in keys | odd:
         store.put(key, b"1")
-    assert {str(path) for path in place(store.path("odd")).rglob("*")} == {
-        store.path(f"odd/{name}") for name in ("a.bin", "-b.bin", "x/g.bin")}
-    assert "4 objects are left out" in caplog.text
-    for key in ("mail/a@b.bin", "mail/a:b@c.bin", "mail/q%3Fx.bin"):
-        store.put(key, b"1")
-    assert list(map(str, place(store.path("mail")).rglob("*"))) == [store.path("mail/a@b.bin")]
-    assert "2 objects are left out" in caplog.text
-    store.proxy.seen.clear()
+    folder = next(iter(keys)).split("/")[0]
+    assert {str(path) for path in place(store.path(folder)).rglob("*")} == set(map(store.path, keys))
+    assert f"{len(odd)} objects are left out" in caplog.text
+    for key in keys | odd:
+        store.delete(key)
+
+
+def test_a_permanent_answer_is_asked_for_once(store):
     with pytest.raises(ValueError, match=r"s3://bucket/odd/../x: no key may have"):
         list_files("s3://bucket/odd/../x")
     assert not store.proxy.seen
 
 
 def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
-    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3))
     default = Patience()
     assert default.first_answer_s + default.max_backoff_s + default.connect_s < 20
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/path")
     begin_data()
     with pytest.raises(OSError, match=r"no answer from 127.0.0.1:9 in .*the last: no connection.; check the network "
                                       r"and AWS_ENDPOINT_URL"):
-        find(store.path("a/tokens.bin"))
+        find(store.path(KEY))
 
 
 # ---- stops ----------------------------------------------------------------------------------------------------------
 
 def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
-    path, asked = place(store.path("a/tokens.bin")), []
+    path, asked = place(store.path(KEY)), []
     monkeypatch.setattr(LAUNCH, "stop", lambda: asked)
     store.proxy.faults.append(Fault(stall=True, times=-1))
     threading.Timer(0.3, lambda: asked.append(1)).start()
@@ -346,23 +324,22 @@ def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
 def test_a_program_ends_though_its_store_stalls(store, how):
-    path = store.path("a/tokens.bin")
     code = ("from nanochat.common import place\nfrom nanochat.store import StoreReader\nimport time\n"
-            f"path = place('{path}')\npinned = path.pinned()\n"
+            f"path = place('{store.path(KEY)}')\npinned = path.pinned()\n"
             "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
             "def wait():\n    try:\n        StoreReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
             "pool.submit(wait)\ntime.sleep(0.3)\nprint('end', flush=True)\n")
     store.proxy.faults.append(Fault(stall=True, times=-1))
     began = time.monotonic()
-    if how == "ends":
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, cwd=ROOT)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "end\ngiven up\n", "")
-    else:
-        process = subprocess.Popen([sys.executable, "-c", code + "wait()"], stdout=subprocess.PIPE, text=True,
-                                   stderr=subprocess.PIPE, cwd=ROOT)
-        assert process.stdout.readline() == "end\n"
+    process = subprocess.Popen([sys.executable, "-c", code + ("wait()" if how == "Ctrl-C" else "")], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "end\n"
+    if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+    out, err = process.communicate(timeout=15)
+    if how == "ends":
+        assert (process.returncode, out, err) == (0, "given up\n", "")
+    else:
         assert process.returncode in (1, 130, -signal.SIGINT)
     assert store.proxy.gets() and time.monotonic() - began < 10
 
@@ -370,10 +347,10 @@ def test_a_program_ends_though_its_store_stalls(store, how):
 # ---- multi-storage-client -------------------------------------------------------------------------------------------
 
 class FakeMsc:
-    """What we use of multi-storage-client 1.3, over a dict."""
+    """What we use of multi-storage-client 1.3, over a dict. Its first answers are too short."""
 
     def __init__(self):
-        self.objects, self.short, self.types = {}, 0, SimpleNamespace(Range=lambda offset, size: (offset, size))
+        self.objects, self.short, self.types = {}, 2, SimpleNamespace(Range=lambda offset, size: (offset, size))
 
     def resolve_storage_client(self, path):
         if not path.startswith("msc://mine/"):
@@ -396,7 +373,7 @@ class FakeMsc:
         self.objects[path] = bytes(body)
 
     def upload_file(self, path, file):
-        self.objects[path] = Path(file).read_bytes()
+        self.write(path, Path(file).read_bytes())
 
     def delete(self, path):
         del self.objects[path]
@@ -419,7 +396,6 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     write("msc://mine/x/t.bin", TOKENS[:5000].tobytes())
     path = place("msc://mine/x/t.bin")
     r = StoreReader(path, np.uint16)
-    fake.short = 2
     assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
     assert list_files("msc://mine/x") == [r.pinned] and local(path).read_bytes() == TOKENS[:5000].tobytes()
     assert find("msc://mine/x/none") is None and not place("msc://mine/y").exists()

@@ -184,7 +184,11 @@ def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
                 if not line.strip():
                     continue
                 try:
-                    yield Line(number, _text_of(line), "", file.tell())
+                    value = json.loads(line.decode("utf-8-sig"))
+                    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+                        raise ValueError("it is no object with a string in its field `text`")
+                    value["text"].encode()  # half a surrogate pair is no character
+                    yield Line(number, value["text"], "", file.tell())
                 except (ValueError, RecursionError) as e:
                     kind = "UTF-8" if isinstance(e, UnicodeError) else "JSON of a document"
                     problem = f"not {kind}: {e}"[:200]
@@ -194,14 +198,6 @@ def read_jsonl(path: Path, *, strict: bool = False) -> Iterator[Line]:
         except (EOFError, gzip.BadGzipFile, zlib.error) as e:
             raise ValueError(f"not a whole gzip file, broken after line {number:,} ({e}); fetch "
                              f"it again") from e
-
-
-def _text_of(line: bytes) -> str:
-    value = json.loads(line.decode("utf-8-sig"))
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError("it is no object with a string in its field `text`")
-    value["text"].encode()  # half a surrogate pair is no character
-    return value["text"]
 
 
 def as_parquet(path: Path, *, strict: bool = False) -> Path:
@@ -247,9 +243,8 @@ def _convert(path: Path, target: Path, *, strict: bool) -> list[tuple[int, str]]
         except ValueError as e:
             raise ValueError(f"{path}: {e}") from e
         if not num_documents:
-            why = f", line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete "
-                             f"it or make it again")
+            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s)"
+                             f"{f', line {bad[0][0]}: {bad[0][1]}' if bad else ''}); delete it or make it again")
     return bad
 
 

@@ -201,10 +201,9 @@ class RustBPETokenizer:
         if not rank_path.is_file():
             raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {RESTORE}")
         rank_bytes = local(rank_path).read_bytes()
-        if hash_bytes(rank_bytes) != saved["rank_file_hash"]:
-            raise ValueError(f"{rank_path}: changed since it was saved: hash "
-                             f"{hash_bytes(rank_bytes)}, {JSON_FILE} says "
-                             f"{saved['rank_file_hash']}; {RESTORE}")
+        if (found := hash_bytes(rank_bytes)) != saved["rank_file_hash"]:
+            raise ValueError(f"{rank_path}: changed since it was saved: hash {found}, {JSON_FILE} "
+                             f"says {saved['rank_file_hash']}; {RESTORE}")
         try:
             encoding = _parse(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
             tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])

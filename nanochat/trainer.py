@@ -279,8 +279,7 @@ class Journal:
         self.wandb_id = start.state.get("wandb_id")
         if rank > 0:
             return
-        if state is not None:
-            state.update(val_bpb=progress.val_bpb)
+        self._show(val_bpb=progress.val_bpb)
         path = start.run_dir / "logs" / "train.jsonl"
         events = [record for record in iter_log(path) if "event" in record]
         newest = {event["event"]: event for event in events}
@@ -301,10 +300,10 @@ class Journal:
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
         self.wandb.call("log", {"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
-        if name == "saved" and self.state is not None:
-            self.state.update(checkpoint=record["checkpoint"])
-        if name == "val" and self.state is not None:
-            self.state.update(val_bpb=record["bpb"])
+        if name == "saved":
+            self._show(checkpoint=record["checkpoint"])
+        if name == "val":
+            self._show(val_bpb=record["bpb"])
 
     def check_digest(self, digest: str) -> None:
         """ValueError if the step that was just computed had another digest when this run was there
@@ -336,13 +335,15 @@ class Journal:
             self.log.write(step=done - 1, **record)
             for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
             self.wandb.call("log", {"step": done - 1, **for_wandb})
-        if self.state is not None:
-            self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
+        self._show(status="running", step=done, tokens=self.progress.tokens, **state)
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""
+        self._show(status="stopping", reason=reason)
+
+    def _show(self, **state: Any) -> None:
         if self.state is not None:
-            self.state.update(status="stopping", reason=reason)
+            self.state.update(**state)
 
     def end(self, status: str, reason: str = "") -> None:
         """The run has ended so."""

@@ -25,7 +25,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config, read_log
 from scripts import base_train, sample
-from tests import torchrun, training
+from tests import training
 from tests.training import checkpoints, digests, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
@@ -212,18 +212,6 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace: Path) -> Non
     norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
     assert steps()[5]["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert steps()[5]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-
-
-def test_under_torchrun(workplace: Path) -> None:
-    settings = {"num_iterations": 2, "save_every": -1}
-    argv = ["--standalone", "--nproc_per_node=2", "-m", "scripts.base_train", "--", *training.flags(**settings)]
-    with torchrun.quick_python() as python:
-        env = {**os.environ, "PYTHON_EXEC": str(python)}
-        group = training.Group([torchrun.start(argv, env, workplace / "output")], [workplace / "output"])
-        assert group.wait() == [0], group.text()
-    assert "2 process(es)" in group.text() and group.text().count("completed: ") == 1
-    succeed(**settings, model_tag="one")
-    assert digests() == digests("one") and losses() == pytest.approx(losses("one"), abs=1e-5)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
     "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
                            TRAINED),
     "bfloat16 messages": (lambda: patch(reduce.Message, "gradients", in_parameters_dtype), 2, TRAINED),
-    "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, {"optimizer"}),  # some alone
+    "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, {"optimizer"}),
     "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 2, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 2, {"norms"}),

@@ -148,7 +148,8 @@ class FileSource(Source):
 def test_a_schedule_with_a_flag_of_its_own(fork):
     """A run that began before the flag was there goes on with its default."""
     fork.run("--num-iterations=2", tag="older")
-    field, line = "    final_lr_frac: float = ", "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
+    field = "    final_lr_frac: float = "
+    line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
     flag = '    wave: float = setting(0.0, "how far rates swing about the line", fixed="what a step computes")'
     fork.edit("nanochat/schedule.py", field, f"{flag}\n{field}")
     fork.edit("nanochat/schedule.py", line, f"{line} * (1 + self.wave * math.sin(step))")

@@ -295,26 +295,29 @@ def after_step(step: int, act: Callable[[], None]) -> None:
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
-def die_in(function: str, call: int) -> None:
-    """Kill the process when it is about to call a function, named like "os.rename", for the so-manieth time."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(function: str, call: int, act: Callable[[], None] = die) -> None:
+    """Act, or die, when a function, named like "os.rename", is about to be called for the so-manieth time."""
     place, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(place)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if next(calls, None) == call:
-            die()
+            act()
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
 
 
+die_in = before  # and die, which is the default
+
+
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_after_step(step: int, delay_s: float = 0.0) -> None:

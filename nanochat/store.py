@@ -139,7 +139,7 @@ class Bucket:
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
         self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
         self.answered = False  # whether the store ever said anything
-        self.told_at = float("-inf")  # when the log last told of a wait
+        self.telling, self.told_at = threading.Lock(), float("-inf")  # when a wait was last told
         self.trouble = "no answer yet"  # the last one
         self.obs: Any = Msc(bucket) if scheme == "msc" else None  # what has obstore's functions
         self.store: Any = None
@@ -350,10 +350,11 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
         if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
             raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
         now = time.monotonic()
-        if now - max(began, bucket.told_at) > PATIENCE.log_every_s:  # one line for all that wait
-            bucket.told_at = now
-            log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
-                        now - began, bucket.trouble)
+        with bucket.telling:  # one line for all that wait
+            if now - max(began, bucket.told_at) > PATIENCE.log_every_s:
+                bucket.told_at = now
+                log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
+                            now - began, bucket.trouble)
 
     return next(each(insist, [None], look=look))
 

@@ -216,9 +216,9 @@ def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, c
 
 def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatch, caplog):
     r = reader(store)
-    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=10.0, log_every_s=0.6))
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=30.0, log_every_s=2.0))
     store.proxy.faults.append(Fault(stall=True, times=4))
-    threading.Timer(1.0, store.proxy.released.set).start()
+    threading.Timer(2.8, store.proxy.released.set).start()
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
         for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):
             assert (ids == TOKENS[a:a + 9]).all()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.packing import BestFit, Binned, Concat
@@ -362,6 +362,7 @@ def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
 
     @settings(LAW, max_examples=examples(3.3))
     @given(streams(), st.integers(0, 5))
+    @example((200, [150, 53, 30, 100, 70, 20], 6), 0)
     def law(stream, overlap):
         T, lengths, buffer = stream
         real = list(Drive(new_packer(kind, T, overlap), lengths, buffer))

@@ -3,6 +3,7 @@
 import gzip
 import logging
 import random
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -281,3 +282,39 @@ def test_jsonl_that_cannot_be_used_is_named_itself_and_nothing_is_left(tmp_path,
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{said}"):
         scan(tmp_path / name)
     assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp"))
+@pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
+def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, kind, monkeypatch, unit_size):
+    monkeypatch.setattr(sources, "CHUNK", 3)
+    source = open_source(folder)
+    all_texts(source, unit_size)
+    assert source.decoded == len(source.groups)
+    assert len(source._chunks) == (3 + 3 + 2) * 3 * source.small, "a large bucket's chunks go when they are read"
+    texts_of(source, 0, [0])
+    assert source.decoded == len(source.groups) + (not source.small)
+
+
+def test_threads_that_read_one_group_at_once_decode_it_once(folder, kind, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 2)
+    source, decode = open_source(folder), ParquetSource._decode
+    inside, go, found = threading.Event(), threading.Event(), {}
+
+    def slow_decode(*args):
+        inside.set()
+        go.wait(10)
+        return decode(source, *args)
+
+    def read(unit):
+        found[unit] = texts_of(source, 0, [2 * unit, 2 * unit + 1], 8)
+
+    source._decode = slow_decode
+    threads = [threading.Thread(target=read, args=(unit,)) for unit in range(4)]
+    threads[0].start()
+    assert inside.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert [text for unit in range(4) for text in found[unit]] == some_texts(20)[:8] and source.decoded == 1
+
+

@@ -1,4 +1,4 @@
-"""The documents are true: the table of settings is the code's, names exist."""
+"""The documents are true: the file map lists what there is, the table of settings is the code's, names exist."""
 
 import importlib
 import re
@@ -11,6 +11,13 @@ from scripts.base_train import parse_args
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def test_the_file_map_lists_every_module_and_no_other():
+    listed = set(re.findall(r"^\| `([^`]+\.py)` \| \S", (ROOT / "dev/ARCHITECTURE.md").read_text(), re.MULTILINE))
+    there = {f"{folder}/{path.name}" for folder in ("nanochat", "scripts") for path in (ROOT / folder).glob("*.py")
+             if path.name != "__init__.py"}
+    assert len(there) > 40 and listed == there
 
 
 def test_the_table_of_settings_in_the_readme_is_the_one_in_the_code():

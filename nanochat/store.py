@@ -266,6 +266,9 @@ class Bucket:
         return Passing(said if status else next(troubles, "no usable answer"))
 
 
+OPENING = threading.Lock()
+
+
 @functools.cache
 def open_bucket(scheme: str, bucket: str, silence_s: float) -> Bucket:
     """The client of a bucket, one for all who ask."""
@@ -321,7 +324,8 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
     """The answer of `ask`, with the client of a path's bucket and the key. It is asked again and
     again in a thread of its own, while whoever called waits here."""
     scheme, name, key = split(path)
-    bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s)
+    with OPENING:  # else threads that come first at once have a client each
+        bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s)
     began, what = time.monotonic(), what or path
 
     def insist(_: None) -> T:

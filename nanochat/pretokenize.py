@@ -366,6 +366,7 @@ class Pretokenizer:
         make = replace(self, inputs=()).make  # a worker gets this with each of its inputs
         with ProcessPoolExecutor(min(num_workers, len(todo)), spawn, _begin_worker) as pool:
             futures = {pool.submit(make, i): i for i in todo}
+            pool.submit(int)  # has the pool look at its workers: else it may not know the newest
             try:
                 for future in as_completed(futures):
                     yield futures[future], _made_or_why(future.result)

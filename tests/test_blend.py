@@ -236,7 +236,7 @@ def test_documents_of_a_row_end_with_their_eod(pairs):
 # ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
 
 def digests_of(config: SampleConfig, sources: Sources, first: int, rows: int) -> list[int]:
-    """The digests of steps of so many rows from a sample on, by DESIGN's words."""
+    """The digests of steps of so many rows from a sample on, from the definition of the digest alone."""
     samples, found = open_samples(config, sources), []
     for at in range(first, config.num_samples - rows + 1, rows):
         total = 0

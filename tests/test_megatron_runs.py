@@ -72,7 +72,7 @@ def events(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def digests_from(made: Path, sample: int, rows: int, num: int) -> list[str]:
-    """The digests of steps of so many rows, by DESIGN's words, from GPTDataset's samples."""
+    """The digests of steps of so many rows, from the definition of the digest and GPTDataset's samples."""
     data, config, _ = open_run(made / "runs" / "run")
     samples, found = open_samples(config, data.train), []  # type: ignore[arg-type]
     for at in range(sample, sample + num * rows, rows):

@@ -134,7 +134,7 @@ def write_corpora(root: Path, files: Sequence[Sequence[str]], group_size: int = 
 # ---- digests --------------------------------------------------------------------------------------------------------
 
 def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int:
-    """The definition of the digest, without the code: BLAKE2b, 8 bytes, of (u64 i, tokens u32, target mask u8), little-endian."""
+    """A digest by its definition alone: BLAKE2b, 8 bytes, of (u64 i, tokens u32, target mask u8), little-endian."""
     packed = struct.pack(f"<Q{len(tokens)}I{len(mask)}B", index, *map(int, tokens), *map(int, mask))
     return struct.unpack("<Q", hashlib.blake2b(packed, digest_size=8).digest())[0]
 

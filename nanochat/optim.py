@@ -35,6 +35,7 @@ alive: its relative change per step, 1 - beta2, is often below bfloat16's resolu
 """
 
 import math
+import os
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.dist import get_compute_dtype, wide_dtype
-from nanochat.reduce import Part, Reduce, lay_out, tree_reduce
+from nanochat.reduce import Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -183,18 +184,19 @@ class MuonAdamW(torch.optim.Optimizer):
     `momentum` may be changed at any time; `initial_lr` is the lr at construction unless given.
     Every rank passes the same groups, after the process group exists.
 
-    reduce: how gradients are added over ranks. polar_dtype: what Polar Express computes in
-    (default: bfloat16 on GPUs that have it, else float32). compiled: fuse each update with
-    torch.compile (default: on CUDA). Raises ValueError for a group that lacks something.
+    reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
+    polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs that have it, else
+    float32). compiled: fuse each update with torch.compile (default: on CUDA). Raises ValueError
+    for a group that lacks something.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce = tree_reduce,
+    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
                  polar_dtype: torch.dtype | None = None, compiled: bool | None = None) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
         self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
-        self._reduce = reduce
+        self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
         self._muon_update, self._adamw_update = muon_update, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:

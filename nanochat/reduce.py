@@ -32,9 +32,20 @@ of everybody's message, in rank order, and adds the W parts as the upper rows of
 sends and receives what it would in a reduce-scatter, (W - 1) / W of a message. What it costs more is
 room for the parts that arrive, as large as what is sent.
 
+**Across nodes** the same sum is made in two goes, so that a network card carries 1/L of what the L
+ranks of its node hold. Two nodes of L = 2 (a digit is a chunk of the message):
+
+    ranks 0 and 1   0123  0123   inside a node: rank 0 adds all of 02, rank 1 all of 13
+    ranks 2 and 3   0123  0123                  rank 2 adds all of 02, rank 3 all of 13
+                                 across nodes: 0 and 2 exchange their 02, 1 and 3 their 13
+
+The tree is the same wherever L is a power of two: a node is then one of its branches. For any other
+L everything goes through the one all-to-all.
+
 Everything above a leaf is float32: a bfloat16 parameter's leaves are widened (which is exact) before
-they are added, for else those inside a rank would be rounded and those across ranks would not. A
-gradient of None counts as +0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
+they are added, for else those inside a rank would be rounded and those across ranks would not. Where
+a rank has one leaf they travel as bfloat16 and are widened on arrival. A gradient of None counts as
++0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
 
 A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made
 with an odd part carried up: rank order, reproducible for this W, and no promise for another.
@@ -56,6 +67,7 @@ and gradients have no bounded exponent).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -135,24 +147,58 @@ def add_in_tree_order(parts: Tensor) -> Tensor:
 
 
 # reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise,
-# in any float dtype. What it returns waits for the sum and gives this rank's chunk of it, (chunk,)
+# of one float dtype. What it returns waits for the sum and gives this rank's chunk of it, (chunk,)
 # float32.
 Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
 
 
 def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
     """The `Reduce` in tree order. Collective; the message is only read."""
-    message = message.float()
     if world_size == 1:
-        return lambda: message
+        return message.float
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
-        return add_in_tree_order(received.view(world_size, -1))
+        return add_in_tree_order(received.view(world_size, -1).float())
 
     return finish
+
+
+def reduce_over_nodes(ranks_per_node: int) -> Reduce:
+    """`tree_reduce` in two goes, first inside nodes of so many ranks, numbered node by node, then
+    across them. Its bits are those of `tree_reduce`, and it is that where two goes gain nothing or
+    would add in another order. Collective: it makes process groups."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    everyones = [ranks_per_node] * world_size
+    if world_size > 1:
+        dist.all_gather_object(everyones, ranks_per_node)
+    L, nodes = ranks_per_node, world_size // ranks_per_node
+    if set(everyones) != {L} or not 1 < L < world_size or L & (L - 1) or world_size % L:
+        return tree_reduce
+    ranks = torch.arange(world_size).view(nodes, L)
+    inside, across = (
+        # the watchdog finds who hangs long before this timeout
+        dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(hours=1))[0]
+        for groups in (ranks, ranks.T))
+
+    def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
+        # chunks of the ranks with one place in their nodes, side by side
+        sent = message.view(nodes, L, -1).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=inside, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            of_node = add_in_tree_order(received.view(L, -1).float())
+            parts = torch.empty_like(of_node)
+            dist.all_to_all_single(parts, of_node, group=across)
+            return add_in_tree_order(parts.view(nodes, -1))
+
+        return finish
+
+    return reduce
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -199,9 +245,9 @@ class Message:
                 for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
 
     def gradients(self) -> Tensor:
-        """(W * chunk,), to be read only. Where several are packed they are float32 (they may be
-        sums of leaves, which bfloat16 would round). A missing gradient is zeros."""
-        return self._pack(lambda param: param.grad, torch.float32)
+        """(W * chunk,), to be read only; of the parameters' type, or float32 where a `.grad` may be a
+        sum of leaves, which bfloat16 would round. A missing gradient is zeros."""
+        return self._pack(lambda param: param.grad, self._first.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
         """(W * chunk,), of the parameters' type."""

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanochat.reduce import LeafAccumulator, add_in_tree_order, tree_reduce
+from nanochat.reduce import LeafAccumulator, Part, Reduce, add_in_tree_order, lay_out, reduce_over_nodes, tree_reduce
 from tests import training
 from tests.toy import examples
 
 SHAPES = {"matrix": (48, 40), "cut": (67, 61), "tail": (13,), "scalar": (), "narrow": (67, 31), "absent": (5,)}
 WORLD_SIZES = (1, 2, 4, 8)
+NODES = [(1, 1), (2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2)]  # W, ranks of a node
 CASES = [(4, 1), (4, 3), (8, 1), (8, 8)]  # K leaves, micro-batches of each
 Params = dict[str, torch.nn.Parameter]
 
@@ -153,14 +154,14 @@ def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W: int) -> None:
 
 # ---- across processes -----------------------------------------------------------------------------------------------
 
-def exchange(params: Params, rank: int, world_size: int) -> dict[str, Tensor]:
+def exchange(params: Params, rank: int, world_size: int, reduce: Reduce) -> dict[str, Tensor]:
     """This rank's slices of two messages in flight at once: one is a `.grad` itself, one has all others, padded."""
     flat = [torch.zeros(param.numel()) if param.grad is None else param.grad.reshape(-1).float()
             for name, param in params.items() if name != "matrix"]
     packed = torch.cat([*flat, torch.zeros(-sum(map(len, flat)) % world_size)])
     messages = {"direct": params["matrix"].grad.reshape(-1), "packed": packed}
     sent = {name: message.clone() for name, message in messages.items()}
-    pending = {name: tree_reduce(message, rank, world_size) for name, message in messages.items()}
+    pending = {name: reduce(message, rank, world_size) for name, message in messages.items()}
     slices = {name: finish() for name, finish in pending.items()}
     assert all((bits(messages[name]) == bits(sent[name])).all() for name in sent), "a message was written to"
     return slices
@@ -175,33 +176,52 @@ def process(rank: int, folder: str) -> None:
         if W > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store-{W}", rank=rank, world_size=W,
                                     timeout=datetime.timedelta(seconds=60))
-        results: dict[Any, Any] = {}
-        for K, micros in CASES:
-            if K % W == 0:
-                params = make_params()
-                accumulate(params, K, micros, range(rank * (K // W), (rank + 1) * (K // W)))
-                results[K, micros] = exchange(params, rank, W)
-        torch.save(results, f"{folder}/{W}-{rank}.pt")
+        for L in (L for world_size, L in NODES if world_size == W):
+            reduce = reduce_over_nodes(L)
+            assert (reduce is tree_reduce) == (L == W)
+            results: dict[Any, Any] = {}
+            for K, micros in CASES:
+                if K % W == 0:
+                    params = make_params()
+                    accumulate(params, K, micros, range(rank * (K // W), (rank + 1) * (K // W)))
+                    results[K, micros] = exchange(params, rank, W, reduce)
+            torch.save(results, f"{folder}/{W}-{L}-{rank}.pt")
         if W > 1:
             dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
-    """By W, then rank."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[dict[Any, Any]]]:
+    """By W and ranks of a node, then rank."""
     folder = tmp_path_factory.mktemp("reduce")
     training.server()  # imports torch once for all eight processes
     mp.start_processes(process, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
-    return {W: [torch.load(folder / f"{W}-{rank}.pt", weights_only=True) for rank in range(W)] for W in WORLD_SIZES}
+    return {(W, L): [torch.load(folder / f"{W}-{L}-{rank}.pt", weights_only=True) for rank in range(W)]
+            for W, L in NODES}
 
 
-@pytest.mark.parametrize("K, micros, W", [(K, micros, W) for K, micros in CASES for W in WORLD_SIZES if K % W == 0])
-def test_slices_are_the_tree_for_every_W(results: dict[int, list[dict[Any, Any]]], W: int, K: int, micros: int) -> None:
+@pytest.mark.parametrize("K, micros, W, L", [(K, micros, W, L) for K, micros in CASES for W, L in NODES if K % W == 0])
+def test_slices_are_the_tree_for_every_W_and_any_nodes(results: dict[tuple[int, int], list[dict[Any, Any]]],
+                                                      W: int, L: int, K: int, micros: int) -> None:
     expected = oracle(K, micros)
     for message, names in {"direct": ["matrix"], "packed": [name for name in SHAPES if name != "matrix"]}.items():
-        slices = [of_rank[K, micros][message] for of_rank in results[W]]
+        slices = [of_rank[K, micros][message] for of_rank in results[W, L]]
         assert len({len(part) for part in slices}) == 1
         got, wanted = bits(torch.cat(slices)), np.concatenate([bits(expected[name]) for name in names])
         leaves = [leaf_sum("matrix", K, micros, leaf) for leaf in range(K)]
         assert (bits(tree(leaves[1:] + leaves[:1])) != bits(expected["matrix"])).any(), "the case: order matters"
         assert (got[:len(wanted)] == wanted).all() and len(got) - len(wanted) < W, message
+
+
+def test_odd_nodes_are_one_exchange() -> None:
+    assert reduce_over_nodes(1) is tree_reduce and reduce_over_nodes(8) is tree_reduce
+
+
+def test_gradients_travel_as_their_parameters_unless_they_are_sums() -> None:
+    params = [torch.nn.Parameter(torch.ones(5).bfloat16()) for _ in range(2)]
+    parts = [Part(f"p{i}", param, {"kind": "adamw"}, 0, 5) for i, param in enumerate(params)]
+    message, = lay_out(parts, 2)
+    params[1].grad = torch.full((5,), 2**-9).bfloat16()
+    assert message.gradients().dtype == torch.bfloat16 and message.gradients().sum() == 5 * 2**-9
+    LeafAccumulator(params, 2)
+    assert message.gradients().dtype == torch.float32

@@ -10,7 +10,7 @@ set, not a mean of batch means, so it does not depend on how rows are dealt to b
 The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows
 are added by `math.fsum`, whose result is the rounded true sum. So order, batch size and number of
 ranks cannot change a bit of it. All ranks' row sums travel for that: one number for thousands of
-tokens.
+tokens. Until then losses stay on the device, 4 bytes a token, so that it is waited for once a pass.
 """
 
 import math
@@ -63,9 +63,8 @@ def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
 @torch.no_grad()
 def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
     """(nats of each row, bytes of all of them), of all ranks."""
-    token_bytes = torch.as_tensor(token_bytes).to("cpu", torch.int64)
-    row_nats: list[float] = []
-    num_bytes = 0
+    counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
+    sizes: list[Tensor] = []  # bytes of each batch
     stopped = ""
     try:
         for batch in batches:
@@ -73,13 +72,15 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
             doc_ids = getattr(batch, "doc_ids", None)
             extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
             losses: Tensor = model(x, y, loss_reduction="none", **extra)
-            targets = y.cpu()
-            sizes = torch.where(targets >= 0, token_bytes[targets.clamp(min=0)], 0)
-            nats = losses.view(targets.shape).cpu().double().masked_fill(sizes == 0, 0)
-            row_nats += nats.sum(dim=1).tolist()
-            num_bytes += int(sizes.sum())
+            token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
+            of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0)
+            counted.append(losses.view(y.shape).masked_fill(of_targets == 0, 0))
+            sizes.append(of_targets.sum())
     except StopAsked as e:  # all ranks learn of it where they meet
         stopped = str(e)
+    # the device is waited for here and not in the loop, where it would wait for the next batch
+    row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
+    num_bytes = sum(map(int, sizes))
     everyone: list[Any] = [(row_nats, num_bytes, stopped)]
     if dist.is_available() and dist.is_initialized():
         everyone = everyone * dist.get_world_size()

@@ -17,7 +17,7 @@ outside a compiled model, and one for all layers of equal window; padding is a d
 
     doc_ids  0 0 1 1 1 2      query 3 (document 1) sees keys 2 and 3, query 5 only itself
 
-A model is in one of three modes:
+A model is in one of four modes:
 
 - `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full
   windows, and takes a boolean band (cached) for short ones. The band costs what the full square
@@ -25,6 +25,8 @@ A model is in one of three modes:
   (`flash`) instead: the FlashAttention-2 kernels of the PyTorch wheel. They take the window as a
   number and skip the blocks outside it, in bfloat16 and float16 only.
 - `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. Runs everywhere.
+- `varlen`: `varlen_attn` on documents laid end to end and told apart by their edges, so that there
+  is no T x T of anything. CUDA only, bfloat16 and float16 only.
 - `flex`: FlexAttention with a block mask, which skips blocks across documents. On a CPU it runs
   forward only, uncompiled: enough to be tested.
 
@@ -46,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MODES = ("causal", "sdpa_mask", "flex")
+MODES = ("causal", "sdpa_mask", "varlen", "flex")
 MAX_FLASH_HEAD_DIM = 256
 
 
@@ -54,18 +56,23 @@ class DocMasks(NamedTuple):
     """What keeps the documents of a batch apart.
 
     same_doc: (B, T) bool, whether the token before is of the same document; never for the first of
-    a row. by_window: the mask for each window, (B, 1, T, T) bool, True where seen, or a BlockMask.
+    a row. by_window: the mask for each window: (B, 1, T, T) bool, True where seen; a BlockMask; or,
+    of `varlen`, where documents begin in the B T positions, int32, with B T behind the last.
     """
 
     same_doc: Tensor
     by_window: dict[int, Any]
 
 
-def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str) -> DocMasks:
+def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str,
+               num_docs: int | None = None) -> DocMasks:
     """The masks of a batch for some windows, on the device of doc_ids: (B, T) integers, equal inside
-    a document and different in all others of its row. mode: sdpa_mask or flex."""
+    a document and different in all others of its row. mode: sdpa_mask, varlen or flex. num_docs: how
+    many documents the rows have; without it `varlen` counts them, which waits for the device."""
     T = doc_ids.size(1)
     same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
+    if mode == "varlen":
+        return DocMasks(same_doc, dict.fromkeys(windows, _edges(~same_doc, num_docs)))
     make = {"sdpa_mask": _doc_band, "flex": _block_mask}[mode]
     reach = {window: -1 if window >= T - 1 else window for window in windows}
     made = {window: make(doc_ids, window) for window in set(reach.values())}
@@ -78,7 +85,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head
     h // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
     window: how many tokens before itself a query sees; -1 is all of them. mask: what `make_masks`
-    made for this window, instead of it; needs Tq == Tk. Raises ValueError for shapes that do not go
+    made for this window; needs Tq == Tk. Raises ValueError for shapes that do not go
     together.
     """
     Tq, Tk = q.size(1), k.size(1)
@@ -89,7 +96,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
         if Tq != Tk:
             raise ValueError(f"attention: document masks need as many keys as queries, got {Tk} "
                              f"and {Tq}; leave them out when decoding from a cache")
-        return _sdpa(q, k, v, mask) if isinstance(mask, Tensor) else _flex(q, k, v, mask)
+        if not isinstance(mask, Tensor):
+            return _flex(q, k, v, mask)
+        return _sdpa(q, k, v, mask) if mask.ndim == 4 else _flash(q, k, v, window, mask)
     if window >= Tk - 1:
         window = -1
     return _flash(q, k, v, window) if _flash_fits(q, k, window) else _causal_sdpa(q, k, v, window)
@@ -149,16 +158,27 @@ def _cached_band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 
 # ---- flash ---------------------------------------------------------------------------------------
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Rows are laid end to end and told apart by their edges, the only layout of `varlen_attn`."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
+    """Rows, or the documents between `edges`, laid end to end: the only layout of `varlen_attn`."""
     from torch.nn.attention.varlen import varlen_attn  # here because it pulls in all of dynamo
 
     B, T, H, D = q.shape
-    edges = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
+    if edges is None:
+        edges = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
     q, k, v = q.reshape(B * T, H, D), k.reshape(B * T, -1, D), v.reshape(B * T, -1, D)
-    y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), enable_gqa=k.size(1) != H)
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.size(1) != H else {}  # PyTorch 2.12 and up
+    y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), **grouped)
     assert isinstance(y, Tensor)
     return y.view(B, T, H, D)
+
+
+def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
+    """Where documents start, and B T behind the last: as often as makes the length a power of two,
+    so that a compiled model meets few lengths. starts: (B, T) bool."""
+    num_docs = int(starts.sum()) if num_docs is None else num_docs
+    size = 1 << num_docs.bit_length()
+    flat = starts.flatten()
+    return torch.nonzero_static(flat, size=size, fill_value=len(flat)).view(-1).int()
 
 
 # ---- flex ----------------------------------------------------------------------------------------

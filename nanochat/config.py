@@ -95,7 +95,7 @@ class ModelSettings:
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE)
     max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row")
     attention_mode: str = setting(
-        "causal", "the last two keep attention inside a document", choices=tuple(MODES),
+        "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
         fixed="what a token attends to")
     window_pattern: str = setting(
         "SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)

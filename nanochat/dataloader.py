@@ -54,6 +54,7 @@ class MicroBatch:
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, -100 = off
     doc_ids: torch.Tensor | None  # (B, T) int32: which document of its row an input belongs to; None unless asked for
+    num_docs: int | None  # how many documents the inputs of all rows have; None with them
     buckets: torch.Tensor  # (B,) int64: which of the loader's `buckets` a row is of; 0 for dead rows
 
 
@@ -145,6 +146,7 @@ class Slot:
         self.tokens, self.live = new(torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
         self.buckets = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
+        self.num_docs: int | None = None
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
@@ -160,6 +162,8 @@ class Slot:
                 self.doc_ids.numpy()[i] = row.doc_ids()
         if self.doc_ids is not None:
             self.doc_ids[len(rows):] = 0
+            inputs = self.doc_ids.numpy()[:, :-1]
+            self.num_docs = len(inputs) + int((inputs[:, 1:] != inputs[:, :-1]).sum())
 
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
@@ -170,7 +174,7 @@ class Slot:
         inputs = tokens[:, :-1].to(torch.int64)
         targets = tokens[:, 1:].to(torch.int64).masked_fill_(live[:, 1:] == 0, OFF)
         doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()
-        batch = MicroBatch(inputs, targets, doc_ids, there(self.buckets))
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()

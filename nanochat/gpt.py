@@ -233,8 +233,8 @@ class GPT(nn.Module):
     `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
     arbitrary.
 
-    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere)
-    or `flex` (fast on CUDA).
+    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere),
+    `varlen` or `flex` (fast on CUDA).
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal") -> None:
@@ -342,15 +342,16 @@ class GPT(nn.Module):
             gate = gate * masks.same_doc.unsqueeze(-1)
         return x + gate * previous
 
-    def masks(self, doc_ids: Tensor | None) -> DocMasks | None:
+    def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
         """What keeps the documents of a batch apart in `forward`, to be made outside a compiled
-        one; None in causal mode. doc_ids: (B, T) int32, equal inside a document (or padding)."""
+        one; None in causal mode. doc_ids: (B, T) int32, equal inside a document (or padding).
+        num_docs: how many there are in all rows; without it `varlen` has to count them."""
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:
             raise ValueError(f"--attention-mode {self.attention_mode}: got no doc_ids; "
                              "make the loader with them")
-        return make_masks(doc_ids, self.config.window_sizes, mode=self.attention_mode)
+        return make_masks(doc_ids, self.config.window_sizes, mode=self.attention_mode, num_docs=num_docs)
 
     # -- accounting --
 

@@ -70,7 +70,7 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
         for batch in batches:
             x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
             doc_ids = getattr(batch, "doc_ids", None)
-            extra = {} if doc_ids is None else {"masks": model.masks(doc_ids)}
+            extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
             losses: Tensor = model(x, y, loss_reduction="none", **extra)
             token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
             of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0)

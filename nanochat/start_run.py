@@ -140,8 +140,8 @@ def command(settings: Settings, world_size: int, device_type: str
     beside = folder / "tokenizer" if read_description(folder / "tokenizer") else None
     tokenizer = get_tokenizer(settings.tokenizer_dir or beside, data_path=data_path)
     check_retention(settings.keep_last_k, settings.keep_milestone_every)
-    if settings.attention_mode == "flex" and device_type == "cpu":
-        raise ValueError("--attention-mode=flex: its kernels need a GPU; take "
+    if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
+        raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # says what is no name

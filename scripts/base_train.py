@@ -126,7 +126,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             leaf, at = divmod(i, loader.layout.micro_batches_per_leaf)
             batch = next(loader)
             losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none",
-                                  masks=run.model.masks(batch.doc_ids)).sum(dim=1)
+                                  masks=run.model.masks(batch.doc_ids, batch.num_docs)).sum(dim=1)
             (losses.sum() / settings.total_batch_size).backward()
             if at + 1 == loader.layout.micro_batches_per_leaf:
                 run.leaves.leaf_done()

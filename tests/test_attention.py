@@ -95,20 +95,32 @@ def test_gradients_equal_those_of_the_written_out_softmax(window, masked):
         torch.testing.assert_close(got.grad.double(), expected.grad, atol=1e-5, rtol=0)
 
 
-def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(monkeypatch):
+def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=False):
     """The kernel exists on CUDA only; this stand-in does what its documentation says."""
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
-        assert window_size[1] == 0 and enable_gqa and torch.equal(cu_seq_q, cu_seq_k)
-        assert cu_seq_q.dtype == torch.int32 and max_q == max_k == int(cu_seq_q.diff().max())
-        rows = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
-                for a, b in itertools.pairwise(cu_seq_q.tolist())]
-        return torch.cat(rows)
+    assert window_size[1] == 0 and torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.dtype == torch.int32
+    assert max_q == max_k >= int(cu_seq_q.diff().max()) and cu_seq_q[-1] == len(query)
+    assert enable_gqa == (key.size(1) != query.size(1))
+    parts = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
+             for a, b in itertools.pairwise(cu_seq_q.tolist())]
+    return torch.cat(parts)
 
-    fake = types.SimpleNamespace(varlen_attn=varlen_attn)
+
+@pytest.fixture
+def varlen(monkeypatch):
+    fake = types.SimpleNamespace(varlen_attn=varlen_on_a_cpu)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
-    q, k, v, _ = make(0, 3, 13, 4, 2, 8)
-    for window in (-1, 0, 4):
-        assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("window", [-1, 0, 4])
+def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(varlen, window, heads):
+    """Heads that are as many as those of the keys must do without `enable_gqa`, which PyTorch 2.11 does not have."""
+    q, k, v, documents = make(0, 3, 13, *heads, 8)
+    assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
+    for num_docs in (None, int(documents.diff(dim=1).sum()) + 3):
+        mask = make_masks(documents, [window], mode="varlen", num_docs=num_docs).by_window[window]
+        assert len(mask) & (len(mask) - 1) == 0, "a power of two"
+        assert_equals_oracle(attention(q, k, v, window=window, mask=mask), oracle(q, k, v, window, documents))
 
 
 def test_flash_traces_through_the_real_operator_with_gradients():

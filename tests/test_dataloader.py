@@ -85,7 +85,9 @@ def test_doc_ids_say_which_document_of_its_row_an_input_belongs_to():
     stream = Stream(config, {"b": fixed_source()}, range(8), tokenizer="t", num_threads=1)
     with make_loader(config, with_doc_ids=True) as loader:
         for _ in range(2):
-            doc_ids = torch.cat([b.doc_ids for b in take_step(loader)])
+            batches = take_step(loader)
+            assert all(b.num_docs == sum(len(row.unique()) for row in b.doc_ids) for b in batches)
+            doc_ids = torch.cat([b.doc_ids for b in batches])
             for row, ids in zip(stream.next_rows(3), doc_ids):
                 lengths = [length for _, _, length, _ in row.placed]
                 assert ids.tolist() == np.repeat(range(len(lengths)), lengths).tolist()[:-1]

@@ -18,8 +18,15 @@ optimizer state for it and computes its update. A matrix is never cut, a large t
 The update waits for all reductions because it is guarded by the global norm: with a NaN or inf
 anywhere, no weight and no state changes, so the last good weights survive for the caller to find.
 The guard is a 0-dim tensor `live` (1 or 0) that multiplies every rate (and the gradient is zeroed),
-so the host never waits for the device. On several ranks all this needs room for one copy of the
-gradients.
+so the host never waits for the device: it has launched a whole step while the backward pass still
+runs. A caller that wants no step scales the gradient by NaN. On several ranks all this needs room
+for one copy of the gradients.
+
+**Compiled** (on CUDA) each matrix shape is one graph, and AdamW is three for all groups (float32,
+bfloat16, a single element), for everything that differs between groups goes in as a 0-dim tensor.
+What is no plain multiplication, division or root is computed outside of them, once a group: so
+compiled AdamW has the bits of the eager one wherever both round a root correctly (MKL's, which
+eager takes on a CPU, does not).
 
 **Bits.** A step is the same for every W that divides the number of leaves. Gradients are added by
 reduce.py alone, in float32. A matrix is orthogonalized alone, so its result does not know how many
@@ -110,15 +117,17 @@ def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
 
 def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor,
                 second_momentum_buffer: Tensor, *, lr: float | Tensor, momentum: float | Tensor,
-                beta2: float, weight_decay: float | Tensor, ns_steps: int = 5,
-                live: float | Tensor = 1.0, polar_dtype: torch.dtype = torch.float32) -> None:
+                beta2: float, weight_decay: float | Tensor, grad_scale: Tensor, live: Tensor,
+                ns_steps: int = 5, polar_dtype: torch.dtype = torch.float32) -> None:
     """One Muon step for one matrix, in place on `param` and both buffers; depends on nothing but
     its arguments. Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
 
     param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
-    second_momentum_buffer: see `reduce_variance`. `live` 0 changes nothing.
+    second_momentum_buffer: see `reduce_variance`. The gradient counts `grad_scale` times; where
+    `live` is 0 nothing changes.
     """
     rows, cols = param.shape
+    grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
     # Nesterov: where the buffer will be after one more step
     direction = grad + (momentum_buffer - grad) * momentum
@@ -130,22 +139,35 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor,
     param.copy_(p - (update + cautious_decay(p, update) * weight_decay) * rate)
 
 
+def adamw_rates(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+                step: Tensor, live: Tensor) -> dict[str, Tensor]:
+    """What `adamw_update` multiplies and divides by in the step-th step, 1 for the first: 0-dim
+    float32 tensors where `step` and `live` are. All rates are 0 where `live` is 0."""
+    def scalar(value: float) -> Tensor:
+        return torch.full_like(live, value)
+
+    bias1, bias2 = (-torch.expm1(step * scalar(math.log(beta) if beta else -math.inf))
+                    for beta in betas)
+    rate = scalar(lr) * live
+    return {"weight1": scalar(1 - betas[0]) * live, "weight2": scalar(1 - betas[1]) * live,
+            "bias2": bias2, "eps": scalar(eps), "keep": 1 - rate * scalar(weight_decay),
+            "rate": rate / bias1}
+
+
 def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
-                 lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-                 step: Tensor, live: float | Tensor = 1.0) -> None:
+                 weight1: Tensor, weight2: Tensor, bias2: Tensor, eps: Tensor, keep: Tensor,
+                 rate: Tensor, grad_scale: Tensor, live: Tensor) -> None:
     """One AdamW step, in place on `param` and both averages; depends on nothing but its arguments.
     Source: arXiv 1711.05101, the same formula as torch.optim.AdamW.
 
-    param: any shape, float32 or bfloat16; the other three the same shape, float32. `step`: 0-dim
-    float32, 1 for the first. `live` 0 changes nothing.
+    param: any shape, float32 or bfloat16; the other three the same shape, float32. The gradient
+    counts `grad_scale` times; the other scalars are those of `adamw_rates`.
     """
-    bias1, bias2 = (-torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
-                    for beta in betas)
-    exp_avg.add_((grad - exp_avg) * ((1 - betas[0]) * live))
-    exp_avg_sq.add_((grad.square() - exp_avg_sq) * ((1 - betas[1]) * live))
+    grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
+    exp_avg.add_((grad - exp_avg) * weight1)
+    exp_avg_sq.add_((grad.square() - exp_avg_sq) * weight2)
     denominator = (exp_avg_sq / bias2).sqrt() + eps
-    rate = lr * live
-    param.copy_(param.float() * (1 - rate * weight_decay) - exp_avg / denominator * (rate / bias1))
+    param.copy_(param.float() * keep - exp_avg / denominator * rate)
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -186,8 +208,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
     polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs that have it, else
-    float32). compiled: fuse each update with torch.compile (default: on CUDA). Raises ValueError
-    for a group that lacks something.
+    float32). compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
+    more graphs than torch keeps ends in an error, not in slow steps. Raises ValueError for a group
+    that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
@@ -200,10 +223,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
         self._muon_update, self._adamw_update = muon_update, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:
-            self._muon_update = torch.compile(muon_update, dynamic=False)
-            self._adamw_update = torch.compile(adamw_update, dynamic=True)
+            # fullgraph: more variants than torch's recompile_limit are an error
+            self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
+            self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True)
         self._messages = lay_out(self._params, self._world_size)
         self._mine = [message.parts[self._rank] for message in self._messages]
+        self._num_grains, self._grains = self._place_grains()
         # the count of steps is on the device: one that is not live does not count
         self._steps = torch.zeros((), device=self._device)
         for part in filter(None, self._mine):
@@ -251,56 +276,67 @@ class MuonAdamW(torch.optim.Optimizer):
         chunks = [reductions.pop(0)() for _ in self._messages]
         grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
         norm = self._norm(chunks) * grad_scale.abs()
-        finite = norm.isfinite()
-        live = finite.to(torch.float32)
+        live = norm.isfinite().to(torch.float32)
+        scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
         gathers = []
         for message, part, chunk in zip(self._messages, self._mine, chunks):
             packed = message.parameters()
             if part is not None:
-                grad = (chunk * grad_scale).masked_fill_(~finite, 0.0)
                 size = part.stop - part.start
                 param = packed.split(message.chunk)[rank][:size]
-                self._update(part, param, grad[:size], live)
+                self._update(part, param, chunk[:size], grad_scale=grad_scale, live=live,
+                             **scalars[id(part.group)])
             gathers.append(message.gather(packed, rank))
         for finish in gathers:
             finish()
         self._steps += live
         return norm
 
-    def _norm(self, chunks: list[Tensor]) -> Tensor:
-        """The L2 norm over the chunks of all ranks; sums in float64 where the device has it."""
-        wide = wide_dtype(self._device)
+    def _place_grains(self) -> tuple[int, Tensor]:
+        """How many grains all parameters have, and which of them are this rank's, in the order of
+        its parts."""
         first, num_grains = {}, 0  # of each parameter in the table
         for whole in self._params:
             first[whole.name] = num_grains
             num_grains += -(-whole.stop // whole.grain)
-        table = torch.zeros(num_grains, dtype=wide, device=self._device)
-        for part, chunk in zip(self._mine, chunks):
-            if part is not None:
-                grains = chunk[:part.stop - part.start].split(part.grain)
-                norms = torch.stack([torch.linalg.vector_norm(g, dtype=wide) for g in grains])
-                at = first[part.name] + part.start // part.grain
-                table[at:at + len(norms)] = norms.square()
+        mine = [first[part.name] + at // part.grain for part in self._mine if part
+                for at in range(part.start, part.stop, part.grain)]
+        return num_grains, torch.tensor(mine, dtype=torch.int64, device=self._device)
+
+    def _norm(self, chunks: list[Tensor]) -> Tensor:
+        """The L2 norm over the chunks of all ranks; sums in float64 where the device has it."""
+        wide = wide_dtype(self._device)
+        table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
+        grains = [grain for part, chunk in zip(self._mine, chunks) if part
+                  for grain in chunk[:part.stop - part.start].split(part.grain)]
+        if grains:
+            table[self._grains] = torch.stack(torch._foreach_norm(grains, dtype=wide)).square()
         if self._world_size > 1:
             dist.all_reduce(table)
         return table.sum().sqrt().float()
 
-    def _update(self, part: Part, param: Tensor, grad: Tensor, live: Tensor) -> None:
-        """Update one part, given flat. What a schedule changes goes in as 0-dim tensors, so that
-        nothing is compiled again."""
-        group, state, kind = part.group, self.state[part.param], part.group["kind"]
-        given = {key: group[key] for key in NEEDED[kind]}
-        for key in ("lr", "momentum", "weight_decay") if kind == "muon" else ("lr",):
-            given[key] = torch.full((), group[key], dtype=torch.float32, device=self._device)
-        if kind == "muon":
+    def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
+        """What the updates of a group are given. What differs between groups, or what a schedule
+        changes, goes in as 0-dim tensors, so that nothing is compiled again."""
+        given = {key: group[key] for key in NEEDED[group["kind"]]}
+        if group["kind"] == "adamw":
+            return adamw_rates(**given, step=self._steps + 1, live=live)
+        changing = ("lr", "momentum", "weight_decay")
+        return given | {key: torch.full_like(live, given[key]) for key in changing}
+
+    def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
+        """Update one part, given flat."""
+        state = self.state[part.param]
+        if part.group["kind"] == "muon":
             shape = part.param.shape
-            self._muon_update(param.view(shape), grad.view(shape), *state.values(), **given,
-                              live=live, polar_dtype=self._polar_dtype)
+            self._muon_update(param.view(shape), grad.view(shape), *state.values(), **scalars,
+                              polar_dtype=self._polar_dtype)
             return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
-            self._adamw_update(*blocks, **given, step=self._steps + 1, live=live)
+            # data: without what a view knows of its base, for each kind of which it would be compiled again
+            self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
 
     # -- its state --
 

@@ -238,16 +238,16 @@ def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
     return X[0].mT if tall else X[0]
 
 
-def batched_update(self: Any, piece: Any, *args: Any) -> None:
+def batched_update(self: Any, piece: Any, *args: Any, **scalars: Any) -> None:
     alike = sum(p is not None and p.param.shape == piece.param.shape for p in self._mine)
     with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
-        UPDATE(self, piece, *args)
+        UPDATE(self, piece, *args, **scalars)
 
 
-def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, lr: Any, **kwargs: Any) -> None:
+def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, rate: Any, **kwargs: Any) -> None:
     """An elementwise update whose vectorized and scalar forms round differently."""
     exp_avg.add_(grad.abs().pow(1.3) * grad.sign())
-    param.copy_(param.float() - exp_avg * lr)
+    param.copy_(param.float() - exp_avg * rate)
 
 
 def sums_by_rank(sums: Tensor, *args: Any, **kwargs: Any) -> Any:

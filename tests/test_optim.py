@@ -2,16 +2,21 @@
 
 import datetime
 import math
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import POLAR_EXPRESS, MuonAdamW, adamw_rates, adamw_update, muon_update, polar_express
 from tests import training
 
 
@@ -107,7 +112,8 @@ def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape: tuple
     param, start = randn(*shape, seed=9), randn(*shape, seed=9).double().numpy()
     state = torch.zeros(shape), torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
     for grad in grads:
-        muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3)
+        muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3,
+                    grad_scale=torch.ones(()), live=torch.ones(()))
     wanted, unscaled, undecayed = (
         muon_in_float64(start, [g.double().numpy() / by for g in grads], lr=0.1, weight_decay=decay)
         for by, decay in ((1, 0.3), (scale, 0.3), (1, 0)))
@@ -170,6 +176,73 @@ def test_bad_groups_and_states_of_another_model_are_refused() -> None:
         optimizer.load_state({"format": 2})
     with pytest.raises(RuntimeError, match="gather_state"):
         optimizer.state_dict()
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded, as compiled code has it; eager's on a CPU is MKL's, whose last bit is off now and then."""
+    return x.double().pow(0.5).to(x.dtype)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+def test_compiled_updates_have_the_bits_of_eager_ones_and_do_not_know_where_a_tensor_is_cut() -> None:
+    """As rank 0 and 1 of two have it, for AdamW, and as one process has it. Compiled sums of Muon are added in another
+    order than eager ones."""
+    one, n = torch.ones(()), 6400
+    compiled = torch.compile(adamw_update, dynamic=True, fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        start = [randn(n).to(dtype), randn(n, seed=1), randn(n, seed=2), randn(n, seed=3).square() * 1e-4]
+        whole, cut, eager = ([tensor.clone() for tensor in start] for _ in range(3))
+        for step in range(3):
+            scalars = {**adamw_rates(lr=0.1, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1, step=one * step + 1,
+                                     live=one), "grad_scale": 0.7 * one, "live": one}
+            compiled(*whole, **scalars)
+            for part in (slice(0, 4160), slice(4160, n)):
+                compiled(*(tensor[part] for tensor in cut), **scalars)
+            with mock.patch.object(torch.Tensor, "sqrt", exact_sqrt):
+                adamw_update(*eager, **scalars)
+        for a, b, c, before in zip(whole, cut, eager, start):
+            assert torch.equal(a, b) and torch.equal(a, c)
+            assert (before is start[1]) == torch.equal(a, before), "only the gradient stays as it was"
+
+    muon = torch.compile(muon_update, dynamic=False, fullgraph=True)
+    state = [randn(24, 16), randn(24, 16, seed=1), torch.zeros(24, 16), torch.zeros(24, 1)]
+    eager = [tensor.clone() for tensor in state]
+    for update, tensors in ((muon, state), (muon_update, eager)):
+        for _ in range(2):
+            update(*tensors, lr=0.1 * one, momentum=0.9 * one, beta2=0.8, weight_decay=0.3 * one, grad_scale=one,
+                   live=one)
+    for a, b in zip(state, eager):
+        torch.testing.assert_close(a, b)
+
+
+def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error() -> None:
+    """Three of AdamW's for six groups, and one for each shape of a matrix; a schedule needs none."""
+    config = GPTConfig.from_depth(3, vocab_size=100, sequence_len=16, aspect_ratio=8, head_dim=8)
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
+        return graph.forward
+
+    def steps() -> None:
+        torch._dynamo.reset()
+        model = GPT(config)
+        model.init_weights(seed=0, compute_dtype=torch.bfloat16)
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend=count)):
+            optimizer = MuonAdamW(model.param_groups(), compiled=True)
+        for step in range(3):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * step
+            optimizer.step()
+
+    steps()
+    assert sorted(graphs) == [9] * 4 + [12, 13, 13], "arguments of each graph, fewer where a size is the number 1"
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
+        steps()
 
 
 # ---- many processes: the same scenario on W = 2, 1, 4 and 3 of them in turn -----------------------------------------

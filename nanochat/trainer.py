@@ -8,7 +8,11 @@ from launch to launch, how it is saved, and how people are told.
                both global, and the same bits wherever the leaves are
 
 So every step all ranks agree on whether to go on, for the price of a reduction that they need
-anyway.
+anyway. Nobody reads what it gave before the update is launched, so that a GPU never waits for
+Python:
+
+    host    ... launch backward | reduction | factor, update | wait, read, tell | next step ...
+    GPU        ... backward ............. reduction | update |
 
 A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step
 three times: a line for people, a line of JSON for programs, and wandb for those who ask for it.
@@ -49,6 +53,7 @@ log = logging.getLogger(__name__)
 
 LONG_S = 1800.0  # what an evaluation or a save may take
 ALL_LINES = 100  # steps of a launch whose lines are all printed
+DRY, FLAGS = 4, 7  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
 
 
 class Halt(Exception):
@@ -75,6 +80,16 @@ class StepTotals:
     nats: list[float]  # sum of losses of each bucket's rows
     live: list[int]  # their live targets
 
+    @classmethod
+    def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
+        """From what `add_up` gave, fetched."""
+        counts, leaves = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
+        nats, live = ([leaves[i::2 * num_buckets] for i in range(at, at + num_buckets)] for at in (0, num_buckets))
+        return cls(
+            digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
+            stop=counts[5] > 0, saved=Code(counts[6]), dropped=counts[FLAGS:], nats=[math.fsum(n) for n in nats],
+            live=[int(math.fsum(n)) for n in live])
+
     @property
     def loss(self) -> float:
         """Mean loss of a live target, nats; NaN where there is none."""
@@ -84,11 +99,6 @@ class StepTotals:
         """Mean loss of a live target in each bucket, None where the step has none of it."""
         return [nats / live if live else None for nats, live in zip(self.nats, self.live)]
 
-    def grad_scale(self, num_targets: int) -> float:
-        """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the
-        mean loss."""
-        return num_targets / sum(self.live) if any(self.live) else math.nan
-
 
 def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
     """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live
@@ -97,26 +107,40 @@ def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.T
 
 
 def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
-           stop: bool = False, saved: Code = Code.NOTHING) -> StepTotals:
-    """Collective. One reduction, in which nothing is rounded: `sums`, see `leaf_sums`, of all
-    leaves travel in a table of which each rank fills in its own, and are then added by
-    `math.fsum`; the digest travels as four 16-bit parts; the rest is counts. `dropped`: lanes that
-    have dropped each bucket; `dry`: this rank could not give its rows; `stop`: it should stop;
-    `saved`: how a save ended, rank 0's."""
-    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped])
+           stop: bool = False, saved: Code = Code.NOTHING) -> torch.Tensor:
+    """Collective. One reduction, in which nothing is rounded; what it gives stays on the device,
+    for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table
+    of which each rank fills in its own; the digest travels as four 16-bit parts; the rest is counts.
+    `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
+    `stop`: it should stop; `saved`: how a save ended, rank 0's."""
+    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped],
+                         dtype=sums.dtype, pin_memory=sums.is_cuda)
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
     first = layout.rank * len(sums)
     table[first:first + len(sums)] = sums
-    message = torch.cat([flags.to(sums.device, sums.dtype, non_blocking=True), table.view(-1)])
+    message = torch.cat([flags.to(sums.device, non_blocking=True), table.view(-1)])
     if layout.world_size > 1:
         dist.all_reduce(message)
-    values = message.tolist()
-    counts, leaves = [int(value) for value in values[:len(flags)]], values[len(flags):]
-    nats, live = ([leaves[i::2 * len(dropped)] for i in range(at, at + len(dropped))] for at in (0, len(dropped)))
-    return StepTotals(
-        digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[4] > 0,
-        stop=counts[5] > 0, saved=Code(counts[6]), dropped=counts[7:], nats=[math.fsum(n) for n in nats],
-        live=[int(math.fsum(n)) for n in live])
+    return message
+
+
+def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> torch.Tensor:
+    """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean
+    loss, from what `add_up` gave. NaN, with which the optimizer takes no step, where a rank is dry
+    or the loss is no number."""
+    nats, live = message[FLAGS + num_buckets:].view(-1, 2, num_buckets).sum(dim=(0, 2))
+    good = (message[DRY] == 0) & nats.isfinite() & (live > 0)
+    return torch.where(good, torch.full_like(live, num_targets) / live, math.nan)
+
+
+def fetch(values: torch.Tensor) -> list[float]:
+    """Wait for a few numbers from the device: asleep, and not in a loop that holds a core."""
+    there = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
+    if values.is_cuda:
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record()
+        arrived.synchronize()
+    return there.tolist()
 
 
 # ---- what a run carries --------------------------------------------------------------------------

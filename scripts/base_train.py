@@ -55,7 +55,20 @@ from nanochat.start_run import (
     make_plan,
     own,
 )
-from nanochat.trainer import LONG_S, Halt, Journal, Stop, Trainer, add_up, code_version, leaf_sums, make_model
+from nanochat.trainer import (
+    LONG_S,
+    Halt,
+    Journal,
+    StepTotals,
+    Stop,
+    Trainer,
+    add_up,
+    code_version,
+    fetch,
+    grad_scale,
+    leaf_sums,
+    make_model,
+)
 from scripts.sample import own_prompts
 
 
@@ -142,7 +155,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
 
 def one_step(run: Trainer) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where asked to."""
-    p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
+    p, loader, tokens, num_buckets = run.progress, run.loader, run.settings.total_batch_size, len(run.loader.buckets)
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
     sums, whole, dry = forward_backward(run)
@@ -151,8 +164,19 @@ def one_step(run: Trainer) -> None:
     reason = run.stop.wanted()
     saved = run.told_save()
     run.dog.beat(p.step, "reduction")
-    totals = add_up(sums, loader.layout, dropped=list(loader.dropped().values()),
-                    digest=loader.digest, dry=not whole, stop=bool(reason), saved=saved)
+    message = add_up(sums, loader.layout, dropped=list(loader.dropped().values()),
+                     digest=loader.digest, dry=not whole, stop=bool(reason), saved=saved)
+
+    # the update is launched before anything is read; where something is wrong it changes nothing
+    run.schedule.apply(run.optimizer, p.step)
+    run.dog.beat(p.step, "optimizer")
+    norm = run.optimizer.step(grad_scale(message, num_buckets, tokens))
+    run.model.zero_grad(set_to_none=True)
+    # the only wait for the device
+    *values, grad_norm = fetch(torch.cat([message, norm.to(message.dtype).view(1)]))
+    totals = StepTotals.read(values, num_buckets)
+    if totals.dry and p.step > 0:
+        run.schedule.apply(run.optimizer, p.step - 1)  # rates are saved: those of the step before
     if totals.saved == Code.FATAL:
         run.give_up()
     if totals.dry and totals.stop:
@@ -161,11 +185,6 @@ def one_step(run: Trainer) -> None:
         texts = [(text, all_dry) for text, all_dry in gather_all(dry) if text]
         raise Halt(*texts[0])
 
-    # the update
-    run.schedule.apply(run.optimizer, p.step)
-    run.dog.beat(p.step, "optimizer")
-    grad_norm = float(run.optimizer.step(totals.grad_scale(tokens)))  # waits for the device
-    run.model.zero_grad(set_to_none=True)
     if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.journal.check_digest(totals.digest)

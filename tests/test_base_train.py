@@ -1,6 +1,7 @@
 """The main job: it learns, logs, evaluates and ends as it says, on one process and on several alike."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import run_data, trainer
+from nanochat import optim, run_data, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import StopAsked
 from nanochat.dataloader import OFF, DataLoader
@@ -94,6 +96,62 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     model, tokenizer, meta = load_model("run", "cpu")
     assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]
     assert model(torch.tensor([[tokenizer.get_bos_token_id()]])).isfinite().all()
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: a value becomes Python's, or decides a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero,
+                                                  torch.ops.aten.masked_select)
+        return function(*args, **kwargs or {})
+
+
+def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    one_step, fetch, update = base_train.one_step, base_train.fetch, optim.MuonAdamW.step
+
+    def watched(run: Any) -> None:
+        with Waits() as waits:
+            one_step(run)
+        told.append(f"{waits.count} more waits")
+
+    monkeypatch.setattr(base_train, "one_step", watched)
+    monkeypatch.setattr(base_train, "fetch", lambda values: told.append("fetch") or fetch(values))
+    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args: told.append("update") or update(*args))
+    succeed(num_iterations=3, leaves=4, save_every=-1)
+    assert told == ["update", "fetch", "0 more waits"] * 3
+    with Waits() as waits:
+        float(torch.ones(()))
+    assert waits.count == 1, "it does count"
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothing(
+        bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the gradients are fine and only the loss is not."""
+    kept: list[Any] = []
+    forward_backward = base_train.forward_backward
+
+    def spoilt(run: Any) -> Any:
+        sums, *rest = forward_backward(run)
+        if run.progress.step == 1:
+            kept.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
+            if bad == "loss":
+                sums[0, 0, 0] = math.inf
+            else:
+                run.model.lm_head.weight.grad[0, 0] = math.nan
+        return sums, *rest
+
+    monkeypatch.setattr(base_train, "forward_backward", spoilt)
+    assert "weights untouched by that step" in refuse(num_iterations=3, save_every=-1)
+    model, optimizer, before = kept
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert optimizer.gather_state()["step"] == 1
 
 
 def test_printed_lines_thin_out_and_the_log_has_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ class RunSettings:
     compile: str = setting(
         "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"), tell=True,
         note=ROUNDING + "compiled kernels round differently")
+    deterministic: bool = setting(
+        True, "on CUDA only kernels whose result does not depend on scheduling", fixed=STEP)
     seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
     world_size: int = setting(
         1, "processes of the launch", flag=False, tell=True,
@@ -335,8 +337,9 @@ ELSEWHERE = {  # flags that people know from other programs
 
 
 def flag(name: str) -> str:
-    """How a setting is written on the command line."""
-    return "--no-pack" if name == "pack" else "--" + name.replace("_", "-")
+    """How a setting is written on the command line: what is on by default, as it is switched off."""
+    on = name in FIELDS and FIELDS[name].default is True
+    return ("--no-" if on else "--") + name.replace("_", "-")
 
 
 def add_flags(parser: Parser) -> Parser:
@@ -349,10 +352,11 @@ def add_flags(parser: Parser) -> Parser:
                 continue
             how: dict[str, Any] = {k: f.metadata[k] for k in ("choices", "metavar") if k in f.metadata}
             if bool in KINDS[f.name]:
-                how["action"] = "store_false" if f.default else "store_true"
+                how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
             else:  # a curriculum or weights are given as text
                 how["type"] = next((kind for kind in (int, float) if kind in KINDS[f.name]), str)
-            titled.add_argument(flag(f.name), dest=f.name, default=f.default, help=f.metadata["help"], **how)
+            titled.add_argument(flag(f.name).replace("--no-", "--"), dest=f.name, default=f.default,
+                                help=f.metadata["help"], **how)
     return parser
 
 

@@ -21,6 +21,7 @@ between collectives are the watchdog's.
 """
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -46,16 +47,19 @@ def autodetect_device_type() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def compute_init(device_type: str, *, timeout_s: float = 1800.0
+def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: float = 1800.0
                  ) -> tuple[bool, int, int, int, torch.device]:
     """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the
     device.
 
-    `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed,
-    rank, local rank, world size, device). Raises ValueError where the device is absent.
+    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others
+    in a collective. Returns (is distributed, rank, local rank, world size, device). Raises
+    ValueError where the device is absent.
     """
     if device_type not in ("cuda", "mps", "cpu"):
         raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
+    if device_type == "cuda":
+        prepare_cuda(deterministic)
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type "
                          "cpu")
@@ -71,6 +75,28 @@ def compute_init(device_type: str, *, timeout_s: float = 1800.0
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
                                 device_id=device if on_cuda else None)
     return distributed, rank, local_rank, world_size, device
+
+
+def prepare_cuda(deterministic: bool) -> None:
+    """Say what CUDA and the compiler read when they start: memory comes in segments that grow, so
+    that less of it is lost between tensors; and, where asked for, whatever runs twice gives the
+    same bits. For that cuBLAS keeps to one workspace, backward passes add in a fixed order, and
+    Inductor chooses no kernel by timing it."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        torch.use_deterministic_algorithms(True)
+        # else every new tensor is filled, before we fill it ourselves
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """What the bits of a step depend on besides code, data and settings; plain values."""
+    cuda = device.type == "cuda"
+    return {"torch": str(torch.__version__), "gpu": torch.cuda.get_device_name(device) if cuda else None,
+            "cuda": torch.version.cuda if cuda else None,
+            "cudnn": torch.backends.cudnn.version() if cuda else None}
 
 
 def compute_cleanup() -> None:

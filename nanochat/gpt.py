@@ -135,6 +135,37 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+@torch.library.custom_op("nanochat::embedding_backward", mutates_args=())
+def embedding_backward(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
+    """(num_rows, C) from grad (..., C) and idx (...): sums in a fixed order, of sorted segments."""
+    return torch.ops.aten.embedding_dense_backward(grad, idx, num_rows, -1, False)
+
+
+@embedding_backward.register_fake
+def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
+    return grad.new_empty(num_rows, grad.size(-1))
+
+
+class _LookUp(torch.autograd.Function):
+    """An embedding whose backward pass is the eager one when it is compiled too. Inductor's own adds
+    with atomics, in any order; or, where that is forbidden, by a sort and more for each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
+        ctx.save_for_backward(idx)
+        ctx.num_rows = len(weight)
+        return F.embedding(idx, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return embedding_backward(grad, *ctx.saved_tensors, ctx.num_rows), None
+
+
+class Embedding(nn.Embedding):
+    def forward(self, idx: Tensor) -> Tensor:
+        return _LookUp.apply(self.weight, idx)
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -247,11 +278,11 @@ class GPT(nn.Module):
         kv_width = config.n_kv_head * config.head_dim
         layers = range(config.n_layer)
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            "wte": Embedding(config.padded_vocab_size, config.n_embd),
             "h": nn.ModuleList(Block(config, i) for i in layers),
         })
         self.value_embeds = nn.ModuleDict({
-            str(i): nn.Embedding(config.padded_vocab_size, kv_width)
+            str(i): Embedding(config.padded_vocab_size, kv_width)
             for i in layers if config.has_value_embedding(i)})
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))

@@ -43,7 +43,7 @@ from nanochat.common import EXIT_HALTED, begin_data, hash_json, place, print0, w
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
-from nanochat.dist import agree, broadcast, get_compute_dtype, on_rank0, same
+from nanochat.dist import agree, broadcast, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
 from nanochat.order import default_lanes
@@ -157,7 +157,8 @@ def look(settings: Settings, device: torch.device) -> Start:
     for settings that changed and may not, for a run in the way of --resume=scratch, and for one
     that another launch is at work on."""
     run_dir = run_path(settings.model_tag or "")
-    same(settings.to_json())  # every node has its own command line and tokenizer
+    # every node has its own command line, tokenizer and PyTorch
+    same({**settings.to_json(), **versions(device)})
     if settings.resume != "scratch":
         at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
         agree(lambda: _check_home(run_dir, at_rank0))

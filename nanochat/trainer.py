@@ -39,7 +39,7 @@ from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
 from nanochat.common import get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather, get_peak_flops, on_rank0, wide_dtype
+from nanochat.dist import gather, get_peak_flops, on_rank0, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -295,7 +295,7 @@ class Journal:
     the first launch on, whatever becomes of that launch.
     """
 
-    def __init__(self, start: Start, progress: Progress, *, rank: int, state: RunState | None):
+    def __init__(self, start: Start, progress: Progress, *, rank: int, device: torch.device, state: RunState | None):
         self.start, self.progress, self.state = start, progress, state
         self.log: TrainLog | None = None
         self.fatal: Exception | None = None  # why the run cannot be saved any more
@@ -308,9 +308,10 @@ class Journal:
         events = [record for record in iter_log(path) if "event" in record]
         newest = {event["event"]: event for event in events}
         logged_id = newest.get("wandb", {}).get("id")
-        before, now = newest.get("started", {}).get("code"), code_version()
-        if before and now and before != now:
-            print0(f"note: the launch before was of the code {before}, this one is of {now}")
+        before, now = newest.get("started", {}), {"code": code_version(), **versions(device)}
+        for name, value in now.items():
+            if name in before and before[name] != value and (name != "code" or (before[name] and value)):
+                print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
         self.log = TrainLog(path, first_step=progress.step)
         self.wandb = _Wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
         self.wandb_id = self.wandb.id or self.wandb_id or logged_id

@@ -38,6 +38,7 @@ from nanochat.dist import (
     compute_init,
     gather_all,
     on_rank0,
+    versions,
 )
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
@@ -251,8 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
     with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
-        _, rank, _, world_size, device = compute_init(settings.device_type or autodetect_device_type(),
-                                                      timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
+        _, rank, _, world_size, device = compute_init(
+            settings.device_type or autodetect_device_type(), deterministic=settings.deterministic,
+            timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
             settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
             start = look(settings, device)
@@ -288,7 +290,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
-        journal = Journal(start, progress, rank=rank, state=state)
+        journal = Journal(start, progress, rank=rank, device=device, state=state)
         stack.callback(journal.close)
         config = stream_config(settings)
         loader = stack.enter_context(DataLoader(
@@ -304,8 +306,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
                                                keep_milestone_every=settings.keep_milestone_every))
         stack.callback(saver.close)
         introduce(start, loader.layout)
-        journal.event("started", world_size=world_size, device=device.type, torch=torch.__version__,
-                      code=code_version())
+        journal.event("started", world_size=world_size, device=device.type, code=code_version(), **versions(device))
         return loop(Trainer(
             start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
             leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), schedule=schedule, loader=loader,

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import optim, run_data, trainer
+from nanochat import optim, run_data, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import StopAsked
 from nanochat.dataloader import OFF, DataLoader
@@ -161,14 +161,23 @@ def test_printed_lines_thin_out_and_the_log_has_all(monkeypatch: pytest.MonkeyPa
     assert sorted(steps()) == list(range(8))
 
 
-def test_another_version_of_the_code_is_told_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[dict[str, Any]] = []
+    monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(trainer, "code_version", lambda: "abc")
     monkeypatch.setattr(base_train, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert [event["code"] for event in events("started")] == ["abc"]
-    assert "of the code" not in succeed(num_iterations=2, save_every=-1).out
+    assert events("started")[0].items() >= {"torch": torch.__version__, "gpu": None, "cudnn": None}.items()
+    assert "the launch before was" not in succeed(num_iterations=2, save_every=-1).out
     monkeypatch.setattr(trainer, "code_version", lambda: "def+")
     assert "before was of the code abc, this one is of def+" in succeed(num_iterations=3, save_every=-1).out
+    for module in (trainer, start_run):
+        monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
+    out = succeed(num_iterations=4, save_every=-1).out
+    assert f"before was of the torch {torch.__version__}, this one is of 2.99" in out
+    assert "before was of the gpu None, this one is of H100" in out
+    assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
 def test_a_stop_while_data_are_waited_for_saves_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:

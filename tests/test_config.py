@@ -13,7 +13,7 @@ from nanochat.config import FIELDS, KINDS, Settings, add_flags, flag, from_flags
 
 RUN_DIR = Path("/runs/d4")
 FIXED = {
-    "dtype", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode", "window_pattern",
+    "dtype", "deterministic", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode", "window_pattern",
     "vocab_size", "data_format", "tokenizer_fingerprint", "packing", "pack", "long_docs", "overlap", "buffer_size",
     "packer_version", "lanes", "leaves", "curriculum", "order", "split", "blend_weights", "eod_mask_loss",
     "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay",
@@ -49,6 +49,8 @@ def test_no_flags_are_the_defaults_and_json_brings_settings_back() -> None:
     assert parse() == Settings() and Settings.from_json(RUN.to_json()) == RUN
     assert parse("--depth=4", "--no-pack", "--packing=binned", "--matrix-lr=1", "--sync_save").differing() == {
         "depth": 4, "pack": False, "packing": "binned", "matrix_lr": 1.0, "sync_save": True}
+    assert parse("--deterministic") == Settings()
+    assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 
 def test_help_shows_each_flag_with_its_default() -> None:

@@ -2,12 +2,14 @@
 
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from nanochat import dist as ranks
 from nanochat.common import run_main
-from nanochat.dist import agree, broadcast, gather, gather_all, on_rank0, same
+from nanochat.dist import agree, broadcast, compute_init, gather, gather_all, on_rank0, same
 from tests.training import as_bytes, server
 
 PATIENCE_S = 60
@@ -196,3 +198,44 @@ def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> N
 
 def test_many_ranks_are_counted() -> None:
     assert ranks._named(list(range(20))) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch
+                                                             ) -> None:
+    """The environment is what torch reads when CUDA starts; on a CPU nothing is set."""
+    names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "PYTORCH_CUDA_ALLOC_CONF")
+    seen: list[Any] = []
+
+    def is_available() -> bool:
+        seen.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)])
+        return False
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    with mock.patch.dict(os.environ):
+        for name in names:
+            os.environ.pop(name, None)
+        compute_init("cpu", deterministic=True)
+        assert not seen and not any(map(os.environ.get, names))
+        try:
+            with pytest.raises(ValueError, match="--device-type cuda: this PyTorch sees no CUDA device"):
+                compute_init("cuda", deterministic=deterministic)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == ([True, ":4096:8", "1"] if deterministic else [False, None, None]) + ["expandable_segments:True"]
+    assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
+
+
+def test_torch_reads_what_is_set_after_it_was_imported() -> None:
+    """Its allocator when it starts, Inductor when it is imported; so neither may start with torch."""
+    program = (
+        "import sys, torch, nanochat.dist as ranks\n"
+        "ranks.prepare_cuda(True)\n"
+        "assert 'torch._inductor.config' not in sys.modules\n"
+        "import torch._inductor.config as inductor\n"
+        "assert inductor.deterministic and torch._C._accelerator_getAllocatorSettings() == 'expandable_segments:True'")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH", "TORCHINDUCTOR"))}
+    subprocess.run([sys.executable, "-c", program], check=True, env=clean)

@@ -238,10 +238,10 @@ def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
     return X[0].mT if tall else X[0]
 
 
-def batched_update(self: Any, piece: Any, *args: Any, **scalars: Any) -> None:
-    alike = sum(p is not None and p.param.shape == piece.param.shape for p in self._mine)
+def batched_update(self: Any, parts: Any, **scalars: Any) -> None:
+    alike = sum(p is not None and p.param.shape == parts[0][0].param.shape for p in self._mine)
     with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
-        UPDATE(self, piece, *args, **scalars)
+        UPDATE(self, parts, **scalars)
 
 
 def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, rate: Any, **kwargs: Any) -> None:

@@ -16,7 +16,16 @@ import torch.multiprocessing as mp
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import POLAR_EXPRESS, MuonAdamW, adamw_rates, adamw_update, muon_update, polar_express
+from nanochat.optim import (
+    POLAR_EXPRESS,
+    MuonAdamW,
+    adamw_rates,
+    adamw_update,
+    in_batches,
+    muon_update,
+    polar_express,
+)
+from nanochat.reduce import Message, Part
 from tests import training
 
 
@@ -176,6 +185,33 @@ def test_bad_groups_and_states_of_another_model_are_refused() -> None:
         optimizer.load_state({"format": 2})
     with pytest.raises(RuntimeError, match="gather_state"):
         optimizer.state_dict()
+
+
+def test_matrices_in_batches_are_updated_as_each_alone() -> None:
+    """Not to the bit: that is why it has to be asked for."""
+    shapes = [(24, 16)] * 5 + [(16, 24)] * 2 + [(7, 33)]
+    results = []
+    for batched in (False, True):
+        params = [torch.nn.Parameter(randn(*shape, seed=i)) for i, shape in enumerate(shapes)]
+        groups = [muon_group([p for p in params if p.shape == shape], names=[
+            f"w{i}" for i, p in enumerate(params) if p.shape == shape], weight_decay=0.1)
+            for shape in dict.fromkeys(shapes)]
+        optimizer = MuonAdamW(groups, batched=batched)
+        for step in range(3):
+            for i, param in enumerate(params):
+                param.grad = randn(*param.shape, seed=100 * step + i)
+            optimizer.step(grad_scale=math.nan if step == 1 else 1.0)
+        results.append([*params, *optimizer.gather_state()["state"]["w6"].values()])
+    for alone, together in zip(*results):
+        torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
+
+
+def test_only_neighbours_of_one_size_are_batched() -> None:
+    def message(kind: str, chunk: int) -> Message:
+        return Message([None, Part("p", torch.zeros(chunk), {"kind": kind}, 0, chunk)], chunk)
+    messages = [message(*given) for given in [("adamw", 9)] * 2 + [("muon", 8)] * 5 + [("muon", 6)] + [("adamw", 6)]]
+    assert in_batches(messages, 1) == [[i] for i in range(9)]
+    assert in_batches(messages, 4) == [[0], [1], [2, 3, 4, 5], [6], [7], [8]]
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 def _show(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = repr(value)
+    huge = isinstance(value, int) and value.bit_length() > 1000
+    text = "a whole number of more than 300 digits" if huge else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -75,10 +76,10 @@ def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> in
     """A number of at least `least`. YAML leaves 5e9 a text, so texts that are numbers are taken too."""
     if isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value)
-    plain = type(value) in (int, float) and math.isfinite(value) and value >= least
+    plain = type(value) in (int, float) and least <= value < (2**63 if whole else 1e300)
     if plain and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not plain or (whole and (not isinstance(value, int) or value >= 2**63)):
+    if not plain or (whole and not isinstance(value, int)):
         kind = "a whole number" if whole else "a number"
         raise ValueError(f"{what}: got {_show(value)}, expected {kind} of {least} or more")
     return value
@@ -90,10 +91,10 @@ def _fields(value: Any, what: str, known: Collection[str], required: Collection[
         raise ValueError(f"{what}: got {_show(value)}, expected the keys {', '.join(sorted(known))}")
     for key in value:
         if key not in known:
-            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(str(key), known)}")
+            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(str(key)[:60], known)}")
     for key in required:
         if key not in value:
-            raise ValueError(f"{what} has no {key!r}; it has {', '.join(map(str, value)) or 'nothing'}")
+            raise ValueError(f"{what} has no {key!r}; it has {', '.join(str(key)[:60] for key in value) or 'nothing'}")
     return dict(value)
 
 
@@ -106,7 +107,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         duration = _number(self.duration_tokens, "duration_tokens", whole=True, least=1)
-        mix = [(bucket, _number(weight, f"weight of {bucket!r}")) for bucket, weight in self.mix]
+        mix = [(bucket, _number(weight, f"weight of {_show(bucket)}")) for bucket, weight in self.mix]
         for bucket, _ in mix:
             if not isinstance(bucket, str):
                 raise ValueError(f"mix: got {_show(bucket)} for a bucket, expected a name; put it in quotes")
@@ -140,7 +141,7 @@ class Curriculum:
             raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
-                raise ValueError(f"max_epochs: no phase mixes {bucket!r}{_hint(str(bucket), self.buckets)}; "
+                raise ValueError(f"max_epochs: no phase mixes {_show(bucket)}{_hint(str(bucket)[:60], self.buckets)}; "
                                  f"give it a weight")
             _number(limit, f"max_epochs of {bucket!r}", whole=True)
 

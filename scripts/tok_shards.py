@@ -35,7 +35,7 @@ from nanochat.pretokenize import (
     find_inputs,
     load_tokenizer,
 )
-from nanochat.tokenizer import read_description
+from nanochat.tokenizer import get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 SHOWN = 10  # broken lines of an input, and missing inputs, that are told one by one
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for bucket in short:
         print(f"{bucket}: too few files to keep {args.val_files} for validation; all of it is for training")
     name = args.tokenizer or str(get_base_dir() / "tokenizer")
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name) if args.tokenizer else get_tokenizer(data_path=args.input_dir)
     job = Pretokenizer(args.output_dir, inputs, windows, name, describe_tokenizer(tokenizer), args.strict,
                        OUTPUTS[args.format])
     job.refuse_others(force=args.force)

@@ -41,6 +41,16 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv: list[str], told: st
     assert end.value.code == 2 and said.startswith(told) and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("word", ["--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b",
+                                  "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x"])
+def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word: str) -> None:
+    """Regression: those of a blend, and of flags that take no store, were shown in full."""
+    with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+        parser().parse_args([word])
+    assert "hid" not in str(e.value)
+    assert parser().parse_args(["--input-dir=s3://b/2024@1/x,s3://c/y"]).input_dir == "s3://b/2024@1/x,s3://c/y"
+
+
 @pytest.mark.parametrize("lines", [3, 100_000])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines: int, unbuffered: str) -> None:

@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- bits per byte --------------------------------------------------------------------------------------------------
+# ---- bits per byte ------------------------------------------------------------------------------
 
 def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
     """Hand batches through, adding their live targets to `counts` (vocab_size,) int64."""
@@ -92,7 +92,7 @@ def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int
             for name, texts in (("prompted", prompted), ("unprompted", free))}
 
 
-# ---- the script -----------------------------------------------------------------------------------------------------
+# ---- the script ---------------------------------------------------------------------------------
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
              device: torch.device) -> dict[str, Any]:

@@ -50,7 +50,7 @@ WIDEST = 50  # characters of a setting that are shown
 TABLE_ROWS = 8  # of the table of two experiments, about
 
 
-# ---- two values -----------------------------------------------------------------------------------------------------
+# ---- two values ---------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Gap:
@@ -129,7 +129,7 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
             yield gap
 
 
-# ---- what a run holds -----------------------------------------------------------------------------------------------
+# ---- what a run holds ---------------------------------------------------------------------------
 
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
@@ -214,7 +214,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     return Side(run_dir, saved, log, False, about)
 
 
-# ---- two runs -------------------------------------------------------------------------------------------------------
+# ---- two runs -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Part:
@@ -292,7 +292,7 @@ def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bo
     return True, f"{how}: {', '.join(much)}{end}"
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
     """{tokens trained on: value} of losses ("loss", smoothed) or of validation results ("val")."""

@@ -43,7 +43,7 @@ from nanochat.tokenizer import RustBPETokenizer
 log = logging.getLogger(__name__)
 
 
-# ---- a stream that can be entered at any step -----------------------------------------------------------------------
+# ---- a stream that can be entered at any step ---------------------------------------------------
 
 @dataclass(frozen=True)
 class Opened:
@@ -102,7 +102,7 @@ def open_it(args: argparse.Namespace) -> Opened:
     return Opened(config, data.train, tokenizer, start.settings.total_batch_size // config.T, start.cursors)
 
 
-# ---- the commands ---------------------------------------------------------------------------------------------------
+# ---- the commands -------------------------------------------------------------------------------
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
     """(step, each rank's part of its digest). ValueError where the data end before."""
@@ -198,7 +198,7 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     return EXIT_FAILED if off else 0
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line ---------------------------------------------------------------------------
 
 def integer(text: str) -> int:
     """argparse type: an integer from 0."""

@@ -29,7 +29,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat import store
-from nanochat.common import Parser, Terminated, each, in_store, place, read_json, run_main, sigterm_raises
+from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
 PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000
@@ -231,11 +231,11 @@ def push(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
-        with sigterm_raises():
+        with sigterm_interrupts():
             return push(args)
-    except KeyboardInterrupt as e:
+    except KeyboardInterrupt:
         print("interrupted: what has arrived stays; the same command goes on", file=sys.stderr)
-        return 143 if isinstance(e, Terminated) else 130
+        return 130
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cr
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Facts:
@@ -93,7 +93,7 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
                  stages=read_stages(stages) if stages is not None and stages.is_file() else [])
 
 
-# ---- markdown -------------------------------------------------------------------------------------------------------
+# ---- markdown -----------------------------------------------------------------------------------
 
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A markdown table and an empty line, nothing without rows. The first column stands to the
@@ -110,7 +110,7 @@ def quoted(text: str) -> list[str]:
     return [f"{fence}text", *text.splitlines(), fence, ""]
 
 
-# ---- the parts ------------------------------------------------------------------------------------------------------
+# ---- the parts ----------------------------------------------------------------------------------
 
 def result_part(facts: Facts) -> list[str]:
     """The figures to look at first. Two runs with equal digests saw equal data."""

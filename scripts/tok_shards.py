@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, Terminated, get_base_dir, here, place, run_main, sigterm_raises
+from nanochat.common import Parser, get_base_dir, here, place, run_main, sigterm_interrupts
 from nanochat.pretokenize import (
     TOKENIZER,
     Input,
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if finish(job) else 1
     mine = deal(inputs, args.num_tasks)[args.task_index]
     try:
-        with sigterm_raises():
+        with sigterm_interrupts():
             job.prepare()
             folder = args.output_dir / TOKENIZER  # beside the pairs, so that whoever trains on them finds it
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
@@ -159,12 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.num_tasks == 1:
                 good = finish(job) and good
             return 0 if good else 1
-    except KeyboardInterrupt as e:
+    except KeyboardInterrupt:
         job.clean_up(fresh_s=0)  # of the workers, which are dead
         done = sum(job.finished(i) is not None for i in mine)
         print(f"interrupted: {done:,} of {len(mine):,} shards are finished and kept; the same command goes on",
               file=sys.stderr)
-        return 143 if isinstance(e, Terminated) else 130
+        return 130
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ LISTED = 20  # problems of one pair that are told one by one; the others are cou
 Report = tuple[list[str], list[str]]  # lines for people, problems
 
 
-# ---- pairs ----------------------------------------------------------------------------------------------------------
+# ---- pairs --------------------------------------------------------------------------------------
 
 class Counts:
     """What the pairs of a folder hold."""
@@ -181,7 +181,7 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
     return lines, problems
 
 
-# ---- checkpoints and cursors ----------------------------------------------------------------------------------------
+# ---- checkpoints and cursors --------------------------------------------------------------------
 
 def check_checkpoint(path: Path, bar: tqdm) -> Report:
     """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
@@ -224,7 +224,7 @@ def check_cursors(folder: Path, bar: tqdm) -> Report:
     return [f"{folder}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
 def find_all(path: Path, args: argparse.Namespace) -> list[tuple[int, Callable[[tqdm], Report]]]:
     """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.

@@ -272,7 +272,7 @@ def start_slow(raw, out, tokenizer, num_workers):
 
 
 @pytest.mark.parametrize("num_workers, signum, code, everyone", [
-    (1, signal.SIGTERM, 143, False), (2, signal.SIGINT, 130, True), (2, signal.SIGKILL, -9, False)])
+    (1, signal.SIGTERM, 130, False), (2, signal.SIGINT, 130, True), (2, signal.SIGKILL, -9, False)])
 def test_signals_end_it_and_it_goes_on(tmp_path, tokenizer, num_workers, signum, code, everyone):
     """`everyone`: the whole process group gets the signal, as from a terminal or a scheduler."""
     raw, out = tmp_path / "raw", tmp_path / "out"

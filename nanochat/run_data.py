@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import begin_data, etag_of, fetch, get_base_dir, in_store, place, read_json, write_json
+from nanochat.common import begin_data, etag_of, fetch, get_base_dir, in_store, place, write_json
 from nanochat.config import Settings
 from nanochat.curriculum import Curriculum
 from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
-from nanochat.sources import Manifest, Source, check, check_format, open_source, scan
+from nanochat.sources import Manifest, Source, check, check_format, open_source, read_manifests, scan
 from nanochat.text import as_parquet
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -68,8 +68,7 @@ def find_data(old: Mapping[str, Mapping[str, Manifest]], data_path: Path | str, 
 
 def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:
     """What a run has pinned, {} if it has nothing."""
-    path = run_dir / MANIFEST_NAME
-    return read_json(path) if path.exists() else {}
+    return read_manifests(run_dir / MANIFEST_NAME)
 
 
 def pin_data(run_dir: Path, manifests: Mapping[str, Mapping[str, Manifest]]) -> None:

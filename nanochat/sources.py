@@ -34,6 +34,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    check_shape,
     each,
     etag_of,
     fetch,
@@ -41,6 +42,7 @@ from nanochat.common import (
     hash_json,
     in_store,
     place,
+    read_json,
 )
 from nanochat.dataset import data_folder, find_files
 from nanochat.text import as_parquet, open_parquet, read_batches, read_footer
@@ -48,7 +50,8 @@ from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 CHUNK = 64  # documents that are kept, compressed, as one
 SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
-Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
+Manifest = dict[str, Any]  # of this shape; "root" may move
+PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
 
 
 class Tokenizer(Protocol):
@@ -314,6 +317,19 @@ def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str,
 
     far = any(map(in_store, paths))
     return list(each(lambda pair: look(*pair), zip(paths, names, strict=True), at_once=32 if far else 8))
+
+
+def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
+    """What a run has pinned in its data_manifest.json, {} where there is none. ValueError if it is broken."""
+    if not path.exists():
+        return {}
+    way_out = "put it back, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, way_out=way_out)
+    for split in ("train", "val"):
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
+        if not all(manifest["files"] for manifest in manifests[split].values()):
+            raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+    return manifests
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -50,7 +50,7 @@ import numpy as np
 
 from nanochat.common import etag_of, place, read_json, remove_leftovers, write_json
 from nanochat.dataset import data_folder, find_buckets, find_files
-from nanochat.text import open_parquet, read_batches, read_footer, read_jsonl
+from nanochat.text import read_footer, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import (
@@ -64,7 +64,6 @@ from nanochat.tokens import (
 
 BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
-READ_DOCUMENTS = 256  # of a parquet row group, at once
 LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
@@ -199,27 +198,17 @@ def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iter
     Of broken jsonl lines `skipped` gets the "count", and (number from 1, why) of the first "lines";
     with `strict` the first is fatal.
     """
-    def texts() -> Iterator[str]:
-        if path.name.endswith(".parquet"):
-            with open_parquet(path) as file:
-                for group in range(file.num_row_groups):
-                    for column in read_batches(file, group, path, batch_size=READ_DOCUMENTS):
-                        yield from column.to_pylist()
-            return
-        for line in read_jsonl(path, strict=strict):
-            if line.text is not None:
-                yield line.text
-                continue
-            skipped["count"] += 1
-            if len(skipped["lines"]) < LISTED_LINES:
-                skipped["lines"].append((line.number, line.problem))
-
     batch: list[str] = []
     num_chars = 0
     try:
-        for text in texts():
-            batch.append(text)
-            num_chars += len(text)
+        for line in read_lines(path, strict=strict):
+            if line.text is None:
+                skipped["count"] += 1
+                if len(skipped["lines"]) < LISTED_LINES:
+                    skipped["lines"].append((line.number, line.problem))
+                continue
+            batch.append(line.text)
+            num_chars += len(line.text)
             if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch, num_chars = [], 0

@@ -261,10 +261,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     for flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least "
-                                 f"{least}")
+        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0), ("keep_last_k", 1),
+                            ("keep_milestone_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{flag(name)}: got {value}, expected at least {least}")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")

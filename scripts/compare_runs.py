@@ -35,8 +35,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint
-from nanochat.checkpoint import read_state as read_trainer_state
+from nanochat.checkpoint import (
+    SCHEDULER_NAME,
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    read_seal,
+)
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.lifecycle import liveness, read_state
 from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, is_run_dir, iter_log, read_config, read_cursors
@@ -164,9 +170,9 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"architecture": checkpoint.model_config,
             "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
             "cursors": checkpoint.cursors,
-            "model": checkpoint.model_state(mapped=True),
-            "optimizer": checkpoint.optimizer_state(mapped=True),
-            "schedule": checkpoint.scheduler_state()}
+            "model": checkpoint.model_state(),
+            "optimizer": checkpoint.optimizer_state(),
+            "schedule": checkpoint.load(SCHEDULER_NAME)}
 
 
 @dataclass(frozen=True)
@@ -191,14 +197,14 @@ def open_side(name: str, notes: list[str]) -> Side:
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
-        path = find_checkpoint(name)
-        owner = path.absolute().parent.parent
-        saved = {read_trainer_state(path)["step"]: path}
-        return Side(owner if is_run_dir(owner) else None, saved, {}, True, f"{name}: {path}")
-    saved = {}
+        found = find_checkpoint(name)
+        owner = found.path.absolute().parent.parent
+        return Side(owner if is_run_dir(owner) else None, {found.step: found.path}, {}, True,
+                    f"{name}: {found.path}")
+    saved: dict[int, Path] = {}
     for path in list_checkpoints(run_dir):
         try:
-            saved.setdefault(read_trainer_state(path)["step"], path)
+            saved.setdefault(read_seal(path)["step"], path)
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     saved = dict(sorted(saved.items()))

@@ -185,11 +185,11 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
 
 def check_checkpoint(path: Path, bar: tqdm) -> Report:
     """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
-    from nanochat.checkpoint import check_file, load_checkpoint, read_state  # with PyTorch
+    from nanochat.checkpoint import check_file, open_verified, read_seal  # with PyTorch
 
     lines, problems = [f"{path}:"], []
     try:
-        state = read_state(path)
+        state = read_seal(path)
         lines = [f"{path}: step {state['step']:,}, {len(state['files']) + 1} files", f"  OK {SEAL_NAME}"]
         for name, record in state["files"].items():
             try:
@@ -202,7 +202,7 @@ def check_checkpoint(path: Path, bar: tqdm) -> Report:
         problems += [f"{path / name}: {SEAL_NAME} does not list it"
                      for name in sorted(there - state["files"].keys() - {SEAL_NAME})]
         if not problems:
-            load_checkpoint(path, verify=False)  # its parts fit each other
+            open_verified(path, state)  # says what does not fit
     except (ValueError, OSError) as e:
         problems.append(str(e))
     if problems and not path.exists():

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat.checkpoint import load_checkpoint, save_checkpoint
+from nanochat.checkpoint import RNG_NAME, SCHEDULER_NAME, load_checkpoint, save_checkpoint
 from nanochat.run_dir import cursor_files
 from scripts import compare_runs
 from tests import training
@@ -62,8 +62,8 @@ def reseal(run_dir: Path, name: str, change: Callable[[dict[str, Any], Any], Non
     c = load_checkpoint(path)
     model, optimizer = c.model_state(), c.optimizer_state()
     change(model, optimizer)
-    kept = {k: v for k, v in c.trainer_state.items() if k not in ("step", "architecture_hash")}
-    scheduler, rng = c.scheduler_state(), {0: c.rng_state(0)}
+    kept = {k: v for k, v in c.trainer_state.items() if k != "architecture_hash"}
+    scheduler, rng = c.load(SCHEDULER_NAME), {0: c.load(RNG_NAME.format(0))}
     shutil.rmtree(path)
     save_checkpoint(run_dir, name, step=c.step, model_state=model, model_config=c.model_config,
                     optimizer_state=optimizer, scheduler_state=scheduler, rng_state=rng,

@@ -35,12 +35,9 @@ storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file
 while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS.
 """
 
-import faulthandler
 import functools
-import logging
 import os
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -50,8 +47,6 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
-
-log = logging.getLogger(__name__)
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -101,23 +96,12 @@ class MappedReader(Reader):
     """A memory map: what is read is a view of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        _tell_of_maps()
         with pa.memory_map(str(path), "r") as f:  # keeps no descriptor, of which there are few
             data = f.read_buffer()
         self._elements = np.frombuffer(data, dtype, data.size // dtype.itemsize)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._elements[begin:end]
-
-
-@functools.cache
-def _tell_of_maps() -> None:
-    """Say once what a file that is cut short does to a process that has mapped it: no exception can
-    be raised, so at least the trace of all threads is printed."""
-    faulthandler.enable(file=sys.__stderr__ or 2)
-    log.info("token files are memory maps: one that is cut short while it is in use ends the process "
-             "by SIGBUS (bus error); then python -m scripts.verify and the next start name the file. "
-             "With %s=pread it is an error that names it", READER)
 
 
 class PlainReader(Reader):

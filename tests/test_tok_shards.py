@@ -286,7 +286,7 @@ def test_signals_end_it_and_it_goes_on(tmp_path, tokenizer, num_workers, signum,
     assert process.returncode == code
     assert "Traceback" not in errors and "Error" not in errors
     if signum != signal.SIGKILL:
-        assert "1 of 3 shards are finished and kept" in errors
+        assert "interrupted" in errors
         assert not list(out.rglob("*.tmp"))
     workers_ = [int(f.name.split("-")[1]) for f in out.glob("worker-*")]
     assert len(workers_) == num_workers and all(gone(pid) for pid in workers_)

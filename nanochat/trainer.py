@@ -34,7 +34,7 @@ from nanochat.checkpoint import Saver, prune, save_checkpoint, to_host
 from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import broadcast, gather, get_peak_flops, on_rank0, wide_dtype
+from nanochat.dist import broadcast, gather_all, get_peak_flops, on_rank0, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -220,33 +220,33 @@ class Trainer:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
         began, p, settings, run_dir = time.perf_counter(), self.progress, self.settings, self.start.run_dir
-        with self.dog.patience(LONG_S):
-            on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
-            optimizer_state = self.optimizer.gather_state()
-            cursors = gather(self.loader.cursors(p.step))
-            rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
-            if get_dist_info()[1] == 0:
-                step, model_state, config = p.step, to_host(self.model.state_dict()), asdict(self.model.config)
-                trainer_state = {
-                    "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
-                    "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                    "wandb_id": self.journal.wandb_id, **more}
-                scheduler_state = self.schedule.state()
+        self.dog.beat(p.step, "save", LONG_S)
+        on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
+        optimizer_state = self.optimizer.gather_state()
+        cursors = gather_all(self.loader.cursors(p.step))
+        rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
+        if get_dist_info()[1] == 0:
+            step, model_state, config = p.step, to_host(self.model.state_dict()), asdict(self.model.config)
+            trainer_state = {
+                "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+                "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+                "wandb_id": self.journal.wandb_id, **more}
+            scheduler_state = self.schedule.state()
 
-                def write() -> Path:
-                    path = save_checkpoint(
-                        run_dir, name, step=step, model_state=model_state, model_config=config,
-                        optimizer_state=optimizer_state, scheduler_state=scheduler_state,
-                        rng_state=dict(enumerate(rng)), trainer_state=trainer_state,
-                        cursors=[cursor for of_rank in cursors for cursor in of_rank])
-                    prune(run_dir, step, keep_last_k=settings.keep_last_k,
-                          keep_milestone_every=settings.keep_milestone_every)
-                    return path
+            def write() -> Path:
+                path = save_checkpoint(
+                    run_dir, name, step=step, model_state=model_state, model_config=config,
+                    optimizer_state=optimizer_state, scheduler_state=scheduler_state,
+                    rng_state=dict(enumerate(rng)), trainer_state=trainer_state,
+                    cursors=[cursor for of_rank in cursors for cursor in of_rank])
+                prune(run_dir, step, keep_last_k=settings.keep_last_k,
+                      keep_milestone_every=settings.keep_milestone_every)
+                return path
 
-                self.saver.start(write, last=last)
-            self.stop.note("copy", time.perf_counter() - began)
-            if last or settings.sync_save:
-                on_rank0(self.finish_save)
+            self.saver.start(write, last=last)
+        self.stop.note("copy", time.perf_counter() - began)
+        if last or settings.sync_save:
+            on_rank0(self.finish_save)
 
     def told_save(self, *, wait: bool = False) -> Exception | None:
         """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns

@@ -187,17 +187,17 @@ def one_step(run: Trainer) -> None:
 def evaluate(run: Trainer) -> None:
     """Bits per byte on validation data, of each bucket and of all."""
     began, settings, layout = time.perf_counter(), run.settings, run.loader.layout
-    with run.dog.patience(LONG_S):
-        batches = {bucket: validation_loader(
-            source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
-            num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
-            device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
-            num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
-            with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
-        try:
-            bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
-        except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
-            raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
+    run.dog.beat(run.progress.step, "evaluation", LONG_S)
+    batches = {bucket: validation_loader(
+        source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
+        num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
+        device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
+        num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
+        with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
+    try:
+        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+    except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
+        raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
     run.progress.note_val(bpb)
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
     print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")

@@ -4,7 +4,7 @@ The settings of a run: one frozen dataclass, and everything that people see of i
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
 From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in the README. A fork that wants a
+config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that wants a
 flag adds one field here; a room that owns a default declares its fields itself (`ScheduleSettings`
 in nanochat/schedule.py) and is listed among the bases.
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from nanochat import run_data
 from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint, newest_good
 from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, write_json
 from nanochat.config import Settings, flag, go_on
@@ -39,7 +38,15 @@ from nanochat.dist import agree, get_compute_dtype, on_rank0, same
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
 from nanochat.order import default_lanes
-from nanochat.run_data import RunData, check_files, stream_config
+from nanochat.run_data import (
+    MANIFEST_NAME,
+    RunData,
+    check_files,
+    find_manifests,
+    open_data,
+    pinned_data,
+    stream_config,
+)
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -309,15 +316,16 @@ def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
-    manifests = on_rank0(lambda: run_data.find_data(
-        run_data.pinned_data(start.run_dir) if start.config else {}, settings.data_path or "",
-        settings.val_path, data_format=settings.data_format, strict=settings.strict,
-        shares=settings.split, curriculum=settings.mix))
+    manifests = on_rank0(lambda: find_manifests(pinned_data(start.run_dir) if start.config else {}, settings))
 
     def opened() -> RunData:
-        if rank > 0:
-            check_files(manifests)
-        return run_data.open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+        try:
+            if rank > 0:
+                check_files(manifests)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"{e}; each machine of a launch reads the data itself: copy or mount "
+                             f"the same files there under the same path") from e
+        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
@@ -372,7 +380,7 @@ def own(start: Start, data: RunData) -> Owner:
         if settings.resume == "scratch" and is_run_dir(run_dir):
             wipe(run_dir)
         open_folders(run_dir)
-        run_data.pin_data(run_dir, data.manifests)
+        write_json(run_dir / MANIFEST_NAME, data.manifests)
         data.tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())

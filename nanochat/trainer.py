@@ -102,20 +102,21 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
     `math.fsum`; the digest travels as four 16-bit parts; the rest is counts. `dropped`: lanes that
     have dropped each bucket; `dry`: this rank could not give its rows; `stop`: it should stop;
     `unsaved`: it could not save, and the run must end."""
-    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, *dropped])
+    counts = [*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, *dropped]
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
     first = layout.rank * len(sums)
     table[first:first + len(sums)] = sums
-    message = torch.cat([flags.to(sums.device, sums.dtype, non_blocking=True), table.view(-1)])
+    message = torch.cat([torch.tensor(counts).to(sums.device, sums.dtype, non_blocking=True), table.view(-1)])
     if layout.world_size > 1:
         dist.all_reduce(message)
-    values = message.tolist()
-    counts, leaves = [int(value) for value in values[:len(flags)]], values[len(flags):]
-    nats, live = ([leaves[i::2 * len(dropped)] for i in range(at, at + len(dropped))] for at in (0, len(dropped)))
+    message = message.cpu()
+    total = [int(count) for count in message[:len(counts)].tolist()]
+    # each bucket's column of the table: losses and live targets of all leaves
+    nats, live = message[len(counts):].view(table.shape).permute(1, 2, 0).tolist()
     return StepTotals(
-        digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[4] > 0,
-        stop=counts[5] > 0, unsaved=counts[6] > 0, dropped=counts[7:], nats=[math.fsum(n) for n in nats],
-        live=[int(math.fsum(n)) for n in live])
+        digest=f"{sum(part << 16 * i for i, part in enumerate(total[:4])) % 2**64:016x}", dry=total[4] > 0,
+        stop=total[5] > 0, unsaved=total[6] > 0, dropped=total[7:], nats=[math.fsum(column) for column in nats],
+        live=[int(math.fsum(column)) for column in live])
 
 
 # ---- what a run carries --------------------------------------------------------------------------
@@ -383,12 +384,9 @@ class Journal:
 def code_version() -> str:
     """The commit of this code, with a "+" where files differ from it; empty where there is no
     repository."""
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-                              timeout=20).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD")[:12] + ("+" if changed else "")
+        told = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+                              cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)
+        return told.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dev.measure import in_turns, new_parser, seconds, tell, tell_about, tell_ratios
-from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
+from nanochat.checkpoint import Outcome, Saver, save_checkpoint, to_host
 from nanochat.common import run_main, write_json
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig
@@ -82,7 +82,7 @@ def bench_save(args: argparse.Namespace) -> dict[str, Any]:
         for made in ("logs/cursors", "checkpoints"):
             (run_dir / made).mkdir(parents=True)
 
-        def save(saver: Saver, keep: list[float] | None) -> float:
+        def save(asynchronous: bool) -> float:
             nonlocal number
             number += 1
             alone = job.timed(job.step)
@@ -94,20 +94,20 @@ def bench_save(args: argparse.Namespace) -> dict[str, Any]:
                     save_checkpoint, run_dir, f"checkpoint-{number}", step=number, model_state=model_state,
                     model_config=asdict(job.model.config), optimizer_state=optimizer_state, scheduler_state={},
                     rng_state={}, cursors=[], trainer_state={}))
+                if not asynchronous:
+                    outcomes.append(saver.take(wait=True))
             held = job.timed(hold)
-            if keep is not None:
-                keep.append(job.timed(job.step) / alone)
-            saver.wait()
-            outcome = saver.poll()
-            if outcome is None or outcome.code != Code.SAVED:
-                raise ValueError(f"a save failed: {outcome}")
+            if asynchronous:
+                ratios.append(job.timed(job.step) / alone)
+                outcomes.append(saver.take(wait=True))
+            if outcomes[-1] is None or outcomes[-1].path is None:
+                raise ValueError(f"a save failed: {outcomes[-1]}")
             return held
 
-        savers = [Saver(good=None, asynchronous=asynchronous) for asynchronous in (False, True)]
-        found = in_turns({"the loop is held, no thread": lambda: save(savers[0], None),
-                          "the loop is held, thread": lambda: save(savers[1], ratios)}, args.rounds)
-        for saver in savers:
-            saver.close()
+        saver, outcomes = Saver(None), list[Outcome | None]()
+        found = in_turns({"the loop is held, no thread": lambda: save(False),
+                          "the loop is held, thread": lambda: save(True)}, args.rounds)
+        saver.close()
     return {"parameters": sum(p.numel() for p in job.model.parameters()), "held_s": tell_ratios(found, "s"),
             "next_step_ratio": tell("the next step over a step alone", ratios, "x")}
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
-from nanochat.text import open_parquet, read_batches, read_jsonl
+from nanochat.text import read_lines
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
@@ -86,24 +86,13 @@ def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
 def read_documents(path: Path, report: "Report", *, strict: bool) -> Iterator[tuple[int, str]]:
     """(row, or line number from 1, and text) of each document; holds some hundred documents at a time, whatever the row
     groups. A broken line of jsonl is reported and skipped, or fatal."""
-    if path.suffix == ".parquet":
-        row = 0
-        with open_parquet(path) as file:
-            for group in range(file.num_row_groups):
-                for column in read_batches(file, group, path, batch_size=256):
-                    yield from enumerate(column.to_pylist(), row)
-                    row += len(column)
-        return
-    try:
-        for line in read_jsonl(path, strict=strict):
-            if line.text is not None:
-                yield line.number, line.text
-                continue
-            report.skipped_lines += 1
-            if report.skipped_lines <= 10:
-                print(f"skipped {path}:{line.number}: {line.problem}", file=sys.stderr)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+    for line in read_lines(path, strict=strict):
+        if line.text is not None:
+            yield line.number, line.text
+            continue
+        report.skipped_lines += 1
+        if report.skipped_lines <= 10:
+            print(f"skipped {path}:{line.number}: {line.problem}", file=sys.stderr)
 
 
 # ---- shuffling ------------------------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
 """
-What every other module may need: where files go, how a file is written so that a crash can never leave half of it,
-fingerprints, and how a script begins and ends.
+What every other module may need: where files go, how a file is written so that a crash can never
+leave half of it, fingerprints, and how a script begins and ends.
 
-Importing it does nothing and is quick: environment variables are read when a function is called (`NANOCHAT_BASE_DIR`,
-default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`), and PyTorch, which takes seconds to
-load, stays in nanochat/dist.py. Commands and worker processes that only touch files and text start without it.
+Importing it does nothing and is quick: environment variables are read when a function is called
+(`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`),
+and PyTorch, which takes seconds to load, stays in nanochat/dist.py. Commands and worker processes
+that only touch files and text start without it.
 """
 
 import argparse
 import contextlib
 import difflib
+import faulthandler
 import fcntl
 import gc
 import hashlib
@@ -19,25 +21,19 @@ import logging
 import os
 import re
 import secrets
-import select
 import signal
 import sys
 import threading
 import time
+import typing
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from nanochat.dist import autodetect_device_type as autodetect_device_type
-    from nanochat.dist import compute_cleanup as compute_cleanup
-    from nanochat.dist import compute_init as compute_init
-    from nanochat.dist import get_peak_flops as get_peak_flops
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -46,25 +42,27 @@ EXIT_FAILED = 1  # what a script returns after a clear error
 EXIT_HALTED = 3  # a person must decide how the run goes on
 
 
-# ---- places ---------------------------------------------------------------------------------------------------------
+# ---- places -------------------------------------------------------------------------------------
 
 def get_base_dir() -> Path:
-    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat; made if absent."""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat").expanduser()
+    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. It is made
+    if absent."""
+    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser()
     base.mkdir(parents=True, exist_ok=True)
     return base
 
 
-# ---- data, wherever they lie ----------------------------------------------------------------------------------------
+# ---- data, wherever they lie --------------------------------------------------------------------
 #
-# Data lie in folders of this machine or below a path of object storage, such as s3://bucket/train. These few functions
-# are the door to the second kind: nanochat/store.py is loaded when the first such path is met, and never otherwise.
+# Data lie in folders of this machine or below a path of object storage, such as s3://bucket/train.
+# These few functions are the door to the second kind: nanochat/store.py is loaded when the first
+# such path is met, and never otherwise.
 
 @dataclass
 class Launch:
     """What a launch of a program says to object storage."""
 
-    cache: Path | str | None = None  # where local copies are kept; default: <base dir>/object_storage
+    cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
     stop: Callable[[], object] = lambda: False  # whether whoever waits for a store should give up
 
 
@@ -113,7 +111,8 @@ def local(path: Path) -> Path:
 
 def fetch(paths: Iterable[Path]) -> None:
     """Make local copies of those paths that are objects, several at once."""
-    deque(each(local, (path for path in paths if in_store(path) and path.is_file())), maxlen=0)
+    for _ in each(local, (path for path in paths if in_store(path) and path.is_file())):
+        pass
 
 
 def etag_of(path: Path) -> dict[str, str]:
@@ -145,7 +144,7 @@ def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
         yield under_way.popleft().result()
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files --------------------------------------------------------------------------------------
 
 def fsync_dir(path: Path) -> None:
     """Make a rename or a new name inside `path` survive a power cut."""
@@ -158,9 +157,9 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a new file for writing that appears under `path` only when whole: temporary name in the same folder,
-    fsync, rename, fsync of the folder. On an exception the temporary file goes and what `path` held stays. It is
-    locked while somebody writes it (see `remove_leftovers`)."""
+    """Open a new file for writing that appears under `path` only when whole: temporary name in the
+    same folder, fsync, rename, fsync of the folder. On an exception the temporary file goes and
+    what `path` held stays. It is locked while somebody writes it (see `remove_leftovers`)."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -204,26 +203,26 @@ def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None
 
 def read_json(path: Path | str, shape: Any = None, *,
               way_out: str = "delete it and run the command that wrote it again") -> Any:
-    """The JSON value in a file, of the `shape` that it must have (see `parse_json`). FileNotFoundError if there is no
-    file; ValueError if it is broken or of another shape, which names the file, the field and the way out."""
+    """The JSON value in a file, of the `shape` that it must have (see `parse_json`).
+    FileNotFoundError if there is no file; ValueError if it is broken or of another shape, which
+    names the file, the field and the way out."""
     return parse_json(Path(path).read_bytes(), path, shape, way_out=way_out)
 
 
 def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_out: str = "") -> Any:
-    """The value of JSON that somebody may have damaged. ValueError, which begins with `name`, unless it has the shape:
+    """The value of JSON that somebody may have damaged. ValueError, which begins with `name` and
+    ends with the way out, unless it has the shape:
 
         int, float, str, bool, dict, list    a value of this type (a whole number is a float, too)
-        (int, None)                          one of several; None stands for null
-        {"step": int, "ranks": [...]}        an object that has at least these fields, each of its own shape
+        int | None                           one of several; None stands for null
+        {"step": int, "ranks": [...]}        an object that has at least these fields
         [{"pid": int}]                       a list whose items all have this shape
         None                                 anything
     """
     try:
         value = json.loads(data)
         problem = _misfit(value, shape, "")
-    except RecursionError:
-        problem = "not JSON of ours (nested too deep)"
-    except ValueError as e:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as e:  # also UnicodeDecodeError, and nested too deep
         problem = f"not valid JSON ({e})"
     if problem:
         raise ValueError(f"{name}: {problem}" + (f"; {way_out}" if way_out else ""))
@@ -231,35 +230,32 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_ou
 
 
 def check_shape(value: Any, shape: Any, name: Path | str) -> None:
-    """ValueError, which begins with `name`, unless a value has the shape that `parse_json` describes."""
+    """ValueError, which begins with `name`, unless a value has the shape that `parse_json`
+    describes."""
     if problem := _misfit(value, shape, ""):
         raise ValueError(f"{name}: {problem}")
 
 
+MISSING = object()
+KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
+         bool: "true or false", type(None): "null", object: "nothing"}
+
+
 def _misfit(value: Any, shape: Any, where: str) -> str | None:
-    """What is wrong with a value that should have a shape, and at which field; None if nothing is."""
-    if shape is None:
-        return None
-    kinds = shape if isinstance(shape, tuple) else (shape,)
+    """What is wrong with a value that should have a shape, and at which field; None: nothing."""
+    inside: Iterable[tuple[str, Any, Any]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
-        for name, inner in shape.items():
-            place = f"{where}.{name}" if where else name
-            problem = _misfit(value[name], inner, place) if name in value else f"the field {place} is missing"
-            if problem:
-                return problem
-        return None
-    if isinstance(shape, list) and isinstance(value, list):
-        problems = (_misfit(item, shape[0], f"{where}[{i}]") for i, item in enumerate(value))
-        return next(filter(None, problems), None)
-    for kind in kinds:
-        if kind is None and value is None:
-            return None
-        if isinstance(kind, type) and (type(value) is kind or (kind is float and type(value) is int)):
-            return None
-    names = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
-             bool: "true or false", type(None): "null"}
-    wanted = " or ".join(names[kind if isinstance(kind, type) else type(kind)] for kind in kinds)
-    return f"{where or 'the whole'}: expected {wanted}, got {names[type(value)]}"
+        inside = ((f"{where}.{name}" if where else name, value.get(name, MISSING), inner)
+                  for name, inner in shape.items())
+    elif isinstance(shape, list) and isinstance(value, list):
+        inside = ((f"{where}[{i}]", item, shape[0]) for i, item in enumerate(value))
+    elif shape is not None:
+        kinds = typing.get_args(shape) or (shape if isinstance(shape, type) else type(shape),)
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            return f"{where or 'the whole'}: expected {wanted}, got {KINDS[type(value)]}"
+    problems = (_misfit(item, inner, place) for place, item, inner in inside)
+    return next(filter(None, problems), None)
 
 
 def hash_bytes(*parts: bytes | memoryview) -> str:
@@ -276,21 +272,19 @@ def hash_json(value: Any) -> str:
 
 
 def hash_file(path: Path | str) -> str:
-    """128-bit BLAKE2b of a file's bytes, as hex; reads in blocks."""
-    h = hashlib.blake2b(digest_size=16)
+    """128-bit BLAKE2b of a file's bytes, as hex."""
     with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()
+        return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------
+# ---- processes ----------------------------------------------------------------------------------
 
 def get_dist_info() -> tuple[bool, int, int, int]:
     """(is torchrun's child, rank, local rank, world size) from torchrun's environment."""
     if "RANK" not in os.environ:
         return False, 0, 0, 1
-    return True, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, local_rank, world_size = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return True, rank, local_rank, world_size
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
@@ -299,9 +293,10 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, **{"flush": True, **kwargs})
 
 
-if not TYPE_CHECKING:
+if not typing.TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
-        """The names that forks of nanochat import from here and that need PyTorch: loaded when somebody asks."""
+        """Names that forks of nanochat import from here. They need PyTorch, which is loaded when
+        somebody asks for one."""
         if name not in ("autodetect_device_type", "compute_cleanup", "compute_init", "get_peak_flops"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from nanochat import dist
@@ -309,12 +304,13 @@ if not TYPE_CHECKING:
         return getattr(dist, name)
 
 
-# ---- settings and flags ---------------------------------------------------------------------------------------------
+# ---- settings and flags -------------------------------------------------------------------------
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """A field of a dataclass of settings: its default, what --help says of it, and either why a run may never change
-    it (`fixed`) or what changing it does (`note`). `more` is for nanochat/config.py, which makes flags of such fields.
-    It stands here so that the room which owns a default can declare it."""
+    """A field of a dataclass of settings: its default, what --help says of it, and either why a run
+    may never change it (`fixed`) or what changing it does (`note`). `more` is for
+    nanochat/config.py, which makes flags of such fields. It stands here so that the room which
+    owns a default can declare it."""
     assert bool(fixed) != bool(note), "either may a later launch change it, or not"
     return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
 
@@ -329,46 +325,42 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of every script. Flags are written in full, with `-` or `_` as one likes; --help shows the
-    defaults; what is wrong is told in one line, with the flag that was probably meant. `instead`: flags that people
-    know from elsewhere, and what to do here."""
+    """The command line of every script. Flags are written in full, with `-` or `_` as one likes;
+    --help shows the defaults; what is wrong is told in one line, with the flag that was probably
+    meant."""
 
-    def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **kwargs: Any):
-        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
-        self.instead = instead or {}
+    instead: Mapping[str, str] = {}  # flags that people know from elsewhere, and what to do here
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, but an unknown flag is an error here: so it is told by the
+        subcommand whose flags it resembles. A path that may hold a secret is refused by `place`
+        before anybody shows it."""
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_dashed(word) for word in given], namespace)
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        found, unknown = self.parse_known_args(args, namespace)
+        for word in given:
+            for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
+                place(word[found.start(1):])
+        found, unknown = super().parse_known_args([_dashed(word) for word in given], namespace)
         if unknown:
-            word = str(unknown[0]).partition("=")[0]
-            close = difflib.get_close_matches(word, self._flags(), n=1, cutoff=0.7)
-            meant = self.instead.get(word) or (f"did you mean {close[0]}?" if close else "there is no such flag")
-            self.error(f"{word}: {meant}")
-        return found
+            word = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+            guess = f"did you mean {close[0]}?" if close else "there is no such flag"
+            self.error(f"{word}: {self.instead.get(word, guess)}")
+        return found, unknown
 
     def error(self, message: str) -> Any:
         self.exit(2, f"error: {message} (all flags: --help)\n")
 
-    def _flags(self) -> list[str]:
-        """All flags, those of subcommands too."""
-        found = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found += [flag for parser in action.choices.values() for flag in parser._option_string_actions]
-        return found
 
-
-def _dashed(word: Any) -> str:
+def _dashed(word: str) -> str:
     """A flag whose name is written with underscores, with dashes."""
-    name, equals, value = str(word).partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else str(word)
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- for people ---------------------------------------------------------------------------------
 
 def show(value: Any) -> str:
     """A value as people write it: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
@@ -382,7 +374,7 @@ def show(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Aligned lines under a heading: columns of numbers to the right, those with any text to the left."""
+    """Aligned lines under a heading: columns of numbers to the right, those with text to the left."""
     columns = list(zip(*rows)) or [()] * len(header)
     cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
     for column, values in zip(cells, columns):
@@ -396,18 +388,17 @@ def duration(seconds: float | None) -> str:
     """4.2 s, 12 min 05 s, 3 h 07 min, 2 d 04 h; a dash for None."""
     if seconds is None:
         return "-"
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, s = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    if hours == 0:
-        return f"{minutes} min {s:02d} s"
-    return f"{hours} h {minutes_left:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24:02d} h"
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d} h"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {s:02d} s"
 
 
-# ---- blocks, and randomness by counters ------------------------------------------------------------------------------
+# ---- blocks, and randomness by counters ---------------------------------------------------------
 
 def block(j: int, m: int, V: int) -> range:
     """Block j of m of V things: floor(jV/m) .. floor((j+1)V/m) - 1."""
@@ -415,10 +406,9 @@ def block(j: int, m: int, V: int) -> range:
 
 
 def words(n: int, *key: Any) -> np.ndarray:
-    """(n,) uint64: random words that depend on the key alone.
-
-    They are the raw words of NumPy's Philox counter generator, which NumPy promises for all versions and machines.
-    It does not promise what `Generator.permutation` makes of them."""
+    """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's
+    Philox counter generator, which NumPy promises for all versions and machines; it does not
+    promise what `Generator.permutation` makes of them."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
 
@@ -428,7 +418,7 @@ def permutation(n: int, *key: Any) -> np.ndarray:
     return np.argsort(words(n, *key), kind="stable")
 
 
-# ---- scripts --------------------------------------------------------------------------------------------------------
+# ---- scripts ------------------------------------------------------------------------------------
 
 class DummyWandb:
     """Stands in for a wandb run when wandb is off."""
@@ -441,31 +431,27 @@ class DummyWandb:
 
 
 def setup_logging() -> None:
-    """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr."""
+    """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr; and the stacks of a process
+    that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
+    faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
 def quiet_gc() -> None:
-    """Let Python's collector rest: what is there now is not looked at again, and nothing is until 100,000 more objects
-    are alive than now. For loops whose rounds leave no cycles: it took a tenth of the loader's time to find none."""
+    """Let Python's collector rest: what is there now is not looked at again, and nothing is until
+    100,000 more objects are alive than now. For loops whose rounds leave no cycles: it took a
+    tenth of the loader's time to find none."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived."""
-
-
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` here, as Ctrl-C raises KeyboardInterrupt: for work that may be
-    killed at any point anyhow, where setting a flag would only make it wait."""
-    def handler(signum: int, frame: Any) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, handler)
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt here, as Ctrl-C does: for work that may be killed at any
+    point anyhow, where setting a flag would only make it wait."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -473,18 +459,18 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """The last line of every script: `main()`'s value is the exit code; bad input (ValueError, OSError) becomes one
-    sentence on stderr and exit code 1. Where nobody reads our output any more (`| head`), it ends without a word. Any
-    other exception is our bug and keeps its traceback."""
+    """The last line of every script: `main()`'s value is the exit code; bad input (ValueError,
+    OSError) becomes one sentence on stderr and exit code 1. Where nobody reads our output any more
+    (`| head`), it ends without a word. Any other exception is our bug and keeps its traceback."""
     try:
         code = main() or 0
         sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits to be printed
+        code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
-        if isinstance(e, BrokenPipeError) and _nobody_reads():
-            code = 128 + signal.SIGPIPE
-        else:
-            print(f"error: {e}", file=sys.stderr, flush=True)
     except StopAsked as e:
         print(f"stopped: {e}", file=sys.stderr, flush=True)
         code = 0
@@ -492,13 +478,3 @@ def run_main(main: Callable[[], int | None]) -> None:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
-
-
-def _nobody_reads() -> bool:
-    """Whether the other end of stdout is gone. If so, what waits to be printed goes nowhere from now on."""
-    poller = select.poll()
-    poller.register(sys.stdout.fileno(), 0)
-    gone = bool(poller.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone

@@ -4,7 +4,7 @@ The settings of a run: one frozen dataclass, and everything that people see of i
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
 From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in the README. A fork that wants a
+config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that wants a
 flag adds one field here; a room that owns a default declares its fields itself (`ScheduleSettings`
 in nanochat/schedule.py) and is listed among the bases.
 
@@ -16,20 +16,17 @@ may carry other flags, by intent or by accident:
                             refused      allowed            automatic: keeps the run's 64
 
 What decides which rows come in which order, or what a step computes from them, is `fixed`. What
-only decides where, how fast and how long the run computes may change, with a notice (`tell`) where
-something that people rely on does change. Whoever wants something else starts a new run from the
-old one (--init-from). A field that an older run does not have has that field's default; one that
-this code does not have is refused. Warning instead of refusing was rejected: nobody reads the log
-of a job that restarts at night.
+only decides where, how fast and how long the run computes may change, and the change is told.
+Whoever wants something else starts a new run from the old one (--init-from). A field that an older
+run does not have has that field's default; one that this code does not have is refused. Warning
+instead of refusing was rejected: nobody reads the log of a job that restarts at night.
 """
 
 import argparse
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
 from nanochat.common import Parser, check_shape, setting
@@ -50,9 +47,14 @@ HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, not the same bits: "
 
 
+def numbers(text: str) -> list[float]:
+    """The type of a flag: numbers with commas between them."""
+    return [float(part) for part in text.split(",")]
+
+
 # Each class is a group of --help, and its docstring the group's title. A field with `flag=False`
 # follows from other fields or from the machine. Where the command gives the default of a field
-# with `auto`, the run keeps its value. A change of a field with `tell` is told.
+# with `auto`, the run keeps its value.
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -69,22 +71,22 @@ class RunSettings:
     force: bool = setting(
         False, "with --resume=scratch: delete the run that is there",
         note="asks for this very start")
-    device_type: str = setting("", "cuda | mps | cpu (default: the best there is)", tell=True,
+    device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
                                note=ROUNDING + "other devices round differently")
     dtype: str = setting(
         "auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
         fixed="the type of activations and embeddings")
     compile: str = setting(
-        "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"), tell=True,
+        "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"),
         note=ROUNDING + "compiled kernels round differently")
     deterministic: bool = setting(
         True, "on CUDA only kernels whose result does not depend on scheduling", fixed=STEP)
     seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
     world_size: int = setting(
-        1, "processes of the launch", flag=False, tell=True,
+        1, "processes of the launch", flag=False,
         note="same data; same bits as long as it divides the number of leaves")
     cpu_threads: int | None = setting(
-        None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False, tell=True,
+        None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False,
         note=ROUNDING + "PyTorch's threads (OMP_NUM_THREADS) share out sums on a CPU")
 
 
@@ -109,23 +111,19 @@ class DataSettings:
     """data"""
 
     data_path: str | None = setting(
-        None,
-        "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
+        None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
         f"without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)",
         note="a folder may move: the files are pinned by relative name and hash")
     val_path: str | None = setting(
-        None,
-        "validation files (default: the last file below --data-path; with --order=megatron the "
-        "whole documents of the valid split)",
+        None, "validation files (default: the last file below --data-path; with --order=megatron "
+        "the whole documents of the valid split)",
         note="a folder may move: the files are pinned by relative name and hash")
     data_format: str = setting(
-        "text",
-        "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | megatron: "
-        "Megatron's pairs of .bin and .idx | xyz: .xyz files, which nanochat/source_xyz.py reads",
-        fixed=STREAM)
+        "text", "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | "
+        "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
+        "nanochat/source_xyz.py reads", fixed=STREAM)
     tokenizer_dir: str | None = setting(
-        None,
-        "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where "
+        None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where "
         "scripts.tok_train puts it",
         note="a run has its own copy of its tokenizer; the fingerprint is compared")
     tokenizer_fingerprint: str = setting(
@@ -134,8 +132,7 @@ class DataSettings:
         "--tokenizer-dir=RUN/tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", note=SPEED)
     object_storage_cache: str | None = setting(
-        None,
-        "where indices of data in a store are copied to (default: <base dir>/object_storage)",
+        None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
         metavar="DIR", note="where copies of indices lie, not what they say")
     strict: bool = setting(
         False, "a broken line of jsonl is an error", note="whether a broken line ends the run")
@@ -154,16 +151,15 @@ class DataSettings:
     leaves: int = setting(-1, "K; -1: the next power of two >= the number of processes", auto=True,
                           fixed="the order in which gradients are added")
     plan: str = setting(
-        "error",
-        "where the data end before the run does, which is computed first: do not start | warn | "
-        "do not compute it", choices=("error", "warn", "off"),
+        "error", "where the data end before the run does, which is computed first: do not start | "
+        "warn | do not compute it", choices=("error", "warn", "off"),
         note="looked at before training only")
-    curriculum: dict[str, Any] | None = setting(
+    curriculum: dict | None = setting(
         None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
         fixed="decides which bucket a row comes from; how it is written, and how long its last "
         "phase lasts, is free")
     allow_bucket_exhaustion: bool = setting(
-        False, "go on without a bucket that has run dry", tell=True,
+        False, "go on without a bucket that has run dry",
         note="a lane whose bucket has run dry goes on with the others, or halts the run")
     allow_budget_mismatch: bool = setting(
         False, "as the curriculum says", flag=False,
@@ -175,19 +171,16 @@ class MegatronSettings:
     """Megatron's order"""
 
     order: str = setting(
-        "lanes",
-        "lanes: documents, packed | megatron: its own samples in its own shuffled order, row i of "
-        "the run is sample i. Instead of reset_attention_mask: --attention-mode; "
+        "lanes", "lanes: documents, packed | megatron: its own samples in its own shuffled order, "
+        "row i of the run is sample i. Instead of reset_attention_mask: --attention-mode; "
         "reset_position_ids would change nothing", choices=("lanes", "megatron"), fixed=STREAM)
     split: str | None = setting(
-        None,
-        "shares of training, validation, test (default: 969,30,1; all for training where "
+        None, "shares of training, validation, test (default: 969,30,1; all for training where "
         "validation has data of its own)", auto=True,
         fixed="decides which documents train and which validate")
-    blend_weights: list[float] | None = setting(
-        None,
-        "the weight of each prefix (default: all of each prefix once; of a single one as much as "
-        "it takes)", metavar="A,B", fixed=STREAM)
+    blend_weights: list | None = setting(
+        None, "the weight of each prefix (default: all of each prefix once; of a single one as "
+        "much as it takes)", type=numbers, metavar="A,B", fixed=STREAM)
     eod_mask_loss: bool = setting(
         False, "no loss where the input is EOD", fixed="decides which targets count")
     num_samples: int = setting(
@@ -202,10 +195,10 @@ class MegatronSettings:
 class HorizonSettings:
     """horizon (the first that is set counts; a curriculum stands before the ratio)"""
 
-    num_iterations: int = setting(-1, "optimizer steps", tell=True, note=HORIZON)
-    target_flops: float = setting(-1.0, "steps to spend so many FLOPs", tell=True, note=HORIZON)
+    num_iterations: int = setting(-1, "optimizer steps", note=HORIZON)
+    target_flops: float = setting(-1.0, "steps to spend so many FLOPs", note=HORIZON)
     target_param_data_ratio: float = setting(
-        12.0, "tokens per scaling parameter", tell=True, note=HORIZON)
+        12.0, "tokens per scaling parameter", note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +206,7 @@ class OptimizerSettings:
     """optimization (rates are for the reference depth and batch; they are scaled from there)"""
 
     device_batch_size: int = setting(
-        32, "B: rows in one forward pass; fewer if memory ends", tell=True,
+        32, "B: rows in one forward pass; fewer if memory ends",
         note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
         -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)
@@ -230,7 +223,7 @@ class LookSettings:
 
     eval_every: int = setting(250, "steps between evaluations", note=LOOK)
     eval_tokens: int = setting(
-        80 * 524288, "validation tokens an evaluation reads", tell=True,
+        80 * 524288, "validation tokens an evaluation reads",
         note="bits per byte before and after are taken over different amounts of text")
     sample_every: int = setting(2000, "steps between continuations of validation text", note=LOOK)
     save_every: int = setting(-1, "steps between checkpoints", note=LOOK)
@@ -264,15 +257,20 @@ class LongRunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, HorizonSettings,
-               OptimizerSettings, ScheduleSettings, LookSettings, LongRunSettings):
-    """All settings of a run. Raises ValueError for flags that contradict each other."""
+class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
+               MegatronSettings, DataSettings, ModelSettings, RunSettings):
+    """All settings of a run; a dataclass takes the fields of its last base first. Raises ValueError
+    for flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least "
-                                 f"{least}")
+        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0), ("keep_last_k", 1),
+                            ("keep_milestone_every", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{flag(name)}: got {value}, expected at least {least}")
+        if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
+            raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
+                             f"0; leave out a prefix that should give nothing")
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError("--init-optimizer, --init-data: they say what else comes from "
                              "another run; name it with --init-from RUN")
@@ -284,10 +282,11 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
             raise ValueError("--curriculum: Megatron's order has one mix for the whole run "
                              "(--blend-weights); take --order lanes for a curriculum")
         # flags of one order would do nothing beside the other
-        other, idle = ("lanes", ("packing", "pack", "long_docs", "allow_bucket_exhaustion")) \
-            if self.order == "megatron" else ("megatron", ("split", "blend_weights", "eod_mask_loss"))
-        for name in idle:
-            if getattr(self, name) != FIELDS[name].default:
+        own = {"lanes": ["packing", "pack", "long_docs", "allow_bucket_exhaustion"],
+               "megatron": ["split", "blend_weights", "eod_mask_loss"]}
+        own.pop(self.order)
+        for other, names in own.items():
+            for name in [name for name in names if name in self.differing()]:
                 raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave "
                                  f"it out, or take --order {other}")
 
@@ -296,19 +295,17 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
         """The settings in a run's config.json; what it does not have has its default, what is no
         setting is left. ValueError for a value of another type than its field's."""
         found = {name: value[name] for name in FIELDS if name in value}
-        kinds = {name: KINDS[name] for name in found}
-        check_shape(found, kinds, "config.json of the run, which this program did not write so")
-        if found.get("curriculum") is not None:
-            Curriculum.from_json(found["curriculum"])  # says what is none
+        check_shape(found, {name: TYPES[name] for name in found},
+                    "config.json of the run, which this program did not write so")
         return cls(**found)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
-        return {name: getattr(self, name) for name in FIELDS}
+        return asdict(self)
 
     @property
     def mix(self) -> Curriculum | None:
-        """The curriculum."""
+        """The curriculum. ValueError if config.json holds none."""
         return None if self.curriculum is None else Curriculum.from_json(self.curriculum)
 
     @property
@@ -318,21 +315,22 @@ class Settings(RunSettings, ModelSettings, DataSettings, MegatronSettings, Horiz
 
     def differing(self) -> dict[str, Any]:
         """Those that are not their defaults."""
-        return {name: getattr(self, name) for name, f in FIELDS.items() if getattr(self, name) != f.default}
+        return {name: getattr(self, name) for name, f in FIELDS.items()
+                if getattr(self, name) != f.default}
 
 
-FIELDS: dict[str, "Field[Any]"] = {f.name: f for group in Settings.__bases__ for f in fields(group)}
-KINDS = {name: tuple(None if kind is type(None) else typing.get_origin(kind) or kind
-                     for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)))
-         for name, hint in typing.get_type_hints(Settings).items()}  # the shape of each, for `check_shape`
+FIELDS = {f.name: f for f in fields(Settings)}
+TYPES = get_type_hints(Settings)
 
 
-# ---- the command line ----------------------------------------------------------------------------
+# ---- the command line ---------------------------------------------------------------------------
 
 ELSEWHERE = {  # flags that people know from other programs
-    "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on with another one: "
-                                 "--init-from=RUN --init-optimizer --init-data=continue",
+    "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
+                          "from the newest",
+    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
+                                 "with another one: --init-from=RUN --init-optimizer "
+                                 "--init-data=continue",
 }
 
 
@@ -345,18 +343,18 @@ def flag(name: str) -> str:
 def add_flags(parser: Parser) -> Parser:
     """Give a parser the flags of all settings, in their groups."""
     parser.instead, parser.usage = ELSEWHERE, "%(prog)s [flags]"
-    for group in Settings.__bases__:
+    for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):
-            if not f.metadata.get("flag", True):
-                continue
-            how: dict[str, Any] = {k: f.metadata[k] for k in ("choices", "metavar") if k in f.metadata}
-            if bool in KINDS[f.name]:
+            how = {word: f.metadata[word] for word in ("help", "choices", "metavar", "type")
+                   if word in f.metadata}
+            if TYPES[f.name] is bool:
                 how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
-            else:  # a curriculum or weights are given as text
-                how["type"] = next((kind for kind in (int, float) if kind in KINDS[f.name]), str)
-            titled.add_argument(flag(f.name).replace("--no-", "--"), dest=f.name, default=f.default,
-                                help=f.metadata["help"], **how)
+            else:  # what is no number is given as text, a curriculum as its file
+                [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
+                how.setdefault("type", kind if kind in (int, float) else str)
+            if f.metadata.get("flag", True):
+                titled.add_argument("--" + f.name.replace("_", "-"), dest=f.name, default=f.default, **how)
     return parser
 
 
@@ -367,78 +365,47 @@ def from_flags(args: argparse.Namespace) -> Settings:
     if args.curriculum is not None:
         mix = load(args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
-        given.update(curriculum=plain.to_json(), allow_budget_mismatch=mix.allow_budget_mismatch,
-                     allow_bucket_exhaustion=args.allow_bucket_exhaustion or mix.allow_bucket_exhaustion)
-    if args.blend_weights is not None:
-        given["blend_weights"] = _weights(args.blend_weights)
+        given["curriculum"] = plain.to_json()
+        given["allow_budget_mismatch"] = mix.allow_budget_mismatch
+        given["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
     return Settings(**given)
 
 
-def _weights(text: str) -> list[float]:
-    """The numbers of "30,70". ValueError for anything else, and for what is not above 0."""
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--blend-weights: got {text!r}, expected a number for each prefix, as "
-                         f"30,70") from None
-    if not all(0 < weight < float("inf") for weight in weights):
-        raise ValueError(f"--blend-weights: got {text}, expected numbers above 0; leave out a "
-                         f"prefix that should give nothing")
-    return weights
+# ---- a later launch -----------------------------------------------------------------------------
 
-
-# ---- a later launch ------------------------------------------------------------------------------
-
-def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
+def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
+          ) -> tuple[Settings, list[str]]:
     """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json
-    holds `run`: what the command leaves to the program is as the run has it. ValueError with a
-    diff for what may not change."""
+    holds `run`: what the command leaves to the program is as the run has it, and each change that
+    is allowed has a notice. ValueError that lists the changes that are not."""
     then, now = Settings.from_json(run), command.to_json()
-    notices, refused = [], []
+    notices: list[str] = []
+    refused: list[str] = []
     for name, f in FIELDS.items():
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
             now[name] = after = before
-        if name == "curriculum":
-            before, after = _identity(then.mix), _identity(command.mix)
-        change = f"{flag(name)}: the run has {before!r}, the command says {after!r}"
-        if before == after:
-            continue
-        if name == "curriculum":
-            refused += [f"--curriculum ({f.metadata['fixed']}):",
-                        *(f"  - the run: {line}" for line in before if line not in after),
-                        *(f"  + the command: {line}" for line in after if line not in before)]
-        elif f.metadata["fixed"]:
-            refused.append(f"{change} ({f.metadata['fixed']})")
-        elif f.metadata.get("tell"):
-            notices.append(f"{change} ({f.metadata['note']})")
+        if name == "curriculum":  # how it is written does not count
+            before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
+        if before != after:
+            change = f"{flag(name)}: the run has {before!r}, the command says {after!r}"
+            told = refused if f.metadata["fixed"] else notices
+            told.append(f"{change} ({f.metadata['fixed'] or f.metadata['note']})")
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived"}
-    refused += [f"{flag(n)}: the run has {run[n]!r}, and this code has no such setting" for n in sorted(unknown)]
+    refused += [f"{flag(name)}: the run has {run[name]!r}, and this code has no such setting"
+                for name in sorted(unknown)]
     if refused:
-        tag, lines = run_dir.name, "\n".join(f"  {line}".replace("RUN/", f"{run_dir}/") for line in refused)
-        raise ValueError(f"the run {tag!r} was started with other settings:\n{lines}\nuse the "
+        tag, lines = run_dir.name, "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
+        raise ValueError(f"the run {tag!r} was started with other settings:\n  {lines}\nuse the "
                          f"run's settings, or start a new run with --model-tag NAME; --init-from "
                          f"{tag} begins it with these weights")
     return Settings(**now), notices
 
 
-def _identity(mix: Curriculum | None) -> list[str]:
-    """A curriculum as far as it decides rows: a line for each phase, and one for the limits on
-    epochs."""
-    lines: list[str] = []
-    if mix is None:
-        return lines
-    for number, phase in enumerate(mix.phases, 1):
-        last = number == len(mix.phases)
-        length = "to the end" if last else f"{phase.duration_tokens:,} tokens"
-        shares = ", ".join(f"{bucket} {share}" for bucket, share in sorted(phase.shares().items()))
-        lines.append(f"phase {number}: {length} of {shares}")
-    return [*lines, f"max_epochs: { {bucket: mix.epochs(bucket) for bucket in mix.buckets} }"]
-
-
 def settings_table() -> str:
     """The rules as markdown, in the order of the code."""
-    rows = [f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | "
-            f"{f.metadata['fixed'] or f.metadata['note']} |" for name, f in FIELDS.items()]
-    return "\n".join(["| setting | may change | what it does, or why not |", "| --- | --- | --- |",
-                      *rows]) + "\n"
+    lines = ["| setting | may change | what it does, or why not |", "| --- | --- | --- |"]
+    for name, f in FIELDS.items():
+        fixed, note = f.metadata["fixed"], f.metadata["note"]
+        lines.append(f"| `{flag(name)}` | {'no' if fixed else 'yes'} | {fixed or note} |")
+    return "\n".join(lines) + "\n"

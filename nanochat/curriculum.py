@@ -36,14 +36,16 @@ block to block (the mix of a row would need all blocks before it).
 """
 
 import difflib
+import functools
 import json
 import math
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,39 +63,38 @@ NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 def _show(value: Any) -> str:
     """A value for a message, cut where it is long."""
-    text = repr(value)
+    huge = isinstance(value, int) and value.bit_length() > 1000
+    text = "a whole number of more than 300 digits" if huge else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _hint(word: str, known: Collection[str]) -> str:
+def _hint(word: object, known: Collection[str]) -> str:
     """What there is, and what the word was probably meant to be."""
-    close = difflib.get_close_matches(word, sorted(known), n=1)
+    close = difflib.get_close_matches(_show(word).strip("'"), sorted(known), n=1)
     return (f" (did you mean {close[0]!r}?)" if close else "") + f"; there is {', '.join(sorted(known)) or 'nothing'}"
 
 
 def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> int | float:
-    """A number of at least `least`. YAML leaves 5e9 a text, so texts that are numbers are taken too."""
-    if isinstance(value, str) and NUMBER.fullmatch(value):
-        value = float(value)
-    plain = type(value) in (int, float) and math.isfinite(value) and value >= least
-    if plain and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not plain or (whole and (not isinstance(value, int) or value >= 2**63)):
+    """A number from `least` to 2**63. YAML leaves 5e9 a text, so texts that are numbers are taken too."""
+    found = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)
+    if type(found) not in ((int,) if whole else (int, float)) or not least <= found < 2**63:
         kind = "a whole number" if whole else "a number"
         raise ValueError(f"{what}: got {_show(value)}, expected {kind} of {least} or more")
-    return value
+    return found
 
 
-def _fields(value: Any, what: str, known: Collection[str], required: Collection[str]) -> dict[str, Any]:
+def _fields(value: Any, what: str, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Any]:
     """A mapping that has the required keys and none but known ones."""
+    known = [*required, *optional]
     if not isinstance(value, Mapping):
         raise ValueError(f"{what}: got {_show(value)}, expected the keys {', '.join(sorted(known))}")
-    for key in value:
+    for key in [*value, *required]:
         if key not in known:
-            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(str(key), known)}")
-    for key in required:
+            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, known)}")
         if key not in value:
-            raise ValueError(f"{what} has no {key!r}; it has {', '.join(map(str, value)) or 'nothing'}")
+            raise ValueError(f"{what} has no {key!r}; it has {', '.join(map(_show, value)) or 'nothing'}")
     return dict(value)
 
 
@@ -102,24 +103,24 @@ class Phase:
     """For so many tokens, rows in these shares. Raises ValueError on what cannot be mixed."""
 
     duration_tokens: int
-    mix: tuple[tuple[str, int | float], ...]  # (bucket, weight), kept sorted by name
+    mix: dict[str, int | float]  # {bucket: weight}, sorted by name
 
     def __post_init__(self) -> None:
         duration = _number(self.duration_tokens, "duration_tokens", whole=True, least=1)
-        mix = [(bucket, _number(weight, f"weight of {bucket!r}")) for bucket, weight in self.mix]
-        for bucket, _ in mix:
+        if not isinstance(self.mix, Mapping):
+            raise ValueError(f"mix: got {_show(self.mix)}, expected {{bucket: weight}}")
+        for bucket in self.mix:
             if not isinstance(bucket, str):
                 raise ValueError(f"mix: got {_show(bucket)} for a bucket, expected a name; put it in quotes")
-        if len(dict(mix)) != len(mix):
-            raise ValueError(f"mix: a bucket is there twice in {', '.join(b for b, _ in mix)}")
-        if not any(weight for _, weight in mix):
-            raise ValueError(f"mix: got {_show(dict(mix))}, expected at least one weight above 0")
+        mix = {bucket: _number(self.mix[bucket], f"weight of {_show(bucket)}") for bucket in sorted(self.mix)}
+        if not any(mix.values()):
+            raise ValueError(f"mix: got {_show(mix)}, expected at least one weight above 0")
         object.__setattr__(self, "duration_tokens", duration)
-        object.__setattr__(self, "mix", tuple(sorted(mix)))
+        object.__setattr__(self, "mix", mix)
 
     def shares(self) -> dict[str, int]:
         """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web": 3}."""
-        exact = {bucket: Fraction(repr(weight)) for bucket, weight in self.mix if weight}
+        exact = {bucket: Fraction(repr(weight)) for bucket, weight in self.mix.items() if weight}
         scale = math.lcm(*(f.denominator for f in exact.values()))
         whole = {bucket: int(f * scale) for bucket, f in exact.items()}
         divisor = math.gcd(*whole.values())
@@ -130,7 +131,7 @@ class Phase:
 class Curriculum:
     """What a curriculum file says. Raises ValueError on what contradicts itself."""
 
-    phases: tuple[Phase, ...]
+    phases: list[Phase]
     max_epochs: dict[str, int] = field(default_factory=dict)
     allow_bucket_exhaustion: bool = False
     allow_budget_mismatch: bool = False
@@ -138,27 +139,33 @@ class Curriculum:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
+        if not isinstance(self.max_epochs, Mapping):
+            raise ValueError(f"max_epochs: got {_show(self.max_epochs)}, expected {{bucket: passes}}")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
-                raise ValueError(f"max_epochs: no phase mixes {bucket!r}{_hint(str(bucket), self.buckets)}; "
+                raise ValueError(f"max_epochs: no phase mixes {_show(bucket)}{_hint(bucket, self.buckets)}; "
                                  f"give it a weight")
-            _number(limit, f"max_epochs of {bucket!r}", whole=True)
+            _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
+        for key in OPTIONAL[1:]:
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key}: got {_show(getattr(self, key))}, expected true or false")
 
     @property
     def buckets(self) -> list[str]:
         """The buckets that some phase mixes, sorted."""
-        return sorted({bucket for phase in self.phases for bucket, weight in phase.mix if weight})
+        return sorted({bucket for phase in self.phases for bucket, weight in phase.mix.items() if weight})
 
     def epochs(self, bucket: str) -> int:
         """How many passes over a bucket are allowed, 0 = no limit."""
-        return self.max_epochs.get(bucket, 1)
+        return int(self.max_epochs.get(bucket, 1))
 
     def check_buckets(self, available: Collection[str]) -> None:
         """Raises ValueError where a phase names a bucket that is not available."""
         for number, phase in enumerate(self.phases, 1):
-            for bucket in sorted(dict(phase.mix).keys() - set(available)):
-                raise ValueError(f"--curriculum: phase {number} mixes {bucket!r}, but the data has no such "
-                                 f"bucket{_hint(bucket, available)}")
+            for bucket in phase.mix:
+                if bucket not in available:
+                    raise ValueError(f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
+                                     f"bucket{_hint(bucket, available)}")
 
     def phase_rows(self, T: int, V: int) -> list[int]:
         """How many rows of each lane a phase lasts, for each phase. Raises ValueError where that is none."""
@@ -169,41 +176,26 @@ class Curriculum:
                                  f"--lanes")
         return [phase.duration_tokens // (T * V) for phase in self.phases]
 
-    def total_rows(self, T: int, V: int) -> int:
-        """How many rows of each lane all phases last together."""
-        return sum(self.phase_rows(T, V))
-
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
-        return {"phases": [{"duration_tokens": p.duration_tokens, "mix": dict(p.mix)} for p in self.phases],
-                "max_epochs": dict(self.max_epochs), "allow_bucket_exhaustion": self.allow_bucket_exhaustion,
-                "allow_budget_mismatch": self.allow_budget_mismatch}
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Any) -> "Curriculum":
-        """What `to_json` gave, or a curriculum file holds: {"phases": [{"duration_tokens", "mix"}], ...}. Raises
-        ValueError for anything else, which says where."""
-        fields = _fields(value, "the curriculum", ("phases", *OPTIONAL), ("phases",))
-        if not isinstance(fields["phases"], list | tuple):
-            raise ValueError(f"curriculum: got {_show(fields['phases'])}, expected a list of phases, each with "
+    def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
+        """What `to_json` gave; a curriculum file calls the list of phases `curriculum`. Raises ValueError for
+        anything else, which says where."""
+        fields = _fields(value, what, [list_name], OPTIONAL)
+        listed, phases = fields.pop(list_name), []
+        if not isinstance(listed, list):
+            raise ValueError(f"curriculum: got {_show(listed)}, expected a list of phases, each with "
                              f"duration_tokens and mix")
-        phases, keys = [], ("duration_tokens", "mix")
-        for number, phase in enumerate(fields["phases"], 1):
-            found = _fields(phase, f"phase {number}", keys, keys)
-            if not isinstance(found["mix"], Mapping):
-                raise ValueError(f"phase {number}: mix: got {_show(found['mix'])}, expected {{bucket: weight}}")
+        for number, phase in enumerate(listed, 1):
+            found = _fields(phase, f"phase {number}", ["duration_tokens", "mix"])
             try:
-                phases.append(Phase(found["duration_tokens"], tuple(found["mix"].items())))
+                phases.append(Phase(**found))
             except ValueError as e:
                 raise ValueError(f"phase {number}: {e}") from None
-        limits = fields.get("max_epochs", {})
-        if not isinstance(limits, Mapping):
-            raise ValueError(f"max_epochs: got {_show(limits)}, expected {{bucket: passes}}")
-        flags = {key: fields[key] for key in OPTIONAL[1:] if key in fields}
-        for key, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise ValueError(f"{key}: got {_show(flag)}, expected true or false")
-        return cls(tuple(phases), dict(limits), **flags)
+        return cls(phases, **fields)
 
     def identity(self) -> str:
         """Canonical JSON of what decides the bucket of a row, and when a bucket is dry: equal strings, equal
@@ -221,20 +213,19 @@ class _Loader(yaml.SafeLoader):
     """Plain values only. A key that is there twice is an error, and not silently the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, times in keys.items():
+            if times > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path | str, buckets: Collection[str] | None = None) -> Curriculum:
-    """Read a curriculum file. Every error names the file, what is there and what is expected: FileNotFoundError,
-    ValueError, also for a bucket that is not one of `buckets` (where given)."""
+def load(path: Path | str) -> Curriculum:
+    """Read a curriculum file. Every error (FileNotFoundError, ValueError) names the file, what is there and what is
+    expected."""
     path = Path(path)
     try:
-        with path.open("rb") as f:
-            value = yaml.load(f, Loader=_Loader)
+        value = yaml.load(path.read_bytes(), Loader=_Loader)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such curriculum file") from None
     except (yaml.YAMLError, RecursionError, ValueError, AttributeError) as e:  # the last two of odd tags and numbers
@@ -243,66 +234,49 @@ def load(path: Path | str, buckets: Collection[str] | None = None) -> Curriculum
         problem = getattr(e, "problem", None) or str(e).splitlines()[0]
         raise ValueError(f"{path}{line}: not YAML of a curriculum ({problem[:100]})") from e
     try:
-        fields = _fields(value, "the file", ("curriculum", *OPTIONAL), ("curriculum",))
-        curriculum = Curriculum.from_json({"phases": fields.pop("curriculum"), **fields})
-        if buckets is not None:
-            curriculum.check_buckets(buckets)
+        return Curriculum.from_json(value, what="the file", list_name="curriculum")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
-    return curriculum
 
 
 # ---- mixing -----------------------------------------------------------------------------------------
 
 class Mixer:
-    """The bucket of row k of lane l. No history: any row may be asked for at any time. The block in use of
-    each lane is kept. ValueError for a phase of no rows, and for no such row."""
+    """The bucket of row k of lane l. No history: any row may be asked for at any time. ValueError for a phase of no
+    rows."""
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
         self.V, self.seed = V, seed
         lengths = curriculum.phase_rows(T, V)
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]  # the first row of each phase
         self._shares = [phase.shares() for phase in curriculum.phases]
-        self._kept: dict[int, tuple[Any, list[str | None]]] = {}  # of each lane: (which block, its buckets)
+        self._block = functools.lru_cache(2 * V)(self._draw)  # that of each lane and the next
 
     def phase_of(self, row: int) -> tuple[int, int]:
         """(phase, counted from 0; row within the phase). Behind the end is still the last phase."""
         phase = bisect_right(self._starts, row) - 1
-        if phase < 0:
-            raise ValueError(f"row: got {row}, expected 0 or more")
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
         """The bucket of a lane's row where the lane has dropped some; None where it has dropped all of the phase."""
-        if not 0 <= lane < self.V:
-            raise ValueError(f"lane: got {lane}, expected 0 to {self.V - 1}")
+        assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
-        which = (phase, at // BLOCK, dropped)
-        if lane not in self._kept or self._kept[lane][0] != which:
-            self._kept[lane] = which, self._draw(phase, lane, at // BLOCK, dropped)
-        return self._kept[lane][1][at % BLOCK]
+        return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]
 
     def counts(self, lane: int, rows: range, dropped: frozenset[str] = frozenset()) -> dict[str, int]:
         """How often `bucket` gives each bucket for rows (in steps of 1) of a lane; those that never come are left
-        out, and so are rows without a bucket. Whole blocks cost one comparison for each bucket."""
-        assert rows.step == 1 and 0 <= lane < self.V
-        total: Counter[str] = Counter()
-        row = rows.start
-        while row < rows.stop:
-            phase, at = self.phase_of(row)
-            later = self._starts[phase + 1:phase + 2]
-            stop = min(rows.stop, *later) - self._starts[phase] if later else rows.stop - self._starts[phase]
-            first, last = -(-at // BLOCK), stop // BLOCK  # whole blocks
-            if first < last and at % BLOCK == 0:
+        out, and so are rows without a bucket. Blocks cost one comparison for each bucket."""
+        total: Counter[str | None] = Counter()
+        for phase, (begin, end) in enumerate(pairwise([*self._starts, max(rows.stop, self._starts[-1])])):
+            start, stop = max(rows.start, begin) - begin, min(rows.stop, end) - begin
+            if start < stop:  # the blocks up to that of `stop`, less what lies before `start`, and the rest
+                first, last = start // BLOCK, stop // BLOCK
                 ends = self._ends(phase, lane, np.arange(first, last), dropped)
-                total.update(dict(zip(ends, np.diff([0, *(int(e.sum()) for e in ends.values())]).tolist())))
-                row += (last - first) * BLOCK
-            else:
-                end = min(stop, at - at % BLOCK + BLOCK)
-                block = self._draw(phase, lane, at // BLOCK, dropped)
-                total.update(b for b in block[at % BLOCK:at % BLOCK + end - at] if b is not None)
-                row += end - at
-        return {bucket: n for bucket, n in sorted(total.items()) if n}
+                sums = np.diff([0, *(int(e.sum()) for e in ends.values())]).tolist()
+                total.update(dict(zip(ends, sums)))
+                total.subtract(self._block(phase, lane, first, dropped)[:start % BLOCK])
+                total.update(self._block(phase, lane, last, dropped)[:stop % BLOCK])
+        return {bucket: n for bucket, n in sorted(total.items(), key=str) if n and bucket is not None}
 
     def _ends(self, phase: int, lane: int, blocks: np.ndarray, dropped: frozenset[str]) -> dict[str, np.ndarray]:
         """{bucket: behind how many rows of each block it ends, (n,) int64}.

@@ -21,6 +21,7 @@ computed on validation.
 """
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ from typing import Any
 
 from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import open_parquet, read_batches
+
+log = logging.getLogger(__name__)
 
 FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart where they are opened
     "text": (".parquet", ".jsonl", ".jsonl.gz"),
@@ -259,12 +262,17 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
 
 # ---- downloads, behind a door: nobody who trains loads an HTTP library ---------------------------
 
-def download_single_file(index: int, **kwargs: Any) -> bool:
-    """Fetch one shard of a known data set unless it is here (`download.download_single_file`);
-    True when it is."""
-    from nanochat import download
+def download_single_file(index: int, *, dataset: Dataset = DEFAULT_DATASET, **where: Any) -> bool:
+    """Fetch one shard of a known data set unless it is here (`where`: see
+    `download.make_downloader`); True when it is. The reason for a False is logged."""
+    from nanochat.download import make_downloader
 
-    return download.download_single_file(index, **kwargs)
+    try:
+        make_downloader(dataset, **where).fetch(index)
+    except OSError as e:
+        log.error("%s: %s", index_to_filename(index), e)
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,30 +5,25 @@ Downloads: the shards of a known data set over HTTP, and whether those that are 
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
     shard_00007.parquet        whole, or not there
 
-Two layers try again, each what it can see: urllib3's Retry repeats a request that got no body
-(refused, reset, 429, 5xx; exponential backoff, Retry-After); a body that breaks off is invisible
-to it, so `Downloader.fetch` repeats that. A shard is some 100 MB, so going on in the middle of
-one, and the proof that it is still the same object, is not worth its code.
+One loop tries again, whatever went wrong: no answer, an answer of a busy server (429, 5xx, with its
+Retry-After), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
+the proof that it is still the same object, is not worth its code.
 """
 
 import fcntl
-import logging
 import os
 import re
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
 from tqdm import tqdm
-from urllib3.util import Retry
 
-from nanochat.common import Parser, fsync_dir, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, setup_logging, write_json
 from nanochat.dataset import (
     DATASETS,
     DEFAULT_DATASET,
@@ -41,19 +36,10 @@ from nanochat.dataset import (
 )
 from nanochat.text import open_parquet, read_texts
 
-log = logging.getLogger(__name__)
-
-ATTEMPTS = 6  # requests without an answer, and bodies that break off
-BACKOFF_S = 1.0  # the first pause between attempts; it doubles, up to a minute
+ATTEMPTS = 6
+BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
-
-
-class DownloadError(OSError):
-    """A shard could not be fetched; the message says from where, why, and what to do."""
-
-
-HINTS = {401: "set HF_TOKEN", 403: "set HF_TOKEN", 404: "check --dataset, --base-url and "
-                                                        "HF_ENDPOINT"}
+HINTS = {401: "set HF_TOKEN", 403: "set HF_TOKEN", 404: "check --dataset, --base-url and HF_ENDPOINT"}
 
 
 @dataclass(frozen=True)
@@ -63,72 +49,55 @@ class Downloader:
 
     base_url: str
     data_dir: Path
-    token: str = field(default="", repr=False)  # for that server alone: requests drops it when it is sent elsewhere
-    stop: threading.Event = field(default_factory=threading.Event)
+    token: str = field(default="", repr=False)  # for that server alone
 
-    def fetch(self, index: int) -> Path:
-        """Bring shard `index` here unless it is. Raises DownloadError, or OSError for the disk's
-        troubles, and then leaves nothing under the final name."""
+    def fetch(self, index: int) -> None:
+        """Bring shard `index` here unless it is. Raises OSError, and then leaves nothing under the
+        final name."""
         final = self.data_dir / index_to_filename(index)
         part, url = Path(f"{final}.part"), f"{self.base_url}/{final.name}"
         if final.exists():
-            return final
-        for attempt in range(ATTEMPTS):
-            try:
-                self._copy(url, part)
-                break
-            except requests.RequestException as e:  # the body broke off
-                problem = e
-            if self.stop.wait(min(60.0, BACKOFF_S * 2**attempt)):
-                raise DownloadError(f"{url}: interrupted")
-        else:
-            raise DownloadError(f"{url}: gave up after {ATTEMPTS} attempts; the last: {problem}")
+            return
+        self._copy(url, part)
         try:
             open_parquet(part).close()
         except ValueError as e:
             part.unlink()
-            raise DownloadError(f"{url}: it arrived in full and is no good: {e}") from e
+            raise OSError(f"{url}: it arrived in full and is no good: {e}") from e
         os.replace(part, final)
         fsync_dir(self.data_dir)
-        return final
 
     def _copy(self, url: str, part: Path) -> None:
-        """Copy what lies at `url`. What urllib3 cannot mend by asking again, because no answer
-        came or a final one, is a DownloadError; a body that breaks off is a RequestException."""
-        retry = Retry(total=ATTEMPTS - 1, backoff_factor=BACKOFF_S, backoff_max=60, allowed_methods=("GET",),
-                      status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)
-        with requests.Session() as session:
-            session.mount("http://", HTTPAdapter(max_retries=retry))
-            session.mount("https://", HTTPAdapter(max_retries=retry))
-            if self.token:
-                session.auth = _Bearer(self.token)
+        """Copy what lies at `url` whole. OSError after an answer that another try will not change,
+        or after the last try."""
+        for attempt in range(ATTEMPTS):
+            pause = BACKOFF_S * 2**attempt
             try:
-                response = session.get(url, stream=True, timeout=TIMEOUT_S)
+                with requests.get(url, auth=self._sign, stream=True, timeout=TIMEOUT_S) as response:
+                    code = response.status_code
+                    problem = f"got HTTP {code} {response.reason}"
+                    if code == 200:
+                        with open(part, "wb") as f:
+                            f.writelines(response.iter_content(1 << 20))
+                            f.flush()
+                            os.fsync(f.fileno())
+                        return
+                    if code != 429 and code < 500:
+                        raise OSError(f"{url}: {problem}; {HINTS.get(code, 'is it the right place?')}")
+                    wish = response.headers.get("Retry-After", "")
+                    pause = max(pause, int(wish) if wish.isdecimal() else 0)
             except requests.RequestException as e:
-                raise DownloadError(f"{url}: no answer ({e}); check the network, --base-url and "
-                                    f"HF_ENDPOINT") from e
-            with response, open(part, "wb") as f:
-                if response.status_code != 200:
-                    hint = HINTS.get(response.status_code, "try again later")
-                    raise DownloadError(f"{url}: got HTTP {response.status_code} "
-                                        f"{response.reason}; {hint}")
-                for block in response.iter_content(1 << 20):
-                    if self.stop.is_set():
-                        raise DownloadError(f"{url}: interrupted")
-                    f.write(block)
-                f.flush()
-                os.fsync(f.fileno())
+                problem = str(e)
+            if attempt < ATTEMPTS - 1:
+                time.sleep(pause)
+        raise OSError(f"{url}: gave up after {ATTEMPTS} attempts; the last: {problem}; check the "
+                      f"network, --base-url and HF_ENDPOINT, or try again later")
 
-
-class _Bearer(AuthBase):
-    """Sends a token. As an auth object, because a plain header would lose against an entry in
-    ~/.netrc."""
-
-    def __init__(self, token: str):
-        self.token = token
-
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = f"Bearer {self.token}"
+    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """Send the token, if there is one. A plain header would lose against an entry in ~/.netrc;
+        requests drops what this sets when the server sends us elsewhere."""
+        if self.token:
+            request.headers["Authorization"] = f"Bearer {self.token}"
         return request
 
 
@@ -155,71 +124,43 @@ def make_downloader(dataset: Dataset, *, base_url: str | None = None, data_dir: 
     return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
 
 
-def download_single_file(index: int, *, dataset: Dataset = DEFAULT_DATASET, base_url: str | None = None,
-                         data_dir: Path | None = None) -> bool:
-    """Fetch one shard of a known data set unless it is here; True when it is. The reason for a
-    False is logged."""
-    try:
-        make_downloader(dataset, base_url=base_url, data_dir=data_dir).fetch(index)
-    except OSError as e:
-        log.error("%s: %s", index_to_filename(index), e)
-        return False
-    return True
-
-
-def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> dict[str, str]:
-    """Fetch shards in parallel under one progress bar; waits while another process does so in the
-    same folder. Returns {file name: reason} of those that failed."""
-    failed: dict[str, str] = {}
-    with (open(job.data_dir / ".lock", "w") as lock, ThreadPoolExecutor(num_workers) as pool,
-          tqdm(total=len(indices), unit="shard", disable=None) as bar):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        futures = {pool.submit(job.fetch, i): index_to_filename(i) for i in indices}
+def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
+    """Why `call` of each item failed, '' where it did not; several at once, under a progress bar."""
+    def problem_of(item: Any) -> str:
         try:
-            for future in as_completed(futures):
-                try:
-                    future.result()
-                except (OSError, ValueError) as e:
-                    failed[futures[future]] = str(e)
-                bar.update()
-        except BaseException:
-            job.stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    return dict(sorted(failed.items()))
-
-
-def verify(data_dir: Path, *, num_workers: int) -> dict[str, str]:
-    """Read every page of every shard in a folder. Returns {file name: what is wrong, or ''}."""
-
-    def problem_of(path: str) -> str:
-        try:
-            for _ in read_texts(path):
-                pass
-        except (ValueError, OSError) as e:
+            call(item)
+        except (OSError, ValueError) as e:
             return str(e)
         return ""
 
+    found = each(problem_of, items, at_once=num_workers)
+    return list(tqdm(found, total=len(items), unit="shard", disable=None))
+
+
+def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> dict[str, str]:
+    """Fetch shards in parallel; waits while another process does so in the same folder. Returns
+    {file name: why it could not be had, or ''}."""
+    with open(job.data_dir / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = problems(job.fetch, indices, num_workers=num_workers)
+    return dict(zip(map(index_to_filename, indices), found))
+
+
+def verify(data_dir: Path, *, num_workers: int) -> dict[str, str]:
+    """Read every page of every shard in a folder. Returns {path: what is wrong, or ''}."""
     paths = list_parquet_files(data_dir)
-    with ThreadPoolExecutor(num_workers) as pool:
-        found = tqdm(pool.map(problem_of, paths), total=len(paths), unit="shard", disable=None)
-        return dict(zip(paths, found, strict=True))
+    return dict(zip(paths, problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=num_workers)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify. Raises ValueError for bad flags and OSError that lists what failed."""
     parser = Parser(description="Download the shards of a data set, or check those that are here.")
-    parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from "
-                                                                        "the first on; -1 = all")
+    parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from the first on; -1 = all")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
-    parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which "
-                                                                                          "data "
-                                                                                          "set")
+    parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which data set")
     parser.add_argument("--base-url", help="fetch the shards from here instead")
-    parser.add_argument("--data-dir", type=Path, help="folder to use instead of "
-                                                      "$NANOCHAT_BASE_DIR/data/DATASET")
-    parser.add_argument("--verify", action="store_true", help="download nothing; read all that is "
-                                                              "here")
+    parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
+    parser.add_argument("--verify", action="store_true", help="download nothing; read all that is here")
     args = parser.parse_args(argv)
     setup_logging()
     if args.num_files < -1 or args.num_workers < 1:
@@ -228,19 +169,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = DATASETS[args.dataset]
     if args.verify:
         found = verify(args.data_dir or dataset.data_dir, num_workers=args.num_workers)
-        failed, total = {name: why for name, why in found.items() if why}, len(found)
         way_out = "Delete them and run this again without --verify."
     else:
         job = make_downloader(dataset, base_url=args.base_url, data_dir=args.data_dir)
         num_train = dataset.last_shard if args.num_files == -1 else min(args.num_files, dataset.last_shard)
-        indices = [dataset.last_shard, *range(num_train)]  # validation first: nothing works without it
         print(f"{dataset.name}: {num_train} training shards and {dataset.val_filename} for "
               f"validation -> {job.data_dir}")
-        failed, total = download(job, indices, num_workers=args.num_workers), len(indices)
+        indices = [dataset.last_shard, *range(num_train)]  # validation first: nothing works without it
+        found = download(job, indices, num_workers=args.num_workers)
         way_out = "What has arrived is kept: run the same command again to go on."
-    if failed:
-        lines = "".join(f"  {name}: {why}\n" for name, why in failed.items())
-        raise OSError(f"{len(failed)} of {total} shards failed:\n{lines}{way_out}")
-    print(f"{total} shards are whole" if args.verify else f"{job.data_dir}: {total} shards are "
-                                                          f"here")
-
+    if failed := {name: why for name, why in found.items() if why}:
+        lines = "".join(f"  {name}: {why}\n" for name, why in sorted(failed.items()))
+        raise OSError(f"{len(failed)} of {len(found)} shards failed:\n{lines}{way_out}")
+    print(f"{len(found)} shards are whole")

@@ -1,12 +1,12 @@
-r""" Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly
-its ids.
+r"""
+Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly its ids.
 
     texts ["ab ab", "  \u180e", "\ud800"]
             |          |           |
             fastokens  |           fastokens raises, so tiktoken
             |          tiktoken: a character about which the two disagree
             v          v           v
-    (ids [bos, ...  bos, ...  bos, ...], lengths [3, 4, 4])
+    (ids of all, back to back, lengths [2, 3, 3])
 
 tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed,
 knows the pattern and passes the check, `fastest_encoder` takes it, else tiktoken. On one core
@@ -47,7 +47,6 @@ or uses a pool whose size no caller decides.
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import re
@@ -58,7 +57,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from nanochat.tokenizer import LONG_RUN, Encoded, Encoder, TiktokenEncoder, format_ranks, with_first
+from nanochat.tokenizer import LONG_RUN, Encoded, Encoder, TiktokenEncoder, format_ranks
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
         import fastokens  # noqa: F401  # an optional dependency, loaded by `_native`
     except ImportError:
         return oracle
-    if not is_compared(encoding._pat_str):
+    if not _COMPARED.fullmatch(encoding._pat_str):  # parts that the two engines read alike
         log.info("encoding with tiktoken: the pattern %r has parts that were not compared", encoding._pat_str)
         return oracle
     try:
@@ -103,21 +102,19 @@ class FastokensEncoder:
     def __reduce__(self) -> tuple[Any, ...]:
         return fastest_encoder, (self.oracle.encoding,)
 
-    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
-        runs = [(odd, list(run)) for odd, run in itertools.groupby(texts, is_odd)]
-        return _join([self.oracle(run, first) if odd else self._encode(run, first) for odd, run in runs])
-
-    def _encode(self, texts: list[str], first: int | None) -> Encoded:
-        try:
-            id_bytes, offset_bytes = self.batch(texts)
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException:  # a panic in Rust is no Exception
-            if len(texts) == 1:
-                return self.oracle(texts, first)
-            return _join([self._encode([text], first) for text in texts])
-        ids, offsets = np.frombuffer(id_bytes, np.uint32), np.frombuffer(offset_bytes, np.int64)
-        return with_first(ids, np.diff(offsets), first)
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        if not any(map(is_odd, texts)):
+            try:
+                ids, offsets = self.batch(list(texts))
+                return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
+            except (KeyboardInterrupt, SystemExit, MemoryError):
+                raise
+            except BaseException:  # a panic in Rust is no Exception
+                log.debug("fastokens cannot encode one of %d texts", len(texts), exc_info=True)
+        if len(texts) == 1:
+            return self.oracle(texts)
+        ids, lengths = zip(*(self([text]) for text in texts))  # each alone: most of them it can
+        return np.concatenate(ids), np.concatenate(lengths)
 
 
 def is_odd(text: str) -> bool:
@@ -129,19 +126,6 @@ def is_odd(text: str) -> bool:
     """
     return "\u180e" in text or (len(text) >= LONG_RUN
                                 and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
-
-
-def is_compared(pattern: str) -> bool:
-    """Whether a pattern is made of parts that mean the same to fastokens' regex engine and to
-    tiktoken's."""
-    return _COMPARED.fullmatch(pattern) is not None
-
-
-def _join(results: list[Encoded]) -> Encoded:
-    if len(results) == 1:
-        return results[0]
-    ids, lengths = zip((np.empty(0, np.uint32), np.empty(0, np.int64)), *results)
-    return np.concatenate(ids), np.concatenate(lengths)
 
 
 def _native(encoding: tiktoken.Encoding) -> Any:
@@ -204,10 +188,10 @@ def checked(fast: Encoder, oracle: Encoder) -> Encoder:
     the difference."""
     for text in hard_sample():
         try:
-            got = fast([text], 0)[0].tolist()
+            got = fast([text])[0].tolist()
         except Exception as e:
             got = [f"{type(e).__name__}: {e}"]
-        expected = oracle([text], 0)[0].tolist()
+        expected = oracle([text])[0].tolist()
         if got != expected:
             at = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
             log.warning("encoding with tiktoken, slower: %s gives other ids for %s...: %s instead "

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import KVCache
-from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, open_checkpoint
+from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, find_checkpoint
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
@@ -123,7 +123,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
     code does not know, and a tokenizer that is not the checkpoint's; FileNotFoundError for what is missing.
     """
     device = torch.device(device)
-    checkpoint = open_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     checkpoint.check_architecture(checkpoint.model_config)
     if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
         raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "

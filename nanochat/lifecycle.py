@@ -220,7 +220,7 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 # ---- processes ----------------------------------------------------------------------------------
 
-PROCESS = {"host": str, "place": str, "pid": int, "start": (str, None)}  # what `identify` gives
+PROCESS = {"host": str, "place": str, "pid": int, "start": str | None}  # what `identify` gives
 
 
 def process_start(pid: int) -> str | None:
@@ -259,10 +259,10 @@ def is_alive_here(process: Mapping[str, Any]) -> bool | None:
 
 # ---- where a run stands -------------------------------------------------------------------------
 
-NUMBER = (int, float, None)
+NUMBER = int | float | None
 NEWS = {  # what a run tells of itself while it goes on, and the shape of each
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
-    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": (str, None), "phase": (int, str, None)}
+    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None}
 STATE = {**NEWS, "launch": str, "world_size": int, "ranks": [PROCESS], "started": float, "heartbeat": float}
 
 

@@ -275,9 +275,11 @@ class IndexedDatasetBuilder:
             self.end_document()
 
     def finalize(self, idx_path: Path | str) -> None:
-        """Write the index; both files appear. ValueError if the last sequences are in no
-        document."""
-        self._writer.commit(Path(idx_path))
+        """Write the index; both files appear. ValueError if the last sequences are in no document,
+        or the index is to have another name than the .bin."""
+        if Path(idx_path) != self._writer.idx_path:
+            raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")
+        self._writer.commit()
 
 
 # ---- samples ------------------------------------------------------------------------------------

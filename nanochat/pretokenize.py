@@ -14,8 +14,8 @@ its output already is what we store, and windows are runs of it. So Python touch
 
 **Who is finished?** Whoever makes token files may be killed anywhere, and several machines may make
 them at once. A list of what is finished would need a lock, so there is none: an input is finished
-when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written just before
-the .idx appears) says of what it was made. Where it was made of something else, it is made again.
+when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair
+appears) says of what it was made. Where it was made of something else, it is made again.
 
 Invariants
 - Every id of a document stands outside a prefix exactly once.
@@ -30,14 +30,12 @@ Rejected: jsonl through the cached parquet that streaming reads. The text would 
 """
 
 import contextlib
-import errno
 import functools
 import multiprocessing
 import os
-import re
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -49,8 +47,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import etag_of, place, read_json, remove_leftovers, write_json
-from nanochat.dataset import data_folder, find_buckets, find_files
-from nanochat.text import open_parquet, read_batches, read_footer, read_jsonl
+from nanochat.text import read_footer, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import (
@@ -64,11 +61,9 @@ from nanochat.tokens import (
 
 BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
-READ_DOCUMENTS = 256  # of a parquet row group, at once
 LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
-SPLITS = ("train", "val")
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
@@ -136,60 +131,6 @@ class Input:
         return output / self.split / self.bucket / RECORDS / f"{self.stem}.json"
 
 
-def find_inputs(raw: Path, *, val_files: int = 1) -> tuple[list[Input], list[str]]:
-    """(all inputs by split, bucket and name; the buckets that have too few files to validate).
-
-    RAW/train/BUCKET and RAW/val/BUCKET are kept; else RAW/BUCKET, whose last `val_files` files
-    validate. FileNotFoundError where there is nothing, ValueError where it is unclear.
-    """
-    if val_files < 0:
-        raise ValueError(f"--val-files {val_files}: expected 0 or more")
-    raw = place(raw)
-    if not raw.exists():
-        raise FileNotFoundError(f"--input-dir {raw}: no such folder")
-    found: dict[tuple[str, str], list[Path]] = {}
-    short = []
-    if (raw / "train").is_dir():
-        for split in SPLITS:
-            if (raw / split).is_dir():
-                for bucket, files in find_buckets(raw / split).items():
-                    found[split, bucket] = files
-        if stray := set(find_files(raw)).difference(*found.values()):
-            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} lies beside train/ "
-                             f"and val/; move it into one of them")
-    else:
-        for bucket, files in find_buckets(raw).items():
-            num_train = len(files) - val_files
-            if num_train < 1:
-                short.append(bucket)
-                num_train = len(files)
-            found["train", bucket], found["val", bucket] = files[:num_train], files[num_train:]
-    inputs: dict[tuple[str, str, str], Input] = {}
-    for (split, bucket), files in found.items():
-        for path in files:
-            name = path.relative_to(data_folder(raw)).as_posix()
-            inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
-            stem = re.sub(r"\.(parquet|jsonl|jsonl\.gz)$", "", inside).replace("/", "__")
-            new = Input(path, name, split, bucket, stem, path.stat().st_size)
-            other = inputs.setdefault((split, bucket, stem), new)
-            if other is not new:
-                raise ValueError(f"{other.name} and {name} would both become "
-                                 f"{new.prefix(Path())}.bin; rename one of them")
-    return [inputs[key] for key in sorted(inputs)], short
-
-
-
-def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
-    """Deal inputs to tasks: biggest first, each to the task with the fewest bytes so far."""
-    tasks: list[list[Input]] = [[] for _ in range(num_tasks)]
-    loads = [0] * num_tasks
-    for i in sorted(inputs, key=lambda i: (-i.size, i.name)):
-        task = loads.index(min(loads))
-        tasks[task].append(i)
-        loads[task] += i.size
-    return tasks
-
-
 # ---- one input ----------------------------------------------------------------------------------
 
 def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iterator[list[str]]:
@@ -199,32 +140,19 @@ def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iter
     Of broken jsonl lines `skipped` gets the "count", and (number from 1, why) of the first "lines";
     with `strict` the first is fatal.
     """
-    def texts() -> Iterator[str]:
-        if path.name.endswith(".parquet"):
-            with open_parquet(path) as file:
-                for group in range(file.num_row_groups):
-                    for column in read_batches(file, group, path, batch_size=READ_DOCUMENTS):
-                        yield from column.to_pylist()
-            return
-        for line in read_jsonl(path, strict=strict):
-            if line.text is not None:
-                yield line.text
-                continue
+    batch: list[str] = []
+    num_chars = 0
+    for line in read_lines(path, strict=strict):
+        if line.text is None:
             skipped["count"] += 1
             if len(skipped["lines"]) < LISTED_LINES:
                 skipped["lines"].append((line.number, line.problem))
-
-    batch: list[str] = []
-    num_chars = 0
-    try:
-        for text in texts():
-            batch.append(text)
-            num_chars += len(text)
-            if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
-                yield batch
-                batch, num_chars = [], 0
-    except (ValueError, OSError) as e:  # for the caller OSError is one of writing
-        raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from e
+            continue
+        batch.append(line.text)
+        num_chars += len(line.text)
+        if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
+            yield batch
+            batch, num_chars = [], 0
     if batch:
         yield batch
 
@@ -282,15 +210,10 @@ class Pretokenizer:
         return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named}
 
     def prepare(self) -> None:
-        """Make the folders, and take away what killed processes left. OSError where that cannot
-        be."""
-        try:
-            for i in self.inputs:
-                i.record(self.output).parent.mkdir(parents=True, exist_ok=True)
-            self.clean_up()
-        except OSError as e:
-            raise OSError(f"--output-dir {self.output}: cannot be written ({e.strerror}: "
-                          f"{e.filename}); name another one") from e
+        """Make the folders, and take away what killed processes left."""
+        for i in self.inputs:
+            i.record(self.output).parent.mkdir(parents=True, exist_ok=True)
+        self.clean_up()
 
     def finished(self, i: Input) -> Record | None:
         """The record of an input whose pair is there and would come out the same again; its bytes
@@ -306,31 +229,24 @@ class Pretokenizer:
         broken = self.strict and shard["skipped"]["count"]
         return record if same and whole and not broken else None
 
-    def make(self, i: Input) -> tuple[Record, int]:
-        """Make the pair of an input, unless it is finished: (its record, tokens made). ValueError
-        where the input cannot be used, OSError where the pair cannot be written. Then there is
-        none."""
+    def make(self, i: Input) -> Record:
+        """Make the pair of an input, unless it is finished; returns its record. ValueError where
+        the input cannot be used, OSError where the pair cannot be written. Then there is none."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
         was_there = idx_path.exists()
         if record := self.finished(i):
-            return record, 0
+            return record
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
         if was_there:  # asked before the record was read: another process may just have made it
             idx_path.unlink(missing_ok=True)
             bin_path.unlink(missing_ok=True)
         tokenizer = _load_same(self.tokenizer_name, self.tokenizer["fingerprint"])
-        try:
-            with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
-                record = self._write(i, tokenizer, writer)
-        except OSError as e:
-            full = ", make room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise OSError(f"{bin_path}: cannot be written ({e.strerror or e}){full} and run the "
-                          f"same command again; what is finished is kept") from e
-        return record, record["shard"]["tokens"]
+        with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
+            return self._write(i, tokenizer, writer)
 
     def _write(self, i: Input, tokenizer: RustBPETokenizer, writer: TokenWriter) -> Record:
-        """Write everything but the .idx; returns the record."""
+        """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source = 0, _source(i)
         skipped: Record = {"count": 0, "lines": []}
         for texts in read_documents(i.path, skipped, strict=self.strict):
@@ -355,7 +271,7 @@ class Pretokenizer:
         return record
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
-                 ) -> Generator[tuple[Input, tuple[Record, int] | str], None, None]:
+                 ) -> Generator[tuple[Input, Record | str], None, None]:
         """(input, what `make` gave, or why it failed) as they come. With several workers each is a
         process. They end when the caller does, whatever ends it; they may be killed at any time."""
         if min(num_workers, len(todo)) < 2:
@@ -377,29 +293,27 @@ class Pretokenizer:
                 raise
 
     def refuse_others(self, *, force: bool) -> None:
-        """ValueError if there are pairs of other arguments, another tokenizer or other inputs; with
-        `force` the latter are removed (the former will be made again)."""
+        """ValueError if there are pairs of other arguments, another tokenizer or other inputs. With
+        `force` those are removed that no input becomes; the others will be made again."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
-            record: Record = {}
+            record: Record = {"made_with": self.made_with, "source": {"name": path.stem}}
             with contextlib.suppress(ValueError):  # a broken record: its pair is made again
                 record = read_json(path, RECORDED)
-            prefix = path.parents[1] / path.stem
-            made_with = record.get("made_with", self.made_with)
-            if path in planned and made_with != self.made_with and not force:
-                old, new = ({"data_format": "shards", **m} for m in (made_with, self.made_with))
-                differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
-                raise ValueError(f"--output-dir {self.output}: {path.stem}.bin was made with "
-                                 f"{', '.join(differ)}; name another --output-dir, or make all "
-                                 f"pairs there again with --force")
-            if path not in planned and not force:
-                name = record["source"]["name"] if record else path.stem
-                raise ValueError(f"{prefix}.bin: made of {name}, which is gone from --input-dir or "
-                                 f"belongs elsewhere now; bring it back, name another "
-                                 f"--output-dir, or remove such pairs with --force")
+            prefix, why = path.parents[1] / path.stem, ""
             if path not in planned:
-                bin_path, idx_path = pair_paths(prefix)
-                for file in (prefix.with_name(MANIFEST_NAME), idx_path, bin_path, path):
+                why = (f"made of {record['source']['name']}, which is gone from --input-dir or "
+                       f"belongs elsewhere now; bring it back, or")
+            elif record["made_with"] != self.made_with:
+                old, new = ({"data_format": "shards", **m}
+                            for m in (record["made_with"], self.made_with))
+                differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
+                why = f"made with {', '.join(differ)};"
+            if why and not force:
+                raise ValueError(f"{prefix}.bin: {why} name another --output-dir, or remove or "
+                                 f"replace all such pairs with --force")
+            if path not in planned:
+                for file in (prefix.with_name(MANIFEST_NAME), *pair_paths(prefix), path):
                     file.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # there are others
                     path.parent.rmdir()
@@ -408,16 +322,18 @@ class Pretokenizer:
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that
         are not."""
-        records = {i: self.finished(i) for i in self.inputs}
-        missing = [i for i, record in records.items() if record is None]
-        for folder in {i.prefix(self.output).parent for i in self.inputs}:
-            if folder in [i.prefix(self.output).parent for i in missing]:
-                continue
-            shards = {i.stem: record["shard"] for i, record in records.items()
-                      if record and i.prefix(self.output).parent == folder}
-            manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
-                                    data_format=self.data_format)
-            write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
+        buckets: dict[Path, dict[str, Record | None]] = {}
+        missing = []
+        for i in self.inputs:
+            record = self.finished(i)
+            buckets.setdefault(i.prefix(self.output).parent, {})[i.stem] = record
+            missing += [i] * (record is None)
+        for folder, records in buckets.items():
+            shards = {stem: record["shard"] for stem, record in records.items() if record}
+            if len(shards) == len(records):
+                manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
+                                        data_format=self.data_format)
+                write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()
         return missing
 
@@ -430,7 +346,7 @@ class Pretokenizer:
             remove_leftovers(folder, **kwargs)
 
 
-def _made_or_why(make: Any) -> tuple[Record, int] | str:
+def _made_or_why(make: Callable[[], Record]) -> Record | str:
     """What a function gives, or the sentence with which it failed."""
     try:
         return make()

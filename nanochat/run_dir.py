@@ -192,7 +192,11 @@ def remake_folder(folder: Path) -> None:
     made anew, with a warning. FileNotFoundError if what it lies in is gone, too: the run directory
     is never made by the way."""
     if not folder.is_dir():
-        folder.mkdir()
+        try:
+            folder.mkdir()
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{folder.parent}: it was removed while the run trains, so the "
+                                    f"run ends; what it had is lost") from None
         log.warning("%s was removed while the run trains; it is made anew, empty", folder)
 
 
@@ -267,6 +271,8 @@ class TrainLog:
             self._torn = True
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line):]
+        except FileNotFoundError:
+            raise
         except OSError as e:
             raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); make room "
                                    f"and start the same command again") from e

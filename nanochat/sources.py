@@ -10,8 +10,7 @@ file. A new kind of data file is one class in one file: see `source_class`.
 **Parquet.** A row group can only be read from its beginning, and one page may hold all of it, but a
 lane wants 64 documents now and the next 64 much later. Holding each lane's group decoded would cost
 megabytes a lane; decoding it for each unit would cost sixteen times the work. So a group is decoded
-once, cut into chunks, and the chunks that the lane will read soon are kept compressed until they are
-read. A small bucket, whose groups several lanes share, is kept compressed whole.
+once, and the units that the lane will read soon are kept compressed until it reads them.
 
 **Pinned files.** A run must see the same files for ever. `scan` makes the manifest: for each file its
 relative name, size, a hash of its footer and the rows of its groups, and of an object its ETag.
@@ -25,7 +24,6 @@ lay: another store gives the same bytes another one.
 import importlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -34,6 +32,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    check_shape,
     each,
     etag_of,
     fetch,
@@ -41,14 +40,14 @@ from nanochat.common import (
     hash_json,
     in_store,
     place,
+    read_json,
 )
 from nanochat.dataset import data_folder, find_files
 from nanochat.text import as_parquet, open_parquet, read_batches, read_footer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
-CHUNK = 64  # documents that are kept, compressed, as one
-SMALL_BYTES = 32_000_000  # files of a bucket that is kept in memory, compressed, once it is read
-Manifest = dict[str, Any]  # {"root": str, "files": [{"name", "size", "footer", "groups"}]}; "root" may move
+Manifest = dict[str, Any]  # of this shape; "root" may move
+PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
 
 
 class Tokenizer(Protocol):
@@ -110,28 +109,13 @@ class Source:
 
 # ---- text in parquet --------------------------------------------------------------------------------
 
-@dataclass
-class _Chunk:
-    """Some consecutive documents of a group, compressed."""
-
-    data: bytes
-    num_bytes: int  # uncompressed
-    offsets: np.ndarray  # (n + 1,) where each document lies in the bytes
-    left: int  # documents that nobody has read yet
-
-
 class ParquetSource(Source):
-    """Text in parquet files; jsonl is converted to parquet once. `decoded` counts row groups decoded
-    so far: it should stay near one for each group and epoch."""
+    """Text in parquet files; jsonl is converted to parquet once."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
         self.paths = [as_parquet(path) for path in self.paths]
-        self.small = sum(e["size"] for e in manifest["files"]) <= SMALL_BYTES
-        self.decoded = 0
-        self._codec = pa.Codec("zstd", compression_level=1)
-        self._chunks: dict[tuple[int, int], _Chunk] = {}  # by (group, number)
-        self._locks = [threading.Lock() for _ in range(64)]  # a group is decoded once
+        self._kept: dict[tuple[int, int, int], bytes] = {}  # by (group, row, size): a unit that is read soon
 
     @staticmethod
     def scan_file(path: Path, name: str) -> dict[str, Any]:
@@ -140,53 +124,42 @@ class ParquetSource(Source):
                 **etag_of(path)}
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        texts: dict[int, str] = {}
-        numbers = np.unique(rows // CHUNK).tolist()
-        with self._locks[group % len(self._locks)]:
-            if any((group, number) not in self._chunks for number in numbers):
-                self._decode(group, numbers, keep)
-            for number in numbers:
-                mine = [row for row in rows.tolist() if row // CHUNK == number]
-                texts.update(zip(mine, self._texts(group, number, mine)))
-        ids, edges = self.tokenizer.encode_flat([texts[row] for row in rows.tolist()], num_threads=1)
+        first = int(rows.min())
+        unit = self._kept.pop((group, first, len(rows)), None) if keep else None
+        if unit is None:
+            texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first))
+        else:
+            texts = pa.ipc.open_stream(unit).read_all()["text"].take(pa.array(rows - first))
+        ids, edges = self.tokenizer.encode_flat(texts.to_pylist(), num_threads=1)
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
 
-    def _texts(self, group: int, number: int, rows: Sequence[int]) -> list[str]:
-        """Documents of a kept chunk; the chunk goes when all of it has been read."""
-        chunk = self._chunks[group, number]
-        data = memoryview(self._codec.decompress(chunk.data, decompressed_size=chunk.num_bytes))
-        edges = chunk.offsets.tolist()
-        chunk.left -= len(rows)
-        if chunk.left <= 0 and not self.small:
-            del self._chunks[group, number]
-        at = [row - number * CHUNK for row in rows]
-        return [str(data[edges[i]:edges[i + 1]], "utf-8") for i in at]
-
-    def _decode(self, group: int, numbers: Sequence[int], keep: int) -> None:
-        """Read a group from its beginning, and keep its chunks `numbers` and those up to row `keep`.
-        ValueError naming the file for nulls and broken data."""
+    def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
+        """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Those behind them
+        and before row `keep` are kept, in units of as many. ValueError names the file."""
         file, local = self.place(group)
-        path = self.paths[file]
-        last = max(max(numbers), (keep - 1) // CHUNK)
+        path, size, at = self.paths[file], stop - first, 0
+        found: list[pa.Array] = []
         with open_parquet(path) as f:
-            for number, column in enumerate(read_batches(f, local, path, batch_size=CHUNK)):
-                if self.small or number in numbers or number > max(numbers):
-                    self._chunks[group, number] = self._compressed(column)
-                if number >= last and not self.small:
+            # whole units at a time: all units of a group but the last are equally large
+            for column in read_batches(f, local, path, batch_size=size * -(-64 // size)):
+                found.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
+                for row in range(max(at, stop), min(at + len(column), keep), size):
+                    unit = column.slice(row - at, min(size, keep - row))
+                    self._kept[group, row, len(unit)] = _packed(unit)
+                at += len(column)
+                if at >= max(stop, keep):
                     break
-        if (group, max(numbers)) not in self._chunks:
-            raise ValueError(f"{path}: row group {local} has no documents from {max(numbers) * CHUNK:,} on; "
-                             f"the file changed since the run began")
-        self.decoded += 1
+        if at < stop:
+            raise ValueError(f"{path}: row group {local} ends at row {at:,}; the file changed since the run began")
+        return pa.chunked_array(found)
 
-    def _compressed(self, column: pa.Array) -> _Chunk:
-        """The texts of a column, which are UTF-8."""
-        wide = pa.types.is_large_string(column.type)
-        offsets = np.frombuffer(column.buffers()[1], np.int64 if wide else np.int32)
-        offsets = offsets[column.offset:column.offset + len(column) + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
-        data = (column.buffers()[2] or pa.py_buffer(b"")).slice(first, last - first)
-        return _Chunk(self._codec.compress(data, asbytes=True), last - first, offsets - first, len(column))
+
+def _packed(texts: pa.Array) -> bytes:
+    """Texts, compressed (Arrow's stream of one batch)."""
+    batch, sink = pa.record_batch([texts], ["text"]), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write(batch)
+    return sink.getvalue().to_pybytes()
 
 
 # ---- token files ------------------------------------------------------------------------------------
@@ -314,6 +287,19 @@ def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str,
 
     far = any(map(in_store, paths))
     return list(each(lambda pair: look(*pair), zip(paths, names, strict=True), at_once=32 if far else 8))
+
+
+def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
+    """What a run has pinned in its data_manifest.json, {} where there is none. ValueError if it is broken."""
+    if not path.exists():
+        return {}
+    way_out = "put it back, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, way_out=way_out)
+    for split in ("train", "val"):
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
+        if not all(manifest["files"] for manifest in manifests[split].values()):
+            raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+    return manifests
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -12,13 +12,12 @@ How a run begins or goes on: one walk from the command line to the first step.
       |
     find_data -------------- files found or compared with the pinned ones, opened once    rank 0, then every rank
       |
-    own -------------------- become the owner, tidy up, write config.json, tokenizer/,    rank 0
-      |                      data_manifest.json, plan.json
-    load_states ------------ weights and optimizer                                        rank 0 reads, all get them
+    own -------------------- plan, become the owner, tidy up, write config.json,          rank 0
+                             tokenizer/, data_manifest.json, plan.json
 
-What the walk finds is a `Start`, whose settings are the only ones from then on. Everything above
-`own` only looks, so that a command that is refused leaves no trace. scripts.validate walks as far
-as that.
+What the walk finds is a `Start`, whose settings are the only ones from then on. Whatever comes
+before owning only looks, so that a command that is refused leaves no trace. scripts.validate walks
+as far as that.
 """
 
 import contextlib
@@ -30,24 +29,24 @@ from typing import Any
 
 import torch
 
-from nanochat import run_data
-from nanochat.checkpoint import (
-    Checkpoint,
-    check_retention,
-    list_checkpoints,
-    load_checkpoint,
-    newest_good,
-    open_checkpoint,
-)
-from nanochat.common import EXIT_HALTED, begin_data, hash_json, place, print0, write_json
+from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint, newest_good
+from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
-from nanochat.dist import agree, broadcast, get_compute_dtype, on_rank0, same, versions
+from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, check_free, claim
 from nanochat.order import default_lanes
-from nanochat.run_data import RunData, check_files, stream_config
+from nanochat.run_data import (
+    MANIFEST_NAME,
+    RunData,
+    check_files,
+    find_manifests,
+    open_data,
+    pinned_data,
+    stream_config,
+)
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -84,7 +83,6 @@ class Start:
     config: dict[str, Any]
     checkpoint: Checkpoint | None
     origin: Checkpoint | None
-    told_origin: dict[str, Any] | None
     cursors: list[dict[str, Any]] | None
     skip: int
     notices: tuple[str, ...]
@@ -139,7 +137,6 @@ def command(settings: Settings, world_size: int, device_type: str
         folder = data_folder(data_path.partition(",")[0])
     beside = folder / "tokenizer" if read_description(folder / "tokenizer") else None
     tokenizer = get_tokenizer(settings.tokenizer_dir or beside, data_path=data_path)
-    check_retention(settings.keep_last_k, settings.keep_milestone_every)
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
@@ -159,18 +156,16 @@ def look(settings: Settings, device: torch.device) -> Start:
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     same({**settings.to_json(), **versions(device)})
-    if settings.resume != "scratch":
-        at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
-        agree(lambda: _check_home(run_dir, at_rank0))
+    at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
+
+    def check_home() -> None:
+        if is_run_dir(run_dir) and not at_rank0 and settings.resume != "scratch":
+            raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the "
+                             f"directory between the machines, or give this one --node-rank=0 "
+                             f"(--resume scratch starts anew)")
+
+    agree(check_home)
     return on_rank0(lambda: _look(run_dir, settings, device))
-
-
-def _check_home(run_dir: Path, at_rank0: bool) -> None:
-    """ValueError where this machine has the run and rank 0's has not, which would start it anew."""
-    if is_run_dir(run_dir) and not at_rank0:
-        raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the "
-                         f"directory between the machines, or give this one --node-rank=0 "
-                         f"(--resume scratch starts anew)")
 
 
 def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
@@ -187,13 +182,14 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
                          f"new run with --model-tag")
     config: dict[str, Any] = {}
     notices: list[str] = []
+    checkpoint = origin = None
     if exists and not scratch:
         config = read_config(run_dir)
         settings, notices = go_on(config, settings, run_dir=run_dir)
-    checkpoint = None if scratch else _own_checkpoint(run_dir, settings.resume)
-    origin, told = None, config.get("origin")
+    if not scratch:
+        checkpoint = _own_checkpoint(run_dir, settings.resume)
     if settings.init_from is not None and checkpoint is None:
-        origin, told = _find_origin(settings.init_from, told)
+        origin = _find_origin(settings.init_from, config.get("origin"))
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype))
     if (begun_with := checkpoint or origin) is not None:
         begun_with.check_tokenizer(settings.tokenizer_fingerprint)
@@ -201,7 +197,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     goes_on_from = checkpoint or (origin if settings.init_data == "continue" else None)
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
-        told_origin=told, cursors=None if goes_on_from is None else goes_on_from.cursors,
+        cursors=None if goes_on_from is None else goes_on_from.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation)
     return start if settings.order == "lanes" else _settle_samples(start)
 
@@ -209,8 +205,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
 def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
     """The checkpoint that --resume means."""
     if resume == "auto":
-        found = newest_good(run_dir)
-        return None if found is None else load_checkpoint(found, verify=False)
+        return newest_good(run_dir)
     path = Path(resume).expanduser()
     if not path.is_dir():
         there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
@@ -220,35 +215,32 @@ def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
     return load_checkpoint(path)
 
 
-def _find_origin(init_from: str, known: dict[str, Any] | None) -> tuple[Checkpoint, dict[str, Any]]:
-    """What --init-from names, and what config.json tells of it. `known`: what it was when the run
-    began, before it had a checkpoint of its own; ValueError if that cannot be had any more."""
-    checkpoint, told = load_run_weights(init_from)
-    if known is not None and known["checksum"] != told["checksum"]:  # that run has gone on since
-        before = checkpoint.path.with_name(known["checkpoint"])
-        problem = f"{before} is another checkpoint now"
-        try:
-            checkpoint, told = load_run_weights(before)
-        except (OSError, ValueError) as e:
-            problem = str(e)
-        if known["checksum"] != told["checksum"]:
-            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
-                             f"of {known['run']}, which cannot be had any more ({problem}); put it "
-                             f"back, or start a new run with --model-tag NAME")
-    return checkpoint, told
+def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
+    """What --init-from names. `known`: what it was when the run began, before it had a checkpoint
+    of its own; ValueError if that cannot be had any more."""
+    checkpoint = find_checkpoint(init_from)
+    if known is None or known["checksum"] == checkpoint.trainer_state["checksum"]:
+        return checkpoint
+    before = checkpoint.path.with_name(known["checkpoint"])  # that run has gone on since
+    problem = f"{before} is another checkpoint now"
+    try:
+        checkpoint = load_checkpoint(before)
+    except (OSError, ValueError) as e:
+        problem = str(e)
+    if known["checksum"] != checkpoint.trainer_state["checksum"]:
+        raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
+                         f"of {known['run']}, which cannot be had any more ({problem}); put it "
+                         f"back, or start a new run with --model-tag NAME")
+    return checkpoint
 
 
-def load_run_weights(tag_or_path: str | Path) -> tuple[Checkpoint, dict[str, Any]]:
-    """(checkpoint, where it comes from) for a run that starts from another's weights; errors as in
-    `open_checkpoint`. The second is JSON for config.json; its run and config_hash, the fingerprint
-    of that run's config.json, are None for a checkpoint that lies outside a run directory."""
-    checkpoint = open_checkpoint(tag_or_path)
+def tell_origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where a new run's weights come from, for its config.json. Its run is None for a checkpoint
+    that lies outside a run directory."""
     folder = checkpoint.path.absolute().parent
-    run_dir = folder.parent if folder.name == "checkpoints" and is_run_dir(folder.parent) else None
-    has_config = run_dir is not None and (run_dir / CONFIG_NAME).is_file()
-    return checkpoint, {"run": run_dir and run_dir.name, "checkpoint": checkpoint.path.name,
-                        "step": checkpoint.step, "checksum": checkpoint.checksum,
-                        "config_hash": hash_json(read_config(run_dir)) if run_dir and has_config else None}
+    inside = folder.name == "checkpoints" and is_run_dir(folder.parent)
+    return {"run": folder.parent.name if inside else None, "checkpoint": checkpoint.path.name,
+            "step": checkpoint.step, "checksum": checkpoint.trainer_state["checksum"]}
 
 
 # ---- what follows from the settings --------------------------------------------------------------
@@ -325,15 +317,16 @@ def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
-    manifests = on_rank0(lambda: run_data.find_data(
-        run_data.pinned_data(start.run_dir) if start.config else {}, settings.data_path or "",
-        settings.val_path, data_format=settings.data_format, strict=settings.strict,
-        shares=settings.split, curriculum=settings.mix))
+    manifests = on_rank0(lambda: find_manifests(pinned_data(start.run_dir) if start.config else {}, settings))
 
     def opened() -> RunData:
-        if rank > 0:
-            check_files(manifests)
-        return run_data.open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+        try:
+            if rank > 0:
+                check_files(manifests)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"{e}; each machine of a launch reads the data itself: copy or mount "
+                             f"the same files there under the same path") from e
+        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
@@ -355,37 +348,32 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     try:
         if cursors is not None and settings.order == "lanes":
             cursors = carry_on(cursors, stream_identity(config, data.train, fingerprint))
-        with contextlib.closing(open_stream(config, data.train, range(config.V), tokenizer=fingerprint,
-                                            cursors=cursors, **lanes_only)) as stream:
-            for _ in range(start.skip):
-                if len(stream.next_rows(rows)) < rows * config.V:
-                    raise ValueError(f"--skip-steps {start.skip}: the data end before that")
-            return stream.cursors()
+        stream = open_stream(config, data.train, range(config.V), tokenizer=fingerprint, cursors=cursors, **lanes_only)
     except ValueError as e:
-        if start.cursors is None or start.skip:
+        if start.cursors is None:
             raise
         raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with "
                          f"--init-data fresh") from e
-
-
-def make_plan(start: Start, data: RunData) -> dict[str, Any] | None:
-    """For rank 0: what the run will take of its data, told to people; None for text without a
-    curriculum, which nothing limits. ValueError for a run that would halt, unless its --plan is to
-    warn."""
-    settings = start.settings
-    if settings.plan == "off" or (settings.curriculum is None and settings.data_format == "text"):
-        return None
-    from nanochat.plan import rehearse
-
-    return rehearse(start, data).to_json()
+    with contextlib.closing(stream):
+        for _ in range(start.skip):
+            if len(stream.next_rows(rows)) < rows * config.V:
+                raise ValueError(f"--skip-steps {start.skip}: the data end before that")
+        return stream.cursors()
 
 
 # ---- from here on files are written --------------------------------------------------------------
 
-def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
-    """For rank 0: own the run and make its directory. config.json, written last, holds the
-    resolved settings and what follows from them, for people."""
-    run_dir, settings = start.run_dir, start.settings
+def own(start: Start, data: RunData) -> Owner:
+    """For rank 0: tell people what the run will take of its data, own it and make its directory.
+    ValueError, before anything is written, for a run whose plan says that it would halt, unless
+    --plan is to warn. config.json, written last, holds the resolved settings and what follows from
+    them, for people."""
+    run_dir, settings, plan = start.run_dir, start.settings, None
+    limited = settings.curriculum is not None or settings.data_format != "text"  # nothing limits text
+    if settings.plan != "off" and limited:
+        from nanochat.plan import rehearse
+
+        plan = rehearse(start, data)
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.generation)
@@ -393,12 +381,12 @@ def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
         if settings.resume == "scratch" and is_run_dir(run_dir):
             wipe(run_dir)
         open_folders(run_dir)
-        run_data.pin_data(run_dir, data.manifests)
+        write_json(run_dir / MANIFEST_NAME, data.manifests)
         data.tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
-            write_json(run_dir / PLAN_NAME, plan)
+            write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
-            told = {} if start.told_origin is None else {"origin": start.told_origin}
+            told = {} if start.origin is None else {"origin": tell_origin(start.origin)}
             write_config(run_dir, {**settings.to_json(), **told, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
@@ -406,21 +394,6 @@ def own(start: Start, data: RunData, plan: dict[str, Any] | None) -> Owner:
         owner.release()
         raise
     return owner
-
-
-def load_states(start: Start) -> dict[str, Any]:
-    """Collective. The states that a run goes on with, "model" and "optimizer", where they come
-    from somewhere; read by rank 0 and sent to all, so that no other machine need see the files."""
-    def read() -> dict[str, Any]:
-        source = start.checkpoint or start.origin
-        if source is None:
-            return {}
-        with_optimizer = start.checkpoint is not None or start.settings.init_optimizer
-        return {"model": source.model_state(), **({"optimizer": source.optimizer_state()} if with_optimizer else {})}
-
-    found: list[dict[str, Any]] = []
-    on_rank0(lambda: found.append(read()))
-    return broadcast(found[0] if found else None)
 
 
 # ---- for people ----------------------------------------------------------------------------------
@@ -456,6 +429,10 @@ def introduce(start: Start, layout: Layout) -> None:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of "
                f"processes and a --device-batch-size that divide {layout.rows_per_step} rows "
                f"waste none")
+    if start.settings.data_format in ("shards", "megatron") and not in_store(start.settings.data_path or ""):
+        print0(f"note: token files are read through memory maps; should this process die of SIGBUS, one "
+               f"was cut short: scripts.status {start.run_dir.name} and the next launch name it, and "
+               f"with NANOCHAT_READER=pread it is an error like others")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

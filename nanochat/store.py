@@ -32,9 +32,9 @@ multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 import atexit
 import contextlib
 import functools
-import glob
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -57,15 +57,14 @@ T = TypeVar("T")
 REQUEST_BYTES = 4 << 20  # the most that is asked for at once
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
 GONE = "bring the old object back, or start a new run (--model-tag)"
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
 TROUBLES = {  # what an error without a status shows, and our words for it
-    "Received non-partial|Requested": "it sent another range",
-    "Eof|Interrupted": "its answer broke off", "dns error": "nobody knows that name",
-    "Time": "no answer in time", "error sending request": "no connection"}
+    "Received non-partial|Requested": "it sent another range", "Time": "no answer in time",
+    "error sending request": "no connection", "": "its answer broke off"}
 # No path can name such an object: a part of its key is empty, . or .., or could be a secret.
 ODD = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
@@ -116,11 +115,6 @@ def split(path: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3]
 
 
-def endpoint_url() -> str:
-    """The S3 endpoint that the environment names, "" for AWS's own."""
-    return next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
-
-
 # ---- clients ------------------------------------------------------------------------------------
 
 class Passing(Exception):
@@ -138,12 +132,14 @@ class Bucket:
     def __init__(self, scheme: str, bucket: str, silence_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
         self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
+        self.endpoint = ""  # of S3, "" for AWS's own
         self.answered = False  # whether the store ever said anything
-        self.telling, self.told_at = threading.Lock(), float("-inf")  # when a wait was last told
-        self.trouble = "no answer yet"  # the last one
-        self.obs: Any = Msc(bucket) if scheme == "msc" else None  # what has obstore's functions
+        self.trouble, self.told_at = "no answer yet", -math.inf  # the last one; when a wait was told
+        self.obs: Any = None  # what has obstore's functions
         self.store: Any = None
-        if scheme != "msc":
+        if scheme == "msc":
+            self.obs = Msc(bucket)
+        else:
             self._open(silence_s)
 
     def _open(self, silence_s: float) -> None:
@@ -153,21 +149,21 @@ class Bucket:
         except ImportError:
             raise ValueError(f"{self.name}: object storage needs obstore; pip install "
                              f"'nanochat[s3]'") from None
-        endpoint = endpoint_url() if self.scheme == "s3" else ""
-        if endpoint:
-            match = ENDPOINT.fullmatch(endpoint)
+        if self.scheme == "s3":
+            self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
+        if self.endpoint:
+            match = ENDPOINT.fullmatch(self.endpoint)
             if match is None:
                 raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected "
                                  f"http://HOST:PORT or https://HOST, without credentials or a query")
             self.host, self.where = match[1], "AWS_ENDPOINT_URL"
-        options = {"allow_http": endpoint.startswith("http://"), "timeout": timedelta(hours=1),
+        options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
-        open_store: Any = from_url  # its types want each option by name
+        more: Any = {"endpoint": self.endpoint} if self.endpoint else {}
         try:
-            self.obs, self.store = obstore, open_store(
-                self.name, client_options=options, retry_config={"max_retries": 0},
-                **({"endpoint": endpoint} if endpoint else {}))
+            self.obs, self.store = obstore, from_url(self.name, client_options=options,  # type: ignore
+                                                     retry_config={"max_retries": 0}, **more)
         except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
                              f"{self.where}") from None
@@ -199,17 +195,15 @@ class Bucket:
             log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the "
                         "key is empty, . or .., or could be a secret)", self.name, prefix,
                         len(keys) - len(usable))
-        looked = (found.get(key) or self.head(key) for key in usable)
-        return [stat for stat in looked if stat is not None]
+        return [stat for key in usable if (stat := found.get(key) or self.head(key))]
 
     def _all_keys(self, prefix: str) -> "list[str]":  # type: ignore[valid-type]
         """obstore refuses the whole listing for one odd key. pyarrow lists all, without ETags."""
         from pyarrow import fs
 
-        scheme, _, host = endpoint_url().rpartition("://")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        scheme, _, host = self.endpoint.rpartition("://")
         s3 = fs.S3FileSystem(
-            endpoint_override=host or None, scheme=scheme or "https", region=region,
+            endpoint_override=host or None, scheme=scheme or "https",
             anonymous=bool(os.environ.get("AWS_SKIP_SIGNATURE")),
             connect_timeout=PATIENCE.connect_s, request_timeout=PATIENCE.silence_s)
         below = fs.FileSelector(f"{self.bucket}/{prefix}".rstrip("/"), recursive=True)
@@ -239,31 +233,29 @@ class Bucket:
         text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
-        if re.search(r"169\.254\.169\.254|metadata\.google\.internal", text) and not self.answered:
-            public = "; for a public bucket AWS_SKIP_SIGNATURE=true" * (self.scheme == "s3")
-            return PermissionError(f"{self.name}: no credentials; set {KEYS_HINT[self.scheme]}"
-                                   f"{public}")
-        said = f"HTTP {status} {code}".rstrip()
-        self.answered |= status > 0
-        if code == "NoSuchBucket":
-            return FileNotFoundError(f"{path}: there is no bucket {self.bucket}; check the path and "
-                                     f"{self.where}")
-        if isinstance(e, FileNotFoundError):
-            return FileNotFoundError(f"{path}: no such object")
-        if name == "PreconditionError":
-            return Changed(f"{path}: it changed since this run began (another ETag); {GONE}")
-        if isinstance(e, ValueError) or name == "InvalidPathError":
-            return ValueError(f"{path}: no key may have an empty, . or .. part, here or below; name "
-                              f"such objects anew")
-        if "redirect" in text.split("\n")[0]:
-            return ValueError(f"{path}: the bucket lies in another region; set AWS_DEFAULT_REGION")
+        said, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
+        asks_metadata = re.search(r"169\.254\.169\.254|metadata\.google\.internal", text)
         passes = status in (0, 408, 429) or status >= 500 or code == "RequestTimeout"
-        if isinstance(e, PermissionError) or not passes:
-            return PermissionError(f"{path}: the store refuses it ({said}); check "
-                                   f"{KEYS_HINT[self.scheme]} and what they may do, and "
-                                   f"{self.where}")
-        troubles = (words for shown, words in TROUBLES.items() if re.search(shown, text))
-        return Passing(said if status else next(troubles, "no usable answer"))
+        answers: list[tuple[object, type[Exception], str]] = [  # the first that fits
+            (asks_metadata and not self.answered, PermissionError,
+             f"no credentials; set {keys}; for a public bucket of S3 AWS_SKIP_SIGNATURE=true"),
+            (code == "NoSuchBucket", FileNotFoundError,
+             f"there is no bucket {self.bucket}; check the path and {self.where}"),
+            (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
+            (name == "PreconditionError", Changed,
+             f"it changed since this run began (another ETag); {GONE}"),
+            (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
+             "no key may have an empty, . or .. part, here or below; name such objects anew"),
+            ("redirect" in text.split("\n")[0], ValueError,
+             "the bucket lies in another region; set AWS_DEFAULT_REGION"),
+            (isinstance(e, PermissionError) or not passes, PermissionError,
+             f"the store refuses it ({said}); check {keys} and what they may do, and {self.where}")]
+        self.answered |= status > 0
+        for fits, kind, sentence in answers:
+            if fits:
+                return kind(f"{path}: {sentence}")
+        trouble = next(words for shown, words in TROUBLES.items() if re.search(shown, text))
+        return Passing(said if status else trouble)
 
 
 OPENING = threading.Lock()
@@ -354,11 +346,10 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
         if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
             raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
         now = time.monotonic()
-        with bucket.telling:  # one line for all that wait
-            if now - max(began, bucket.told_at) > PATIENCE.log_every_s:
-                bucket.told_at = now
-                log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
-                            now - began, bucket.trouble)
+        if now - max(began, bucket.told_at) > PATIENCE.log_every_s:
+            bucket.told_at = now  # one line for all that wait
+            log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
+                        now - began, bucket.trouble)
 
     return next(each(insist, [None], look=look))
 
@@ -378,9 +369,8 @@ def find(path: str) -> Stat | None:
 
 
 def list_files(path: str) -> list[Stat]:
-    """All objects below a path, sorted by path. FileNotFoundError without a bucket."""
-    found = request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
-    return sorted(found, key=lambda stat: stat.path)
+    """All objects below a path. FileNotFoundError without a bucket."""
+    return request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
 
 
 def write(path: str, data: bytes | Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
@@ -430,23 +420,19 @@ class StoreReader:
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `read_range`, and
-        ValueError outside the file."""
-        return np.frombuffer(read_parts(self.pinned, *self._bytes(begin, end)), self.dtype)
+        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `read_range`."""
+        size = self.dtype.itemsize
+        return np.frombuffer(read_parts(self.pinned, begin * size, end * size), self.dtype)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """`read` of each range, in their order, several requests at once. No other byte is
         fetched, and none is kept."""
-        spans = [self._bytes(begin, end) for begin, end in ranges]
-        found = each(lambda span: read_range(self.pinned, *span) if span[0] < span[1] else b"", spans)
-        return [np.frombuffer(data, self.dtype) for data in found]
+        def fetch(span: tuple[int, int]) -> np.ndarray:
+            begin, end = span[0] * self.dtype.itemsize, span[1] * self.dtype.itemsize
+            data = read_range(self.pinned, begin, end) if begin < end else b""
+            return np.frombuffer(data, self.dtype)
 
-    def _bytes(self, begin: int, end: int) -> tuple[int, int]:
-        size, there = self.dtype.itemsize, self.pinned.size
-        if not 0 <= begin <= end or end * size > there:
-            raise ValueError(f"{self.pinned.path}: elements {begin:,} to {end:,} wanted, it has "
-                             f"{there // size:,}; its index is of another file")
-        return begin * size, end * size
+        return list(each(fetch, ranges))
 
 
 # ---- paths --------------------------------------------------------------------------------------
@@ -539,16 +525,13 @@ class StorePath(PosixPath):
         """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of the ETag, so it is
         never one of another version, and whoever makes one at the same time makes the same."""
         stat = self.pinned()
-        cache = LAUNCH.cache or get_base_dir() / "object_storage"
-        folder = Path(cache, *split(str(self.parent))[1:])
+        folder = Path(LAUNCH.cache or get_base_dir() / "object_storage",
+                      *split(str(self.parent))[1:])
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
                 f.writelines(read_pieces(stat, 0, stat.size))
-            old = set(folder.glob(f"{'[0-9a-f]' * 12}-{glob.escape(self.name)}")) - {copy}
-            for path in old:
-                path.unlink(missing_ok=True)
         return copy
 
 

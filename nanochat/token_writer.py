@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,16 +46,22 @@ class TokenWriter:
     """What both formats have in common: the .bin, and how a pair appears. Memory: some 10 bytes an
     entry. ValueError for ids outside the vocabulary or beyond the type: they never wrap around."""
 
+    format: ClassVar[str]  # one of `tokens.HEADERS`
+
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype):
         self.bin_path, self.idx_path = pair_paths(prefix)
-        self.dtype = dtype
+        codes = {known: code for code, known in DTYPES[self.format].items()}
+        if dtype not in codes:
+            raise ValueError(f"{self.bin_path}: ids of type {dtype.name}, expected one of "
+                             f"{', '.join(known.name for known in codes)}")
+        self.dtype, self.code = dtype, codes[dtype]
         self.limit = min(vocab_size, int(np.iinfo(dtype).max) + 1)
         self.written: Written | None = None
-        self.num_tokens = 0
         self.lengths = array("q")
-        self._hash = blake2b(digest_size=16)
-        self._open_bin, self._open_idx = contextlib.ExitStack(), contextlib.ExitStack()
-        self._bin = self._open_bin.enter_context(atomic_open(self.bin_path))
+        self._hash, self._num_bytes = blake2b(digest_size=16), 0
+        self._files = contextlib.ExitStack()  # ends with what was opened last: the .idx appears last
+        self._idx = self._files.enter_context(atomic_open(self.idx_path))
+        self._bin = self._files.enter_context(atomic_open(self.bin_path))
 
     def append(self, ids: Any, lengths: Any) -> None:
         """Append ids, one stretch after another (sum of lengths,), and the lengths (n,)."""
@@ -72,7 +78,7 @@ class TokenWriter:
         data = np.ascontiguousarray(ids, self.dtype).data
         self._bin.write(data)
         self._hash.update(data)
-        self.num_tokens += len(ids)
+        self._num_bytes += data.nbytes
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
@@ -84,46 +90,38 @@ class TokenWriter:
         """(number of entries, the .idx, in parts)."""
         raise NotImplementedError
 
-    def finish(self, idx_path: Path | None = None) -> Written:
-        """Let the .bin appear; the .idx follows at the end of the block, or at `commit`. Whatever
-        is to be on disk before the pair counts is written in between."""
+    def finish(self) -> Written:
+        """Write the index. Nothing has appeared yet: a full disk shows here, while an old pair is
+        untouched, and whatever is to be on disk before the pair counts can still be written."""
         entries, parts = self.index()
-        self.idx_path = idx_path or self.idx_path
         digest = blake2b(digest_size=16)
-        idx = self._open_idx.enter_context(atomic_open(self.idx_path))
         for part in parts:
-            idx.write(part)
+            self._idx.write(part)
             digest.update(part)
-        for f in (self._bin, idx):  # a full disk shows here, while the old pair is untouched
+        for f in (self._bin, self._idx):
             f.flush()
             os.fsync(f.fileno())
-        self.written = Written(entries, self.num_tokens, self.num_tokens * self.dtype.itemsize,
+        self.written = Written(entries, self._num_bytes // self.dtype.itemsize, self._num_bytes,
                                self._hash.hexdigest(), digest.hexdigest())
-        with contextlib.suppress(FileNotFoundError):
-            if hash_file(self.idx_path) != self.written.idx_hash:
-                self.idx_path.unlink()
-                fsync_dir(self.idx_path.parent)
-        self._open_bin.close()
         return self.written
 
-    def commit(self, idx_path: Path | None = None) -> None:
-        """Let both files appear, or the .idx alone after `finish`."""
+    def commit(self) -> None:
+        """Let both files appear. After an error neither is there, unless it came before anything
+        changed: then what was there stays."""
+        begun = False
         try:
-            if self.written is None:
-                self.finish(idx_path)
-            self._open_idx.close()
-        except BaseException as e:
-            self.abandon(e)
+            with self._files:
+                written = self.written or self.finish()
+                begun = True
+                with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
+                    if hash_file(self.idx_path) != written.idx_hash:
+                        self.idx_path.unlink()
+                        fsync_dir(self.idx_path.parent)
+        except BaseException:
+            if begun:
+                self.idx_path.unlink(missing_ok=True)
+                self.bin_path.unlink(missing_ok=True)
             raise
-
-    def abandon(self, error: BaseException) -> None:
-        """Give the pair up because of `error`: nothing of it is left."""
-        for files in (self._open_bin, self._open_idx):
-            with contextlib.suppress(BaseException):
-                files.__exit__(type(error), error, error.__traceback__)
-        if self.written is not None:  # the .bin may have appeared
-            self.idx_path.unlink(missing_ok=True)
-            self.bin_path.unlink(missing_ok=True)
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -132,25 +130,17 @@ class TokenWriter:
         if error is None:
             self.commit()
         else:
-            self.abandon(error)
-
-
-def _code(data_format: str, dtype: np.dtype) -> int:
-    """The code of a type of ids. ValueError if the format has none for it."""
-    for code, known in DTYPES[data_format].items():
-        if known == dtype:
-            return code
-    names = ", ".join(known.name for known in DTYPES[data_format].values())
-    raise ValueError(f"ids of type {dtype.name}: expected one of {names}")
+            self._files.__exit__(kind, error, trace)
 
 
 class ShardWriter(TokenWriter):
     """Writes GPTS. `dtype`: in place of uint16, or uint32 for more than 65,535 ids."""
 
+    format = "shards"
+
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
-        dtype = dtype or DTYPES["shards"][2 if vocab_size <= 65535 else 4]
-        self._code = _code("shards", dtype)
-        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
+        own = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or own)
         self._prefixes = array("H")
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
@@ -167,7 +157,7 @@ class ShardWriter(TokenWriter):
         if not 0 < n < 1 << 32:
             raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; "
                              f"leave out an input without documents, cut one with too many")
-        header = HEADERS["shards"].pack(MAGICS["shards"], 1, self._code, n)
+        header = HEADERS["shards"].pack(MAGICS["shards"], 1, self.code, n)
         offsets = running(np.frombuffer(self.lengths, np.int64))
         return n, [header, offsets.data, self._prefixes]
 
@@ -180,10 +170,11 @@ class MegatronWriter(TokenWriter):
     sequences, then `end_documents`.
     """
 
+    format = "megatron"
+
     def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
         own = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
         dtype = np.dtype(dtype or own).newbyteorder("<")
-        self._code = _code("megatron", dtype)
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
         self._boundaries = array("q", [0])
 
@@ -212,7 +203,7 @@ class MegatronWriter(TokenWriter):
                              f"the last document; call end_document() before finalize()")
         lengths = np.frombuffer(self.lengths, np.int64)
         pointers = running(lengths * self.dtype.itemsize)[:-1]
-        header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self._code, n, documents + 1)
+        header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
         return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
 
 

@@ -28,11 +28,12 @@ code, and tiktoken's classes change.
 import base64
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import rustbpe
@@ -69,19 +70,10 @@ RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str, "bos_token": str, "special_tokens": dict,
-         "pattern": str, "rank_file_hash": str, "training": dict}  # of tokenizer.json
+         "pattern": str, "training": dict}  # of tokenizer.json
 
-Encoded = tuple[np.ndarray, np.ndarray]
-
-
-class Encoder(Protocol):
-    """What serves a `RustBPETokenizer`; one object is called from many threads."""
-
-    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
-        """Encode every text as ordinary text, with id `first` (None: nothing) in front of each.
-
-        Returns (ids (sum of lengths,) uint32, lengths (len(texts),) int64); lengths count `first`.
-        """
+Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
+Encoder = Callable[[Sequence[str]], Encoded]  # texts as ordinary text; one object is called from many threads
 
 
 class TiktokenEncoder:
@@ -91,28 +83,20 @@ class TiktokenEncoder:
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
 
-    def __call__(self, texts: Sequence[str], first: int | None) -> Encoded:
-        encoded = [np.frombuffer(self._encode(text), np.uint32) for text in texts]
-        lengths = np.array([len(ids) for ids in encoded], np.int64)
-        return with_first(np.concatenate([np.empty(0, np.uint32), *encoded]), lengths, first)
+    def __call__(self, texts: Sequence[str]) -> Encoded:
+        encoded = [self._encode(text) for text in texts]
+        return np.concatenate([np.empty(0, np.uint32), *encoded]), np.array([len(ids) for ids in encoded], np.int64)
 
-    def _encode(self, text: str) -> bytes:
+    def _encode(self, text: str) -> np.ndarray:
         try:
-            return bytes(self.encoding._core_bpe.encode_to_tiktoken_buffer(text, frozenset()))
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self._encode(replace_surrogates(text))
         except ValueError:  # a very long run of spaces
             pieces = cut_long_spaces(text)
             if len(pieces) < 2:
                 raise
-            return b"".join(map(self._encode, pieces))
-
-
-def with_first(ids: np.ndarray, lengths: np.ndarray, first: int | None) -> Encoded:
-    """Put an id in front of each text's."""
-    if first is None:
-        return ids, lengths
-    return np.insert(ids, np.cumsum(lengths) - lengths, first), lengths + 1
+            return np.concatenate([self._encode(piece) for piece in pieces])
 
 
 def replace_surrogates(text: str) -> str:
@@ -200,19 +184,15 @@ class RustBPETokenizer:
                                     f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
         if not rank_path.is_file():
             raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {RESTORE}")
-        rank_bytes = local(rank_path).read_bytes()
-        if (found := hash_bytes(rank_bytes)) != saved["rank_file_hash"]:
-            raise ValueError(f"{rank_path}: changed since it was saved: hash {found}, {JSON_FILE} "
-                             f"says {saved['rank_file_hash']}; {RESTORE}")
         try:
-            encoding = _parse(rank_bytes, saved["pattern"], tuple(saved["special_tokens"].items()))
+            encoding = _parse(local(rank_path).read_bytes(), saved["pattern"], tuple(saved["special_tokens"].items()))
             tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
         except (ValueError, TypeError) as e:
-            raise ValueError(f"{json_path}: no usable tokenizer ({e}); {RESTORE}") from e
+            raise ValueError(f"{json_path}: no usable tokenizer, or {RANK_FILE} beside it has "
+                             f"changed ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: changed since it was saved: its contents have "
-                             f"fingerprint {tokenizer.fingerprint}, it says "
-                             f"{saved['fingerprint']}; {RESTORE}")
+            raise ValueError(f"{json_path}: it or {RANK_FILE} changed since it was saved: they have "
+                             f"fingerprint {tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
     @classmethod
@@ -292,46 +272,39 @@ class RustBPETokenizer:
         """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]).
         `prepend`, `append`: ids or the texts of special tokens. For much text use `encode_flat`: a
         list costs 8 bytes a token or more."""
-        first = self.encode_special(prepend) if isinstance(prepend, str) else prepend
-        last = self.encode_special(append) if isinstance(append, str) else append
-        ids, offsets = self._encode_flat([text] if isinstance(text, str) else text, first, num_threads)
-        rows = [row.tolist() for row in np.split(ids, offsets[1:-1])] if len(offsets) > 1 else []
-        if last is not None:
-            rows = [[*row, last] for row in rows]
+        first, last = ([] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
+                       for end in (prepend, append))
+        ids, offsets = self.encode_flat([text] if isinstance(text, str) else text, num_threads=num_threads, bos=False)
+        rows = [[*first, *ids[a:b].tolist(), *last] for a, b in pairwise(offsets.tolist())]
         return rows[0] if isinstance(text, str) else rows
 
     __call__ = encode
 
-    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
-        """Encode documents, BOS in front of each, back to back.
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4, bos: bool = True
+                    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode documents, with `bos` BOS in front of each, back to back.
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
         ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
         threads.
         """
-        return self._encode_flat(texts, self.bos_token_id, num_threads)
-
-    def encode_one(self, text: str) -> np.ndarray:
-        """One document: (num_tokens,) `token_dtype`, BOS first."""
-        return self._encode_flat([text], self.bos_token_id, 1)[0]
-
-    def _encode_flat(self, texts: Sequence[str], first: int | None, num_threads: int
-                     ) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(texts, str):
             raise TypeError("texts: got one str, expected a list of them")
-
-        def encode_run(run: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-            ids, lengths = self.encoder(run, first)
-            return ids.astype(self.token_dtype), lengths
-
         if num_threads == 1 or len(texts) <= 1:
-            ids, lengths = encode_run(texts)
+            ids, lengths = self.encoder(texts)
         else:
             size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
             runs = [texts[i:i + size] for i in range(0, len(texts), size)]
             with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
-                ids, lengths = map(np.concatenate, zip(*pool.map(encode_run, runs)))
+                ids, lengths = map(np.concatenate, zip(*pool.map(self.encoder, runs)))
+        ids = ids.astype(self.token_dtype)
+        if bos:
+            ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1
         return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    def encode_one(self, text: str) -> np.ndarray:
+        """One document: (num_tokens,) `token_dtype`, BOS first."""
+        return self.encode_flat([text], num_threads=1)[0]
 
     def decode(self, ids: Any) -> str:
         """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
@@ -352,7 +325,7 @@ class RustBPETokenizer:
             "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
             "vocab_size": self.get_vocab_size(), "bos_token": self.bos_token,
             "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
-            "rank_file": RANK_FILE, "rank_file_hash": hash_bytes(rank_bytes), "training": self.training,
+            "rank_file": RANK_FILE, "training": self.training,
         }
         if not force:
             if (read_description(tokenizer_dir) == description and rank_path.is_file()

@@ -35,20 +35,18 @@ storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file
 while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS.
 """
 
-import contextlib
 import functools
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import etag_of, hash_bytes, in_store, local, place, read_json
+from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -75,12 +73,9 @@ def pair_format(path: Path) -> str | None:
     there, or begins with nothing that is known."""
     try:
         with open(local(path.with_suffix(".idx")), "rb") as f:
-            return _format_of(f.read(16))
+            head = f.read(16)
     except FileNotFoundError:
         return None
-
-
-def _format_of(head: bytes) -> str | None:
     return next((name for name, magic in MAGICS.items() if head.startswith(magic)), None)
 
 
@@ -115,14 +110,16 @@ class PlainReader(Reader):
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
-        self.stat = path.stat()
+        self.version = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        stat = self.path.stat()
+        return stat.st_size, stat.st_mtime_ns
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        size = self.dtype.itemsize
-        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * size)
-        now, first = self.path.stat(), self.stat
-        same = (now.st_size, now.st_mtime_ns) == (first.st_size, first.st_mtime_ns)
-        if len(elements) < end - begin or not same:
+        at = begin * self.dtype.itemsize
+        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=at)
+        if len(elements) < end - begin or self._version() != self.version:
             raise ValueError(f"{self.path}: it was cut short or changed while it is in use; bring "
                              f"the old file back, or start a new run (--model-tag)")
         elements.flags.writeable = False
@@ -142,60 +139,12 @@ def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     return MappedReader(path, dtype) if mapped and kind == "mmap" else PlainReader(path, dtype)
 
 
-# ---- headers ------------------------------------------------------------------------------------
+# ---- an open pair -------------------------------------------------------------------------------
 
-class Table(NamedTuple):
-    """An array inside an .idx."""
-
-    dtype: np.dtype
-    at: int  # byte of the file
-    rows: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What the first bytes of an .idx say."""
-
-    format: str  # "shards" or "megatron"
-    dtype: np.dtype  # of the ids
-    num_entries: int
-    num_bytes: int  # of the .idx
-    tables: dict[str, Table]
-
-
-def read_header(idx: Path) -> Header:
-    """The header of an .idx of either format, which fits the size of the file. ValueError or
-    FileNotFoundError naming the file that is not there, not whole, or nothing that is known."""
-    with _missing_told(idx), open(local(idx), "rb") as f:
-        head, num_bytes = f.read(max(layout.size for layout in HEADERS.values())), f.seek(0, 2)
-    kind = _format_of(head)
-    if kind is None or len(head) < HEADERS[kind].size:
-        raise ValueError(f"{idx}: {num_bytes:,} bytes that begin with {head[:8]!r}, expected the "
-                         f"header of an index of token ids; take it away, or {REDO}")
-    _, version, code, n, *more = HEADERS[kind].unpack_from(head)
-    if version != 1 or code not in DTYPES[kind]:
-        raise ValueError(f"{idx}: format version {version} and type code {code}, expected version "
-                         f"1 and one of {list(DTYPES[kind])}; {REDO}")
-    if kind == "shards":
-        num_entries, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
-    else:
-        num_entries = more[0] - 1
-        columns = [("lengths", "<i4", n), ("pointers", "<i8", n), ("boundaries", "<i8", more[0])]
-    tables, at = {}, HEADERS[kind].size
-    for name, dtype, rows in columns:
-        tables[name] = Table(np.dtype(dtype), at, rows)
-        at += rows * np.dtype(dtype).itemsize
-    if num_bytes != at or num_entries < 0:
-        raise ValueError(f"{idx}: {num_bytes:,} bytes, expected {at:,} for {num_entries:,} "
-                         f"entries; it was cut short, or it is of another kind: {REDO}")
-    return Header(kind, DTYPES[kind][code], num_entries, num_bytes, tables)
-
-
-@contextlib.contextmanager
-def _missing_told(path: Path) -> Iterator[None]:
-    """Let FileNotFoundError say which half of a pair is missing."""
+def _size(path: Path) -> int:
+    """The bytes of one file of a pair. FileNotFoundError tells which half is missing."""
     try:
-        yield
+        return path.stat().st_size
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
         why = (f"not there, but {other.name} needs it; bring it back, or delete {other.name} and "
@@ -203,8 +152,6 @@ def _missing_told(path: Path) -> Iterator[None]:
                "the file is gone; bring it back, or start a new run (--model-tag)")
         raise FileNotFoundError(f"{path}: {why}") from None
 
-
-# ---- an open pair -------------------------------------------------------------------------------
 
 class TokenFile:
     """An open pair: entries of ids, `len` of them.
@@ -217,40 +164,61 @@ class TokenFile:
     def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
         self.path = place(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
-        self.header = read_header(self.idx_path)
-        self.format, self.dtype = self.header.format, self.header.dtype
         self.vocab_size = vocab_size
+        self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
+        self._index = open_reader(local(self.idx_path), np.dtype(np.uint8), mapped=mapped)
+        self._tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
+        self._read_header()
+        self.reader = open_reader(self.path, self.dtype, mapped=mapped)
+        self.num_tokens = self.num_bytes // self.dtype.itemsize
         if vocab_size is not None and vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ValueError(
                 f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
                 f"{vocab_size:,}; it was made with another tokenizer: name that one with "
                 f"--tokenizer-dir")
-        with _missing_told(self.path):
-            self.num_bytes = self.path.stat().st_size
-        self.num_tokens = self.num_bytes // self.dtype.itemsize
-        self._index = open_reader(local(self.idx_path), np.dtype(np.uint8), mapped=mapped)
-        self._check_ends()
-        self.reader = open_reader(self.path, self.dtype, mapped=mapped)
-
-    def _check_ends(self) -> None:
-        """ValueError if a table does not begin or end as it must."""
-        name, what, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
-        if self.format == "megatron":
-            name, what, total = "boundaries", "sequences", self.header.tables["lengths"].rows
-        n = len(self)
-        first, last = self.table(name, 0, 1)[0], self.table(name, n, n + 1)[0]
+        # entries begin at these places, counted in tokens or in sequences
+        is_gpts, n = self.format == "shards", len(self)
+        self._edges, what = ("offsets", "tokens") if is_gpts else ("boundaries", "sequences")
+        total = self.num_bytes / self.dtype.itemsize if is_gpts else self._tables["lengths"][2]
+        first, last = self.table(self._edges, 0, 1)[0], self.table(self._edges, n, n + 1)[0]
         if first != 0 or last != total:
-            raise ValueError(f"{self.path}: {total:,.10g} {what} on disk, but the {name} in its "
-                             f".idx go from {first:,} to {last:,}; {REDO}")
-        self.stretches(0, min(n, 1))
-        self.stretches(max(n - 1, 0), n)
+            raise ValueError(f"{self.path}: {total:,.10g} {what} on disk, but the {self._edges} in "
+                             f"its .idx go from {first:,} to {last:,}; {REDO}")
+        self._last_edge = int(total)
+
+    def _read_header(self) -> None:
+        """What the first bytes of the .idx say. ValueError if they are no header that is known, or
+        of another size of file."""
+        head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
+        expected = "the header of an index of token ids, version 1"
+        try:
+            self.format = next(name for name, magic in MAGICS.items() if head.startswith(magic))
+            _, version, code, n, *more = HEADERS[self.format].unpack_from(head)
+            self.dtype = DTYPES[self.format][code]
+            self._len, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
+            if more:
+                self._len = more[0] - 1
+                columns = [("lengths", "<i4", n), ("pointers", "<i8", n),
+                           ("boundaries", "<i8", more[0])]
+            at = HEADERS[self.format].size
+            for name, dtype, rows in columns:
+                self._tables[name] = np.dtype(dtype), at, rows
+                at += rows * np.dtype(dtype).itemsize
+            expected = f"{at:,} bytes for {self._len:,} entries"
+            good = version == 1 and at == self.idx_bytes and self._len >= 0
+        except (StopIteration, KeyError, struct.error):
+            good = False
+        if not good:
+            raise ValueError(f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with "
+                             f"{head[:16]!r}, expected {expected}; it was cut short, or it is of "
+                             f"another kind: {REDO}")
 
     def __len__(self) -> int:
-        return self.header.num_entries
+        return self._len
 
     def table(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows first .. last - 1 (default: all) of a table of the .idx, unchecked."""
-        dtype, at, rows = self.header.tables[name]
+        dtype, at, rows = self._tables[name]
         last = rows if last is None else last
         found = self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize)
         return found.view(dtype)
@@ -263,13 +231,11 @@ class TokenFile:
         begins, ends (s,) int64: stretches, counted in ids. edges (last - first + 1,) int64: entry
         first + k is stretches edges[k] .. edges[k + 1] - 1, one after another.
         """
-        is_gpts = self.format == "shards"
-        edges = self.table("offsets" if is_gpts else "boundaries", first, last + 1)
-        limit = self.num_tokens if is_gpts else self.header.tables["lengths"].rows
-        if edges[0] < 0 or edges[-1] > limit or (edges[1:] < edges[:-1]).any():
-            raise ValueError(f"{self.idx_path}: the offsets or boundaries of entries {first:,} to "
-                             f"{last:,} run backwards, or beyond the end; {LOOK}")
-        if is_gpts:
+        edges = self.table(self._edges, first, last + 1)
+        if edges[0] < 0 or edges[-1] > self._last_edge or (edges[1:] < edges[:-1]).any():
+            raise ValueError(f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} "
+                             f"run backwards, or beyond the end; {LOOK}")
+        if self.format == "shards":
             return edges[:-1], edges[1:], np.arange(len(edges))
         numbers = np.arange(edges[0], edges[-1])
         lengths = self.table("lengths", edges[0], edges[-1]).astype(np.int64)
@@ -393,14 +359,16 @@ class TokenFile:
         """What pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer",
         "groups", and in a store the "etag" of the .bin}. `footer` hashes size, header and both ends
         of the .idx. ValueError if the pair is not what manifest.json says."""
-        groups = record_groups(self.record, len(self))
-        says = {**(self.record or {}), "groups": sum(groups) if min(groups, default=0) > 0 else 0}
+        record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (("entries", len(self)), ("tokens", self.num_tokens),
-                           ("bin_bytes", self.num_bytes), ("groups", len(self))):
-            if says.get(key, value) != value:
+                           ("bin_bytes", self.num_bytes)):
+            if record.get(key, value) != value:
                 raise ValueError(f"{self.path}: {key} {value:,}, {MANIFEST_NAME} says "
-                                 f"{says[key]:,}; {REDO}")
-        start, stop = HEADERS[self.format].size, self.header.num_bytes
+                                 f"{record[key]:,}; {REDO}")
+        if min(groups, default=1) < 1 or sum(groups) != len(self):
+            raise ValueError(f"{self.path}: groups of {groups!r:.80} entries in {MANIFEST_NAME}, "
+                             f"expected numbers that add up to {len(self):,}; {REDO}")
+        start, stop = HEADERS[self.format].size, self.idx_bytes
         ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)),
                   (max(start, stop - EDGE_BYTES), stop)]
         footer = hash_bytes(stop.to_bytes(8, "little"),
@@ -429,7 +397,8 @@ def running(lengths: np.ndarray) -> np.ndarray:
 # ---- the manifest of a folder -------------------------------------------------------------------
 
 MANIFEST_NAME, MANIFEST_FORMAT, MANIFEST_VERSION = "manifest.json", "nanochat-shards", 1
-MANIFEST_SHAPE = {"tokenizer": {"fingerprint": str, "eod": int, "vocab_size": int},
+MANIFEST_SHAPE = {"format": str, "version": int,
+                  "tokenizer": {"fingerprint": str, "eod": int, "vocab_size": int},
                   "arguments": {"max_length": int, "overlap_size": int}, "shards": dict}
 RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, "skipped": dict,
                 "bin_bytes": int, "bin_hash": str, "idx_hash": str}
@@ -462,23 +431,20 @@ def read_manifest(folder: Path | str) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    manifest = read_json(copy, dict)
-    kind = manifest.get("format"), manifest.get("version")
+    manifest = read_json(copy, MANIFEST_SHAPE, way_out=REDO)
+    kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
         raise ValueError(
             f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file "
             f"away to read these shards without it, or make them again with scripts.tok_shards")
-    shards = read_json(copy, MANIFEST_SHAPE, way_out=REDO)["shards"]
-    shapes: dict[str, Any] = dict.fromkeys(shards, RECORD_SHAPE)
-    for name, record in shards.items():
-        if isinstance(record, dict) and record.get("groups") is not None:
-            shapes[name] = {**RECORD_SHAPE, "groups": [int]}
-    return read_json(copy, {"shards": shapes}, way_out=REDO)
+    read_json(copy, {"shards": dict.fromkeys(manifest["shards"], RECORD_SHAPE)}, way_out=REDO)
+    for name, record in manifest["shards"].items():
+        check_shape(record.get("groups") or [], [int], f"{path}: the groups of {name}")
+    return manifest
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
     """Entries of each group of a pair."""
-    if record is not None and record.get("groups") is not None:
-        return list(record["groups"])
     whole, rest = divmod(entries, GROUP_ENTRIES)
-    return [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
+    usual = [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
+    return (record or {}).get("groups") or usual

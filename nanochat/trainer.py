@@ -26,20 +26,19 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import Code, Saver, save_checkpoint, to_host
-from nanochat.common import get_dist_info, print0
+from nanochat.checkpoint import Saver, prune, save_checkpoint, to_host
+from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather, get_peak_flops, on_rank0, versions, wide_dtype
+from nanochat.dist import broadcast, gather_all, get_peak_flops, on_rank0, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -47,7 +46,7 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
 from nanochat.run_dir import TrainLog, iter_log
 from nanochat.schedule import Schedule
-from nanochat.start_run import Start, build_model, load_states
+from nanochat.start_run import Start, build_model
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class StepTotals:
     digest: str  # 16 hex digits
     dry: bool  # whether a rank could not give its rows
     stop: bool  # whether a rank wants to stop
-    saved: Code  # how the save that ended last went
+    unsaved: bool  # whether the last save failed so that the run must end
     dropped: list[int]  # how many lanes have dropped each bucket
     nats: list[float]  # sum of losses of each bucket's rows
     live: list[int]  # their live targets
@@ -87,7 +86,7 @@ class StepTotals:
         nats, live = ([leaves[i::2 * num_buckets] for i in range(at, at + num_buckets)] for at in (0, num_buckets))
         return cls(
             digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
-            stop=counts[5] > 0, saved=Code(counts[6]), dropped=counts[FLAGS:], nats=[math.fsum(n) for n in nats],
+            stop=counts[5] > 0, unsaved=counts[6] > 0, dropped=counts[FLAGS:], nats=[math.fsum(n) for n in nats],
             live=[int(math.fsum(n)) for n in live])
 
     @property
@@ -107,13 +106,14 @@ def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.T
 
 
 def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
-           stop: bool = False, saved: Code = Code.NOTHING) -> torch.Tensor:
+           stop: bool = False, unsaved: bool = False) -> torch.Tensor:
     """Collective. One reduction, in which nothing is rounded; what it gives stays on the device,
     for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table
     of which each rank fills in its own; the digest travels as four 16-bit parts; the rest is counts.
     `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
-    `stop`: it should stop; `saved`: how a save ended, rank 0's."""
-    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, saved, *dropped],
+    `stop`: it should stop; `unsaved`: it could not save, and the
+    run must end."""
+    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, *dropped],
                          dtype=sums.dtype, pin_memory=sums.is_cuda)
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
     first = layout.rank * len(sums)
@@ -185,11 +185,20 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
         unembedding_lr=settings.unembedding_lr * scale, embedding_lr=settings.embedding_lr * scale,
         scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
         weight_decay=start.horizon.weight_decay_scaled)
-    saved = load_states(start)
-    if "model" in saved:
-        model.load_state_dict(saved["model"])
-    if "optimizer" in saved:
-        optimizer.load_state(saved["optimizer"])
+    source, states = start.checkpoint or start.origin, dict[str, Any]()
+
+    def read() -> None:
+        if source is not None:
+            states["model"] = source.model_state()
+        if source is not None and (start.checkpoint is not None or settings.init_optimizer):
+            states["optimizer"] = source.optimizer_state()
+
+    on_rank0(read)  # so that no other machine need see the files
+    states = broadcast(states)
+    if "model" in states:
+        model.load_state_dict(states["model"])
+    if "optimizer" in states:
+        optimizer.load_state(states["optimizer"])
     progress = Progress(**start.state.get("progress", {}))
     if progress.step > 0:
         # rates are saved with the state: those of the step before
@@ -235,33 +244,41 @@ class Trainer:
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
-        began, p = time.perf_counter(), self.progress
-        with self.dog.patience(LONG_S):
-            if get_dist_info()[1] == 0:
-                self.saver.wait()  # so that there is one copy of the state in memory at most
-            optimizer_state = self.optimizer.gather_state()
-            cursors = gather(self.loader.cursors(p.step))
-            rng = gather({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
-            if get_dist_info()[1] == 0:
-                model_state = to_host(self.model.state_dict())
-                self.saver.start(partial(
-                    save_checkpoint, self.start.run_dir, name, step=p.step, model_state=model_state,
-                    model_config=asdict(self.model.config), optimizer_state=optimizer_state,
-                    scheduler_state=self.schedule.state(), rng_state=dict(enumerate(rng)),
-                    cursors=[cursor for of_rank in cursors for cursor in of_rank],
-                    trainer_state={"progress": asdict(p), "status": status, "tokens": p.tokens,
-                                   "phase": self.loader.phase, "K": self.settings.leaves,
-                                   "tokenizer_fingerprint": self.settings.tokenizer_fingerprint,
-                                   "wandb_id": self.journal.wandb_id, **more}), last=last)
-            self.stop.note("copy", time.perf_counter() - began)
-            if last:
-                on_rank0(self.finish_saves)
+        began, p, settings, run_dir = time.perf_counter(), self.progress, self.settings, self.start.run_dir
+        self.dog.beat(p.step, "save", LONG_S)
+        on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
+        optimizer_state = self.optimizer.gather_state()
+        cursors = gather_all(self.loader.cursors(p.step))
+        rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
+        if get_dist_info()[1] == 0:
+            step, model_state, config = p.step, to_host(self.model.state_dict()), asdict(self.model.config)
+            trainer_state = {
+                "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+                "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+                "wandb_id": self.journal.wandb_id, **more}
+            scheduler_state = self.schedule.state()
 
-    def told_save(self) -> Code:
-        """How a save that has ended went, told to people. Rank 0 knows; NOTHING elsewhere."""
-        outcome = self.saver.poll()
+            def write() -> Path:
+                path = save_checkpoint(
+                    run_dir, name, step=step, model_state=model_state, model_config=config,
+                    optimizer_state=optimizer_state, scheduler_state=scheduler_state,
+                    rng_state=dict(enumerate(rng)), trainer_state=trainer_state,
+                    cursors=[cursor for of_rank in cursors for cursor in of_rank])
+                prune(run_dir, step, keep_last_k=settings.keep_last_k,
+                      keep_milestone_every=settings.keep_milestone_every)
+                return path
+
+            self.saver.start(write, last=last)
+        self.stop.note("copy", time.perf_counter() - began)
+        if last or settings.sync_save:
+            on_rank0(self.finish_save)
+
+    def told_save(self, *, wait: bool = False) -> Exception | None:
+        """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns
+        the error with which the run must end, if so. Rank 0 knows; nothing elsewhere."""
+        outcome = self.saver.take(wait=wait)
         if outcome is None:
-            return Code.NOTHING
+            return None
         self.stop.note("save", outcome.seconds)
         if outcome.path is not None:
             print0(outcome.message)
@@ -269,66 +286,74 @@ class Trainer:
         else:
             log.warning("%s", outcome.message)
             self.journal.event("save_failed", reason=outcome.message)
-        if outcome.code == Code.FATAL:
-            self.journal.fatal = outcome.error
-        return outcome.code
+        return outcome.fatal
 
-    def finish_saves(self) -> None:
-        """Wait for the save in flight. Raises what is fatal."""
-        self.saver.wait()
-        while (code := self.told_save()) != Code.NOTHING:
-            if code == Code.FATAL:
-                self.give_up()
-
-    def give_up(self) -> None:
-        """End the run because it cannot be saved: rank 0 says why."""
-        raise self.journal.fatal or SystemExit(1)
+    def finish_save(self) -> None:
+        """Wait for the save in flight. Raises the error with which the run must end, if so."""
+        if (error := self.told_save(wait=True)) is not None:
+            raise error
 
 
 # ---- telling people ------------------------------------------------------------------------------
 
 class Journal:
-    """The log and the wandb run of a training run, and its live state; on ranks other than 0 it
-    does nothing.
+    """The log and the wandb run of a training run, and its live state; on ranks other than 0,
+    which have no `state`, it does nothing.
 
     The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from
     the first launch on, whatever becomes of that launch.
     """
 
-    def __init__(self, start: Start, progress: Progress, *, rank: int, device: torch.device, state: RunState | None):
+    def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState | None) -> None:
         self.start, self.progress, self.state = start, progress, state
         self.log: TrainLog | None = None
-        self.fatal: Exception | None = None  # why the run cannot be saved any more
-        self.wandb: _Wandb | None = None
+        self.wandb_run: Any = DummyWandb()
         self.wandb_id = start.state.get("wandb_id")
-        if rank > 0:
+        if state is None:
             return
-        self._show(val_bpb=progress.val_bpb)
+        state.update(val_bpb=progress.val_bpb)
         path = start.run_dir / "logs" / "train.jsonl"
-        events = [record for record in iter_log(path) if "event" in record]
-        newest = {event["event"]: event for event in events}
+        newest = {record["event"]: record for record in iter_log(path) if "event" in record}
         logged_id = newest.get("wandb", {}).get("id")
         before, now = newest.get("started", {}), {"code": code_version(), **versions(device)}
         for name, value in now.items():
             if name in before and before[name] != value and (name != "code" or (before[name] and value)):
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
         self.log = TrainLog(path, first_step=progress.step)
-        self.wandb = _Wandb(start.settings, start.run_dir, self.wandb_id or logged_id)
-        self.wandb_id = self.wandb.id or self.wandb_id or logged_id
+        self.wandb_id = self.wandb_id or logged_id
+        if start.settings.run != "dummy":
+            self.to_wandb(self.begin_wandb)
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
 
+    def begin_wandb(self) -> None:
+        """Start the wandb run, or go on with it."""
+        import wandb  # takes a second, and only here
+
+        settings = self.start.settings
+        self.wandb_run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(),
+                                    dir=self.start.run_dir, id=self.wandb_id, resume="allow")
+        self.wandb_id = self.wandb_run.id
+
+    def to_wandb(self, tell: Callable[..., Any], *args: Any) -> None:
+        """Tell wandb something. What fails is told once, and never stops training."""
+        try:
+            tell(*args)
+        except Exception as e:  # whatever it is, it is not worth a run
+            log.warning("wandb failed (%s); going on without it", e)
+            self.wandb_run = DummyWandb()
+
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
-        if self.log is None or self.wandb is None:
+        if self.log is None or self.state is None:
             return
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        self.wandb.call("log", {"step": step, **{f"{name}/{key}": value for key, value in record.items()}})
+        self.to_wandb(self.wandb_run.log, {"step": step, **{f"{name}/{k}": v for k, v in record.items()}})
         if name == "saved":
-            self._show(checkpoint=record["checkpoint"])
+            self.state.update(checkpoint=record["checkpoint"])
         if name == "val":
-            self._show(val_bpb=record["bpb"])
+            self.state.update(val_bpb=record["bpb"])
 
     def check_digest(self, digest: str) -> None:
         """ValueError if the step that was just computed had another digest when this run was there
@@ -356,19 +381,16 @@ class Journal:
         every = 1 if done - self.start.step <= ALL_LINES else self.start.settings.log_every
         if done % every == 0 or done == last:
             print0(f"step {done - 1:05d}/{last:05d} | {line}")
-        if self.log is not None and self.wandb is not None:
+        if self.log is not None and self.state is not None:
             self.log.write(step=done - 1, **record)
             for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
-            self.wandb.call("log", {"step": done - 1, **for_wandb})
-        self._show(status="running", step=done, tokens=self.progress.tokens, **state)
+            self.to_wandb(self.wandb_run.log, {"step": done - 1, **for_wandb})
+            self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""
-        self._show(status="stopping", reason=reason)
-
-    def _show(self, **state: Any) -> None:
         if self.state is not None:
-            self.state.update(**state)
+            self.state.update(status="stopping", reason=reason)
 
     def end(self, status: str, reason: str = "") -> None:
         """The run has ended so."""
@@ -378,8 +400,8 @@ class Journal:
 
     def close(self) -> None:
         """Finish log and wandb."""
-        if self.log is not None and self.wandb is not None:
-            self.wandb.call("finish")
+        if self.log is not None:
+            self.to_wandb(self.wandb_run.finish)
             self.log.close()
 
 
@@ -387,40 +409,9 @@ class Journal:
 def code_version() -> str:
     """The commit of this code, with a "+" where files differ from it; empty where there is no
     repository."""
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True,
-                              timeout=20).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD")[:12] + ("+" if changed else "")
+        told = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+                              cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)
+        return told.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-class _Wandb:
-    """A wandb run, `wandb_id` again if given, and none for the name 'dummy'. What fails is told
-    once and never stops training."""
-
-    def __init__(self, settings: Settings, run_dir: Path, wandb_id: str | None):
-        self.run: Any = None
-        self.id: str | None = None
-        if settings.run == "dummy":
-            return
-        try:
-            import wandb  # takes a second, and only here
-
-            self.run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(),
-                                  dir=run_dir, id=wandb_id, resume="allow")
-            self.id = self.run.id
-        except Exception as e:  # whatever it is, it is not worth a run
-            log.warning("wandb could not start (%s); going on without it", e)
-
-    def call(self, method: str, *args: Any) -> None:
-        """Call a method of the run, if wandb still works."""
-        try:
-            if self.run is not None:
-                getattr(self.run, method)(*args)
-        except Exception as e:
-            log.warning("wandb stopped working (%s); going on without it", e)
-            self.run = None

@@ -2,53 +2,52 @@
 A rank that hangs or dies takes the others down within a stated time, with a sentence that names it.
 
 Without this, the others wait in a collective: for ever, or until the library gives up with words
-that name no rank. Here each rank's main thread says where it is, and a daemon thread of each rank
-watches:
+that name no rank. Here each rank's main thread says where it is, and two daemon threads of each
+rank see to the rest:
 
-    main thread    beat(17) .. beat(17, "reduction") .. beat(18) ............................  stuck
-    its watchdog   publishes {count, step, where, idle seconds} in the launch's store, every second or two
+    main thread    beat(17) .. beat(17, "reduction") .. beat(18) ................  stuck
+    talks          publishes {count, at, late} in the launch's store every second or two; hears the others
+    watches        is the main thread idle beyond its limit? Who is to blame? It never touches the store
 
-    rank 0  count 36  at step 18 (reduction)     the least count is behind: rank 3. It is idle for longer
-    rank 1  count 36  at step 18 (reduction)     than its limit, so it hangs; the others wait for it. One
-    rank 3  count 35  at step 18                 that publishes nothing any more is dead, or its machine is.
+    rank 0  count 36  step 18 (reduction)     the least count is behind: rank 3. It is late, so it
+    rank 1  count 36  step 18 (reduction)     hangs, and the others wait for it. One that publishes
+    rank 3  count 35  step 18                 nothing any more is stopped, or its machine is dead.
 
-- The stated time: the limit, then up to 30 s of listening whether the others still tell anything, then up
-  to 20 s to agree and leave. The limit is `timeout_s`; `first_timeout_s` until the second step
-  (compilation); what `patience` says inside of it.
-- All ranks make the same beats in the same order. Only counts are compared, never clocks of two machines.
-  Long work that one rank does alone calls `beat()` without a step: it moves no count, and shows that the
-  rank works.
-- The first verdict counts. It is in the store, rank 0 marks the run as failed with it, and all leave by
-  os._exit(1), since the main thread may be anywhere. A rank that hangs prints its threads' stacks first.
-- A process of this machine that is gone without a word is noticed at the next look. A rank that fails with
-  an exception leaves its sentence as the verdict, and says it itself; the others leave without a word.
+- The stated time: the limit, then up to 30 s of listening whether the others still tell anything,
+  then up to 30 s to agree and leave. The limit is `timeout_s`; `first_timeout_s` until the second
+  step (compilation); what a beat says until the next one.
+- All ranks make the same beats in the same order. Only counts are compared, never clocks of two
+  machines. Long work that one rank does alone calls `beat()` without a step: it moves no count, and
+  shows that the rank works.
+- The first verdict in the store counts, and all leave with it: by os._exit(1) where the main thread
+  may be anywhere. Rank 0 tells people and the run's state; where rank 0 is to blame, rank 1 tells.
+- A rank that hangs prints its threads' stacks. A process of this machine that is gone without a word
+  is noticed at the next look. A rank that fails with an exception leaves its sentence as the verdict.
 
 The store is a client of its own to the one where the ranks met, because the main thread may hold the
-lock of theirs. Every use of it happens in a thread of its own with a time limit: a store whose host is
-stopped does not answer, and then that is the verdict. """
+lock of theirs. It never answers where its host is stopped: only the thread that talks hangs then,
+and that is the verdict. """
 
-import contextlib
 import faulthandler
 import json
 import logging
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from nanochat.lifecycle import is_alive_here
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 VERDICT = "verdict"
-ASK_S = 10.0  # how long the store may take to answer
+ANSWER_S = 10.0  # how long the store may take to answer
 LATE_S = 30.0  # how much later than rank 0 another rank may come to the end of a run
 PAUSED_S = 10.0  # a watching thread that comes so much too late was stopped
+UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # of a rank that never told anything
 
 
 def open_store(world_size: int) -> Any:
@@ -79,93 +78,62 @@ class Watchdog:
         self.silence_s = max(1.0, min(30.0, timeout_s / 4))
         self._store, self._on_failure = store, on_failure
         self._limits_s = (max(timeout_s, first_timeout_s), timeout_s)  # until the second step, and after it
-        self._patience_s = 0.0
-        self._count, self._steps, self._step, self._where = 0, 0, -1, "set-up"
-        self._active = time.monotonic()  # when the main thread was last known to work
-        self._published = 0
-        self._over, self._ending = threading.Event(), False
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._count, self._steps, self._step, self._at, self._patience_s = 0, 0, -1, "set-up", 0.0
+        self._active = self._answered = time.monotonic()  # the main thread, and the store
+        self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what others published, and when that was new
+        self._ours, self._verdict = "", ""  # what this rank would say, and what counts
+        self._left, self._over = False, threading.Event()
+        self._talker = threading.Thread(target=self._talk, name="watchdog-talk", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # ---- what the main thread says
 
-    def beat(self, step: int | None = None, where: str = "") -> None:
+    def beat(self, step: int | None = None, where: str = "", patience_s: float = 0.0) -> None:
         """The main thread is alive and, with a step, has come to a new point that all ranks come
-        to."""
+        to. From there to the next one may take `patience_s`, or the limit if that is more."""
         if step is not None:
             self._steps += step != self._step
-            self._count, self._step, self._where = self._count + 1, step, where
+            self._count, self._step, self._patience_s = self._count + 1, step, patience_s
+            self._at = f"step {step} ({where})" if where else f"step {step}"
         self._active = time.monotonic()
 
-    @contextlib.contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """Inside, the limit is at least so many seconds. Entering and leaving are beats."""
-        self.beat()
-        before, self._patience_s = self._patience_s, max(self._patience_s, seconds)
-        try:
-            yield
-        finally:
-            self.beat()
-            self._patience_s = before
-
     def __enter__(self) -> "Watchdog":
-        self._ask(self._publish)  # so that the others know of this rank whatever comes
-        self._thread.start()
+        if self._store is not None:
+            self._talker.start()
+        self._watcher.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        """The end of training, good or bad. After a failure another rank's verdict makes this one
-        silent."""
-        if self._ending:  # the watching thread has told why
-            raise SystemExit(1) from error
+        """The end of training, good or bad. The error of one rank of several becomes a verdict,
+        which is told once; only a bug keeps its traceback."""
         self._over.set()
-        verdict, ours = "", ""
-        if isinstance(error, Exception) and len(self.ranks) > 1:
-            expected = isinstance(error, (ValueError, OSError))
-            told = str(error) if expected else f"{type(error).__name__}: {error}"
-            ours = f"{self._name(self.rank)} failed at {point(self._record())}: {told}"
-            ours = told if expected and self.rank == 0 else ours  # rank 0 speaks for all
-            if isinstance(error, RuntimeError):  # a collective broke: the rank that is to blame may say so yet
-                self._wait(3 * self.interval_s + 1, lambda: self._ask(self._verdict) or self._died())
-            verdict = self._settle(self._died() or ours)
-            self._report(verdict)
-        self._thread.join(timeout=5 + self.interval_s)
-        self._ask(lambda store: self._publish(store, left=True))
-        if self.rank == 0 and (kind is None or verdict):  # the store may be this process's own: go last
-            self._wait(LATE_S if kind is None else 3 * self.interval_s + 1, self._all_left)
-        if not verdict:
-            return
-        if verdict != ours:
-            if self._speaks(verdict):
-                print(f"error: {verdict}", file=sys.stderr, flush=True)
+        self._watcher.join()  # which ends the process if it has come to a verdict
+        if not isinstance(error, Exception) or len(self.ranks) == 1:
+            return self._leave(LATE_S)
+        if isinstance(error, RuntimeError):  # a collective broke: the rank that is to blame may say so yet
+            self._wait(3 * self.interval_s + 1, lambda: self._verdict)
+        expected = isinstance(error, (ValueError, OSError))
+        told = str(error) if expected else f"{type(error).__name__}: {error}"
+        ours = told if self.rank == 0 else f"{self._name(self.rank)} failed at {self._at}: {told}"
+        if self._end(ours) != ours or expected:
             raise SystemExit(1) from error
-        if not isinstance(error, (ValueError, OSError)):
-            log.error("%s", ours)
-        elif self.rank != 0:
-            raise ValueError(ours) from error
 
-    # ---- what the watching thread does
+    # ---- the thread that watches
 
     def _watch(self) -> None:
-        suspected, before = 0.0, dict[int, dict[str, Any]]()  # since when we suspect, and what was known then
         looked = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
             if now - looked > self.interval_s + PAUSED_S:
                 self._active = now  # this process was stopped for a while, or the whole machine
             looked = now
-            self._ask(self._publish)
-            verdict = self._ask(self._verdict) or self._died()
-            if self._idle() <= self._limit():
-                suspected = 0.0
-            elif not suspected:
-                before = self._ask(self._read_all) or {}
-                suspected = time.monotonic()
-            elif not verdict and time.monotonic() - suspected >= self.silence_s:
-                suspected = 0.0
-                verdict = self._judge(before, self._ask(self._read_all) or {})
-            if verdict and not self._over.is_set():
-                self._end(self._settle(verdict))
+            verdict = self._verdict
+            if not verdict and self._idle() > self._limit() + self.silence_s:
+                verdict = self._judge()
+            if verdict:
+                self._end(verdict)
+                os._exit(1)
 
     def _idle(self) -> float:
         return time.monotonic() - self._active
@@ -174,131 +142,104 @@ class Watchdog:
         return max(self._limits_s[self._steps >= 2], self._patience_s)
 
     def _record(self) -> dict[str, Any]:
-        return {"seq": self._published, "count": self._count, "step": self._step, "where": self._where,
-                "left": False, "idle": self._idle(), "limit": self._limit()}
+        return {"count": self._count, "at": self._at, "late": self._idle() > self._limit(), "left": self._left}
 
-    def _died(self) -> str:
-        """The verdict on a process of this machine that is gone and had not left, '' if there is
-        none."""
-        for rank, process in enumerate(self.ranks):
-            if rank != self.rank and is_alive_here(process) is False:
-                seen = (self._ask(self._read_all) or {}).get(rank, {"left": False, "step": -1, "where": "set-up"})
-                if not seen["left"]:
-                    return f"{self._name(rank)} has died; it was last seen at {point(seen)}"
-        return ""
-
-    def _judge(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
-        """Our main thread is beyond its limit: who is to blame? '' if we wait for ranks that work.
-        `before` and `after`: what the others have published, some time apart."""
-        if len(self.ranks) == 1:
-            return f"the main thread has made no progress for {self._idle():,.0f} s, at {point(self._record())}"
-        here = f"{point(self._record())} for {self._idle():,.0f} s"
-        if not after:
-            return (f"{self._name(self.rank)} has waited at {here}, and the store of the launch does not answer: its "
-                    f"host, that of {self._name(0)}, is stopped, dead or cut off")
-        after[self.rank] = self._record()
-        for rank in range(len(self.ranks)):  # of which nothing was ever heard
-            after.setdefault(rank, {**self._record(), "seq": 0, "count": 0, "step": -1, "where": "set-up"})
-        silent = [r for r in after if r != self.rank and after[r]["seq"] == before.get(r, {}).get("seq")
-                  and not after[r]["left"]]
-        least = min(seen["count"] for seen in after.values())
-        stuck = silent or [r for r, seen in after.items() if seen["count"] == least
-                           and (seen["left"] or seen["idle"] > seen["limit"])]
-        if len(stuck) == len(self.ranks):
-            return (f"all {len(stuck)} ranks have been at {here}: the network between them, or a file system they "
-                    f"share, has stopped")
+    def _judge(self) -> str:
+        """Our main thread has been beyond its limit for a while, in which the others were listened
+        to: who is to blame? '' if we wait for ranks that work."""
+        now, idle, everyone = time.monotonic(), self._idle(), range(len(self.ranks))
+        if self._store is not None and now - self._answered > ANSWER_S:
+            return (f"{self._name(self.rank)} has waited at {self._at} for {idle:,.0f} s, and the store of the launch "
+                    f"does not answer: its host, that of {self._name(0)}, is stopped, dead or cut off")
+        heard = {rank: self._heard.get(rank, (UNHEARD, 0.0)) for rank in everyone} | {self.rank: (self._record(), now)}
+        silent = [r for r, (seen, new_at) in heard.items() if now - new_at > self.silence_s and not seen["left"]]
+        least = min(seen["count"] for seen, _ in heard.values())
+        stuck = silent or [r for r, (seen, _) in heard.items()
+                           if seen["count"] == least and (seen["left"] or seen["late"])]
         if not stuck:
             return ""
+        if len(stuck) == len(everyone) > 1:
+            return (f"all {len(stuck)} ranks have been at {self._at} for {idle:,.0f} s: the network between them, or "
+                    f"a file system they share, has stopped")
+        waiting = [rank for rank in everyone if rank not in stuck]
         told = []
-        for r in stuck:
-            state = ", and its process does not answer" if r in silent else ", and has left" if after[r]["left"] else ""
-            age = self._idle() if r in silent else after[r]["idle"]
-            told.append(f"{self._name(r)}: last seen at {point(after[r])}, {age:,.0f} s ago{state}")
-        waiting = [r for r in after if r not in stuck]
-        others = after[self.rank if self.rank in waiting else waiting[0]]
-        return f"{'; '.join(told)}; the other {len(waiting)} wait at {point(others)}"
+        for rank in stuck:
+            seen = heard[rank][0]
+            more = ", and its process does not answer" if silent else ", and has left" if seen["left"] else ""
+            told.append(f"{self._name(rank)} was last seen at {seen['at']}{more}")
+        if waiting:
+            told.append(f"the other {len(waiting)} wait at {heard[waiting[0]][0]['at']}")
+        return f"{'; '.join(told)}, for {idle:,.0f} s now"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"
 
-    def _speaks(self, verdict: str) -> bool:
-        """Whether this rank tells people of another's end: rank 0, or rank 1 where rank 0 is gone,
-        and nobody where a rank of this host had an exception and says so itself."""
-        who, failed, _ = verdict.partition(" failed at ")
-        if who.startswith("rank 0 on"):
-            return self.rank == 1 and not failed
-        return self.rank == 0 and not (failed and f" on host {self.ranks[0]['host']} (pid " in who)
+    def _died(self, rank: int) -> str:
+        return f"{self._name(rank)} has died; it was last seen at {self._heard.get(rank, (UNHEARD,))[0]['at']}"
 
-    # ---- the store; all of it may hang, so all of it goes through `_ask`
+    # ---- the thread that talks
 
-    def _ask(self, question: Callable[[Any], T]) -> T | None:
-        """What the store answers, None if it does not in time, or there is none."""
-        if self._store is None:
-            return None
-        box: list[T] = []
+    def _talk(self) -> None:
+        """Rounds of publishing and hearing, until this rank has left; rank 0, whose process may
+        hold the store, stays until the others have left or are gone."""
+        try:
+            while not self._round():
+                time.sleep(min(0.05, self.interval_s))
+                self._wait(self.interval_s, lambda: self._left or self._ours)
+        except Exception as e:  # torch raises several kinds; its host is gone
+            log.debug("the store of the launch: %s", e)
+            time.sleep(self.interval_s)  # a process that dies closes its connections first
+            gone = [rank for rank, process in enumerate(self.ranks) if is_alive_here(process) is False]
+            self._verdict = self._verdict or (self._died(gone[0]) if gone else "")
 
-        def run(store: Any) -> None:
-            try:
-                box.append(question(store))
-            except Exception as e:  # torch raises several kinds; no answer is no answer
-                if type(e).__name__ == "DistNetworkError":
-                    self._store = None  # each use of it would print a page
-
-        thread = threading.Thread(target=run, args=(self._store,), name="watchdog-store", daemon=True)
-        thread.start()
-        thread.join(timeout=ASK_S)
-        if thread.is_alive():
-            self._store = None  # it may hold the client's lock for ever
-        return box[0] if box else None
-
-    def _publish(self, store: Any, *, left: bool = False) -> None:
-        self._published += 1
-        store.set(f"rank/{self.rank}", json.dumps({**self._record(), "left": left}))
-
-    def _read_all(self, store: Any) -> dict[int, dict[str, Any]]:
-        """What the other ranks have published last."""
-        others = [rank for rank in range(len(self.ranks)) if rank != self.rank and store.check([f"rank/{rank}"])]
-        return {rank: json.loads(store.get(f"rank/{rank}")) for rank in others}
-
-    def _all_left(self) -> bool:
-        seen = self._ask(self._read_all)
-        return seen is None or all(s["left"] or is_alive_here(self.ranks[r]) is False for r, s in seen.items())
-
-    def _verdict(self, store: Any) -> str:
-        return store.get(VERDICT).decode() if store.check([VERDICT]) else ""
-
-    def _settle(self, verdict: str) -> str:
-        """The verdict that counts: the first."""
-        return self._ask(lambda store: store.compare_set(VERDICT, "", verdict).decode()) or verdict
+    def _round(self) -> bool:
+        """Publish, hear, and settle what counts. Whether that was the last time."""
+        store, left, here = self._store, self._left, 0
+        listens = left or self._idle() > self._limit()
+        store.set(f"rank/{self.rank}", json.dumps({**self._record(), "clock": time.monotonic()}))
+        for rank, process in enumerate(self.ranks):
+            gone = is_alive_here(process) is False  # asked first: it may leave in between
+            if rank == self.rank or not (listens or gone):
+                continue
+            key = f"rank/{rank}"
+            seen = json.loads(store.get(key)) if store.check([key]) else UNHEARD
+            if seen != self._heard.get(rank, (None,))[0]:
+                self._heard[rank] = seen, time.monotonic()
+            if gone and not seen["left"]:
+                self._ours = self._ours or self._died(rank)
+            here += not (gone or seen["left"])
+        if self._ours:
+            self._verdict = store.compare_set(VERDICT, "", self._ours).decode()
+        elif store.check([VERDICT]):
+            self._verdict = store.get(VERDICT).decode()
+        self._answered = time.monotonic()
+        return left and (self.rank > 0 or not here)
 
     # ---- the end
+
+    def _end(self, ours: str) -> str:
+        """End the launch with the verdict that counts, the first: tell it, and give the others
+        time to hear it. Returns it."""
+        self._ours = self._ours or ours
+        self._wait(ANSWER_S, lambda: self._verdict or not self._talker.is_alive())
+        verdict = self._verdict or ours
+        speaks = self.rank == (1 if verdict.startswith(self._name(0)) else 0) or not self._verdict
+        hangs = threading.current_thread() is self._watcher and (
+            self._name(self.rank) in verdict or verdict.startswith("all "))
+        if speaks or hangs:
+            os.write(2, f"error: {verdict}\n".encode())
+        if hangs:
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        self._on_failure(verdict)
+        self._leave(4 * self.interval_s)
+        return verdict
+
+    def _leave(self, within_s: float) -> None:
+        """Tell the others, and go when the store has been told, or does not answer."""
+        self._left = True
+        self._wait(within_s, lambda: not self._talker.is_alive() or time.monotonic() - self._answered > ANSWER_S)
 
     def _wait(self, within_s: float, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + within_s
         while not condition() and time.monotonic() < end:
             time.sleep(min(0.05, self.interval_s / 4))
-
-    def _report(self, verdict: str) -> None:
-        reporter = threading.Thread(target=self._on_failure, args=(verdict,), daemon=True)
-        reporter.start()
-        reporter.join(timeout=10)
-
-    def _end(self, verdict: str) -> None:
-        """Tell, give the others time to hear it, and leave whatever the main thread does. Rank 0
-        goes last: the store may be its own."""
-        self._ending = True
-        accused = self._name(self.rank) in verdict or verdict.startswith(("all ", "the main thread"))
-        if accused or self._speaks(verdict):
-            os.write(2, f"error: {verdict}; all ranks end now\n".encode())
-        if accused:
-            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        self._report(verdict)
-        self._ask(lambda store: self._publish(store, left=True))
-        time.sleep(self.interval_s * (4 if self.rank == 0 else 2))
-        os._exit(1)
-
-
-def point(seen: dict[str, Any]) -> str:
-    """'step 17 (reduction)', or what a rank did before its first step."""
-    step = "" if seen["step"] < 0 else f"step {seen['step']}"
-    return f"{step} ({seen['where']})" if step and seen["where"] else step or seen["where"]

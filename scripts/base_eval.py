@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import STATE_NAME, find_checkpoint
+from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Parser, print0, read_json, run_main, setup_logging, table, write_json
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- bits per byte --------------------------------------------------------------------------------------------------
+# ---- bits per byte ------------------------------------------------------------------------------
 
 def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
     """Hand batches through, adding their live targets to `counts` (vocab_size,) int64."""
@@ -92,7 +92,7 @@ def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int
             for name, texts in (("prompted", prompted), ("unprompted", free))}
 
 
-# ---- the script -----------------------------------------------------------------------------------------------------
+# ---- the script ---------------------------------------------------------------------------------
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
              device: torch.device) -> dict[str, Any]:
@@ -160,11 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        checkpoint = on_rank0(lambda: find_checkpoint(args.checkpoint or args.run or find_run(None)).absolute())
+        found = on_rank0(lambda: find_checkpoint(args.checkpoint or args.run or find_run(None)))
+        checkpoint = found.path.absolute()
         settings = read_config(checkpoint.parent.parent)
         path = args.json or checkpoint.parent.parent / "eval.json"
         dtype = str(get_compute_dtype(device, args.dtype)).removeprefix("torch.")
-        of = {"checkpoint": str(checkpoint), "checksum": read_json(checkpoint / STATE_NAME)["checksum"],
+        of = {"checkpoint": str(checkpoint), "checksum": found.trainer_state["checksum"],
               "eval_tokens": settings["eval_tokens"] if args.eval_tokens == -1 else args.eval_tokens,
               "unigram_tokens": args.unigram_tokens, "device": device.type, "dtype": dtype}
         result = None if args.force else on_rank0(lambda: stored_result(path, of))

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import Code, Saver, list_checkpoints, prune
+from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.common import EXIT_HALTED, Parser, StopAsked, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
@@ -46,16 +46,7 @@ from nanochat.loss_eval import evaluate_buckets
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import (
-    WAY_ON,
-    Start,
-    command,
-    find_data,
-    introduce,
-    look,
-    make_plan,
-    own,
-)
+from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, look, own
 from nanochat.trainer import (
     LONG_S,
     Halt,
@@ -115,7 +106,7 @@ def loop(run: Trainer) -> int:
         run.journal.end("failed", str(e))
         if run.loader.layout.rank != 0:
             raise SystemExit(1) from e  # all ranks know; one says so
-        run.saver.wait()
+        run.told_save(wait=True)
         kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)),
                     "nothing was saved before it")
         raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the "
@@ -163,10 +154,10 @@ def one_step(run: Trainer) -> None:
 
     # what all ranks must agree on, in one small reduction
     reason = run.stop.wanted()
-    saved = run.told_save()
+    unsaved = run.told_save()
     run.dog.beat(p.step, "reduction")
     message = add_up(sums, loader.layout, dropped=list(loader.dropped().values()),
-                     digest=loader.digest, dry=not whole, stop=bool(reason), saved=saved)
+                     digest=loader.digest, dry=not whole, stop=bool(reason), unsaved=unsaved is not None)
 
     # the update is launched before anything is read; where something is wrong it changes nothing
     run.schedule.apply(run.optimizer, p.step)
@@ -178,8 +169,8 @@ def one_step(run: Trainer) -> None:
     totals = StepTotals.read(values, num_buckets)
     if totals.dry and p.step > 0:
         run.schedule.apply(run.optimizer, p.step - 1)  # rates are saved: those of the step before
-    if totals.saved == Code.FATAL:
-        run.give_up()
+    if totals.unsaved:
+        raise unsaved or SystemExit(1)  # one rank says why
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
@@ -215,17 +206,17 @@ def one_step(run: Trainer) -> None:
 def evaluate(run: Trainer) -> None:
     """Bits per byte on validation data, of each bucket and of all."""
     began, settings, layout = time.perf_counter(), run.settings, run.loader.layout
-    with run.dog.patience(LONG_S):
-        batches = {bucket: validation_loader(
-            source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
-            num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
-            device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
-            num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
-            with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
-        try:
-            bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
-        except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
-            raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
+    run.dog.beat(run.progress.step, "evaluation", LONG_S)
+    batches = {bucket: validation_loader(
+        source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
+        num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
+        device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
+        num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
+        with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
+    try:
+        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+    except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
+        raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
     run.progress.note_val(bpb)
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
     print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
@@ -271,8 +262,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
     """Own the run, make everything, go through the loop."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = agree(lambda: Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled))
-    plan = on_rank0(lambda: make_plan(start, data))
-    owner = on_rank0(lambda: own(start, data, plan))
+    owner = on_rank0(lambda: own(start, data))
     with ExitStack() as stack:
         from nanochat.watchdog import Watchdog, open_store
 
@@ -290,7 +280,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
-        journal = Journal(start, progress, rank=rank, device=device, state=state)
+        journal = Journal(start, progress, device, state)
         stack.callback(journal.close)
         config = stream_config(settings)
         loader = stack.enter_context(DataLoader(
@@ -301,9 +291,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
             drop_dry=settings.allow_bucket_exhaustion))
         # before the loader is closed, which waits for its threads
         stack.callback(stop.ignore_stores)
-        saver = Saver(good=start.checkpoint.path if start.checkpoint else None, asynchronous=not settings.sync_save,
-                      prune=lambda path: prune(start.run_dir, good=path, keep_last_k=settings.keep_last_k,
-                                               keep_milestone_every=settings.keep_milestone_every))
+        saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
         introduce(start, loader.layout)
         journal.event("started", world_size=world_size, device=device.type, code=code_version(), **versions(device))

@@ -35,45 +35,45 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint
-from nanochat.checkpoint import read_state as read_trainer_state
+from nanochat.checkpoint import (
+    SCHEDULER_NAME,
+    Checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    read_seal,
+)
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.lifecycle import liveness, read_state
-from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, is_run_dir, iter_log, read_config, read_cursors
+from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors
 
 DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
           "val": "validation results"}
 SMOOTH = "smooth_loss"
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDEST = 50  # characters of a setting that are shown
 TABLE_ROWS = 8  # of the table of two experiments, about
 
 
-# ---- two values -----------------------------------------------------------------------------------------------------
+# ---- two values ---------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Gap:
     """A leaf that differs: where it is, how far the two are apart, and the same in words.
-
-    `relative` is held against the tolerance. It is infinite where no tolerance helps, and 0 for
-    0 and -0.
-    """
+    `relative` is held against the tolerance; infinite where no tolerance helps, 0 for 0 and -0."""
 
     where: str
     relative: float
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.where}: {self.text}"
-
 
 def compare_values(where: str, a: Any, b: Any) -> Gap | None:
     """The difference of two leaves, None where they are equal. A NaN equals itself."""
-    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    if tensors and a.dtype == b.dtype and a.shape == b.shape:
+    kinds = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+             for value in (a, b)]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and kinds[0] == kinds[1]:
         return compare_tensors(where, a, b)
-    a, b = kind_of(a), kind_of(b)
+    a, b = kinds
     if type(a) is type(b) and (a == b or (a != a and b != b)):
         return None
     if type(a) is float and type(b) is float and math.isfinite(a) and math.isfinite(b):
@@ -82,20 +82,13 @@ def compare_values(where: str, a: Any, b: Any) -> Gap | None:
     return Gap(where, math.inf, f"{a} and {b}")
 
 
-def kind_of(value: Any) -> Any:
-    """Type and shape of a tensor as text; another value itself."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
 def compare_tensors(where: str, a: torch.Tensor, b: torch.Tensor) -> Gap | None:
     """The difference of two tensors of one type and shape, None where all bits are equal."""
     x, y = a.reshape(-1), b.reshape(-1)
-    bits = [flat.view(BITS[flat.element_size()]) for flat in (x, y)]
-    if torch.equal(*bits):
+    raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
+    differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
+    if not len(differ):
         return None
-    differ = (bits[0] != bits[1]).nonzero().flatten()
     apart = (x[differ].double() - y[differ].double()).abs().max().item()
     largest = max(flat.double().abs().max().item() for flat in (x, y))
     relative = apart / largest if largest else apart
@@ -108,12 +101,11 @@ def compare_tensors(where: str, a: torch.Tensor, b: torch.Tensor) -> Gap | None:
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, leaf) of a plain state, in its order."""
-    if isinstance(state, (list, tuple)):
-        state = dict(enumerate(state)) or state
-    if not (isinstance(state, dict) and state):
+    items = dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
+    if not (isinstance(items, dict) and items):
         yield name, state
         return
-    for key, item in state.items():
+    for key, item in items.items():
         yield from leaves(item, f"{name}.{key}" if name else str(key))
 
 
@@ -129,7 +121,7 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
             yield gap
 
 
-# ---- what a run holds -----------------------------------------------------------------------------------------------
+# ---- what a run holds ---------------------------------------------------------------------------
 
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
@@ -145,15 +137,14 @@ def read_series(run_dir: Path, notes: list[str]) -> Series:
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
-        values: dict[str, Any] = {}
+        values = record if "event" not in record else {}
         if record.get("event") == "val":
             buckets = record.get("buckets") or {}
-            values = {"val": record.get("bpb"), **{f"val/{name}": buckets[name] for name in buckets}}
-        elif "event" not in record:
-            values = {name: value for name, value in record.items()
-                      if name in SERIES or name == SMOOTH or name.startswith("loss/")}
-        if type(record.get("step")) is int:
-            for name, value in values.items():
+            values = {"val": record.get("bpb")}
+            values |= {f"val/{name}": bpb for name, bpb in buckets.items()}
+        for name, value in values.items():
+            known = name.split("/")[0] in SERIES or name == SMOOTH
+            if known and type(record.get("step")) is int:
                 found.setdefault(name, {})[record["step"]] = value
     return found
 
@@ -164,114 +155,108 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"architecture": checkpoint.model_config,
             "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
             "cursors": checkpoint.cursors,
-            "model": checkpoint.model_state(mapped=True),
-            "optimizer": checkpoint.optimizer_state(mapped=True),
-            "schedule": checkpoint.scheduler_state()}
+            "model": checkpoint.model_state(),
+            "optimizer": checkpoint.optimizer_state(),
+            "schedule": checkpoint.load(SCHEDULER_NAME)}
 
 
 @dataclass(frozen=True)
 class Side:
     """What a name means: a run, or one checkpoint alone, whose run may be gone."""
 
-    run_dir: Path | None
+    settings: dict[str, Any]  # that the run was started with; none where there is no config.json
     saved: dict[int, Path]  # the checkpoints, by step
     log: Series
     alone: bool
     about: str  # one line for people: what is there, and whether the run is at work
 
-    def settings(self) -> dict[str, Any] | None:
-        """The settings that the run was started with, None where there is no config.json."""
-        if self.run_dir is None or not (self.run_dir / CONFIG_NAME).is_file():
-            return None
-        return {k: v for k, v in read_config(self.run_dir).items() if k != "derived"}
-
 
 def open_side(name: str, notes: list[str]) -> Side:
     """What a name means. FileNotFoundError and ValueError of `find_run` and `find_checkpoint`."""
     try:
-        run_dir = find_run(name)
+        run_dir, alone = find_run(name), None
+        folders = list_checkpoints(run_dir)
     except FileNotFoundError:
-        path = find_checkpoint(name)
-        owner = path.absolute().parent.parent
-        saved = {read_trainer_state(path)["step"]: path}
-        return Side(owner if is_run_dir(owner) else None, saved, {}, True, f"{name}: {path}")
-    saved = {}
-    for path in list_checkpoints(run_dir):
+        alone = find_checkpoint(name).path.absolute()
+        run_dir, folders = alone.parent.parent, [alone]
+    settings: dict[str, Any] = {}
+    if (run_dir / CONFIG_NAME).is_file():
+        settings = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
+    else:
+        notes.append(f"a run without {CONFIG_NAME}, so settings are not compared")
+    saved: dict[int, Path] = {}
+    for path in folders:
         try:
-            saved.setdefault(read_trainer_state(path)["step"], path)
+            saved.setdefault(read_seal(path)["step"], path)
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     saved = dict(sorted(saved.items()))
+    if alone is not None:
+        return Side(settings, saved, {}, True, f"{name}: {alone}")
     log = read_series(run_dir, notes)
     steps = log.get("loss")
-    logged = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
+    about = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
+    about += f"; checkpoints: {', '.join(map(str, saved)) or 'none'}"
     try:
         state = read_state(run_dir)
-        status = f"; {state['status']} ({liveness(state)})" if state else ""
+        about += f"; {state['status']} ({liveness(state)})" if state else ""
     except ValueError as e:
-        status = f"; {e}"
-    about = f"{name}: {logged}; checkpoints: {', '.join(map(str, saved)) or 'none'}{status}"
-    return Side(run_dir, saved, log, False, about)
+        notes.append(str(e))
+    return Side(settings, saved, log, False, f"{name}: {about}")
 
 
-# ---- two runs -------------------------------------------------------------------------------------------------------
+# ---- two runs -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that both sides have: in how many places it was compared, and where it differs."""
+    """One thing that both sides have: in how many places it was compared, where it differs, and
+    where by more than noise."""
 
     kind: str  # data, steps or checkpoint
     name: str
     compared: int
     gaps: list[Gap]
+    parted: list[Gap]
 
-    def parted(self, tolerance: float) -> list[Gap]:
-        """The differences that are more than noise."""
-        exact = self.kind == "data" or tolerance == 0
-        return [gap for gap in self.gaps if exact or gap.relative > tolerance]
-
-    def describe(self, tolerance: float) -> str:
+    def describe(self) -> str:
         """One line for people."""
-        parted = self.parted(tolerance)
-        if not parted:
+        if not self.parted:
             how = " within the tolerance" if self.gaps else ""
             return f"{self.name}: {self.compared:,} equal{how}"
-        verb = "parts in" if self.kind == "checkpoint" else "part at"
-        return f"{self.name} {verb} {parted[0]}; {len(parted):,} of {self.compared:,} differ"
+        first, verb = self.parted[0], "parts in" if self.kind == "checkpoint" else "part at"
+        return (f"{self.name} {verb} {first.where}: {first.text}; {len(self.parted):,} of "
+                f"{self.compared:,} differ")
 
 
-def compare_series(a: Series, b: Series) -> Iterator[Part]:
-    """The series that both have at common steps, those of the data first; of each step the first
-    difference."""
-    for name in SERIES | a:
-        common = sorted(a.get(name, {}).keys() & b.get(name, {}).keys())
+def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[Part]:
+    """Everything that both sides have, the data first. Of a step of a series the first difference
+    counts; two checkpoints alone are compared whatever their steps. ValueError where both sides
+    have nothing in common."""
+    parts: list[Part] = []
+
+    def add(kind: str, name: str, compared: int, gaps: list[Gap]) -> None:
+        limit = -1.0 if kind == "data" or tolerance == 0 else tolerance
+        parts.append(Part(kind, name, compared, gaps, [g for g in gaps if g.relative > limit]))
+
+    for name in SERIES | a.log:
+        common = sorted(a.log.get(name, {}).keys() & b.log.get(name, {}).keys())
         if common and name != SMOOTH:
-            x, y = ([{f"step {step}": side[name][step]} for step in common] for side in (a, b))
+            x, y = ([{f"step {step}": side.log[name][step]} for step in common] for side in (a, b))
             gaps = [gap for pair in zip(x, y) for gap in list(compare_states(*pair))[:1]]
             series, _, bucket = name.partition("/")
             words = SERIES[series] + (f" of {bucket}" if bucket else "")
-            yield Part("data" if name in DATA else "steps", words, len(common), gaps)
-
-
-def compare_checkpoints(a: Side, b: Side, notes: list[str]) -> Iterator[Part]:
-    """All that checkpoints of the same step hold. Of two checkpoints alone, whatever their steps."""
-    pairs = [(step, step) for step in a.saved if step in b.saved]
-    if a.alone and b.alone:
-        pairs = list(zip(a.saved, b.saved))
+            add("data" if name in DATA else "steps", words, len(common), gaps)
+    pairs = list(zip(a.saved, b.saved)) if a.alone and b.alone else [
+        (step, step) for step in a.saved if step in b.saved]
     for first, second in pairs:
         try:
-            x = contents(load_checkpoint(a.saved[first]))
-            y = contents(load_checkpoint(b.saved[second]))
+            one = contents(load_checkpoint(a.saved[first]))
+            other = contents(load_checkpoint(b.saved[second]))
         except (OSError, ValueError) as e:  # damaged, or deleted meanwhile by a run at work
             notes.append(f"passed over: {e}")
             continue
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
-        yield Part("checkpoint", name, len(list(leaves(x))), list(compare_states(x, y)))
-
-
-def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
-    """Everything that both sides have, the data first. ValueError where that is nothing."""
-    parts = [*compare_series(a.log, b.log), *compare_checkpoints(a, b, notes)]
+        add("checkpoint", name, len(list(leaves(one))), list(compare_states(one, other)))
     if not parts:
         nothing = "nothing to compare: no step of the logs and no checkpoint is common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))
@@ -283,16 +268,17 @@ def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bo
     damaged = sum(note.startswith("passed over") for note in notes)
     end = f"; {damaged} damaged file(s) passed over" if damaged else ""
     for part in parts:
-        if part.parted(tolerance):
-            return False, "same data; " * (part.kind != "data") + part.describe(tolerance) + end
-    noise = [gap.relative for part in parts for gap in part.gaps]
-    how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart" if noise else "equal bit for bit"
+        if part.parted:
+            return False, "same data; " * (part.kind != "data") + part.describe() + end
+    how = "equal bit for bit"
+    if noise := [gap.relative for part in parts for gap in part.gaps]:
+        how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart"
     much = [f"{p.compared:,} {p.name}" for p in parts if p.name in ("digests", "losses")]
     much += [f"{p.name} ({p.compared:,} values)" for p in parts if p.kind == "checkpoint"]
     return True, f"{how}: {', '.join(much)}{end}"
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
     """{tokens trained on: value} of losses ("loss", smoothed) or of validation results ("val")."""
@@ -313,14 +299,11 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
         return []
     end = min(max(curves[0]), max(curves[1]))
     marks = sorted({mark for mark in curves[2] | curves[3] if mark < end} | {end})
-    rows = []
-    for mark in marks[::-1][::-(-len(marks) // TABLE_ROWS)][::-1]:
-        row: list[Any] = [mark]
-        for found in curves:
-            inside = bool(found) and min(found) <= mark <= max(found)
-            row.append(float(np.interp(mark, [*found], [*found.values()])) if inside else None)
-        rows.append(row)
-    return rows
+    marks = marks[::-1][::-(-len(marks) // TABLE_ROWS)][::-1]
+    read = [[float(np.interp(mark, [*found], [*found.values()]))
+             if found and min(found) <= mark <= max(found) else None for mark in marks]
+            for found in curves]
+    return [list(row) for row in zip(marks, *read)]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -329,7 +312,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("b", help="the same")
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="REL",
                         help="floats that differ by at most this, relatively, count as equal")
-    parser.add_argument("--tensors", action="store_true", help="list all that differs in checkpoints")
+    parser.add_argument("--tensors", action="store_true",
+                        help="list all that differs in checkpoints")
     return parser.parse_args(argv)
 
 
@@ -342,16 +326,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                          f"least 0 and below 1")
     notes: list[str] = []
     a, b = open_side(args.a, notes), open_side(args.b, notes)
-    parts = compare(a, b, notes)
-    x, y = a.settings(), b.settings()
-    if x is None or y is None:
-        notes.append(f"a run without {CONFIG_NAME}, so settings are not compared")
-        x = y = {}
+    parts = compare(a, b, notes, args.tolerance)
     equal, summary = summarize(parts, args.tolerance, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
+    x, y = a.settings, b.settings
     differ = [(name, repr(x.get(name))[:WIDEST], repr(y.get(name))[:WIDEST])
-              for name in x | y if x.get(name) != y.get(name)]
+              for name in x | y if x and y and x.get(name) != y.get(name)]
     if differ:
         print("", *table(("settings that differ", "a", "b"), differ), sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
@@ -359,9 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("", *table(header, rows), sep="\n")
     print()
     for part in parts:
-        print(part.describe(args.tolerance))
+        print(part.describe())
         if args.tensors and part.kind == "checkpoint":
-            print(*(f"  {gap}\n" for gap in part.parted(args.tolerance)), sep="", end="")
+            print(*(f"  {gap.where}: {gap.text}\n" for gap in part.parted), sep="", end="")
     return 0 if equal else EXIT_FAILED
 
 

@@ -1,18 +1,20 @@
 """
 Look into the stream: digests, documents and accounts of any step. No model, no GPU.
 
-    python -m scripts.inspect_data digest --run d12 --steps 0:100          # and compare with what the run logged
+    python -m scripts.inspect_data digest --run d12 --steps 0:100     # and compare with its log
     python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
     python -m scripts.inspect_data rows --run d12 --step 1234 --row 7 --text
     python -m scripts.inspect_data ledger --run d12
 
-A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the nearest cursors
-that the run kept, so any step of a long run is near:
+A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the
+nearest cursors that the run kept, so any step of a long run is near:
 
-    kept cursors:   0 . . . . . . 1000 . . . . . . 2000        step 1234: restore 1000, pack 234 steps, look
+    kept cursors:   0 . . . . . . 1000 . . . . . . 2000
+    step 1234:                     restore 1000, pack 234 steps, look
 
-Without --run the flags are those of scripts.base_train, and the stream is the one that it would train on. With
---world-size W there is a stream for each of W ranks, and each one's part of the digest is told.
+Without --run the flags are those of scripts.base_train, and the stream is the one that it would
+train on. With --world-size W there is a stream for each of W ranks, and each one's part of the
+digest is told.
 """
 
 import argparse
@@ -43,11 +45,12 @@ from nanochat.tokenizer import RustBPETokenizer
 log = logging.getLogger(__name__)
 
 
-# ---- a stream that can be entered at any step -----------------------------------------------------------------------
+# ---- a stream that can be entered at any step ---------------------------------------------------
 
 @dataclass(frozen=True)
 class Opened:
-    """A run's stream, or that of some flags. `begin`: the cursors of step 0 where that is not the data's beginning."""
+    """A run's stream, or that of some flags. `begin`: the cursors of step 0 where that is not the
+    beginning of the data."""
 
     config: Any
     sources: dict[str, Source]
@@ -67,11 +70,12 @@ class Opened:
 
     def stream(self, lanes: Sequence[int], cursors: Sequence[Cursor] | None) -> Any:
         """Some lanes, from their cursors or from the start."""
-        return open_stream(self.config, self.sources, lanes, cursors=cursors, tokenizer=self.tokenizer.fingerprint,
-                           drop_dry=True)
+        return open_stream(self.config, self.sources, lanes, cursors=cursors,
+                           tokenizer=self.tokenizer.fingerprint, drop_dry=True)
 
     def cursors_at(self, step: int) -> list[Cursor]:
-        """The cursors of all lanes when `step` steps are done. ValueError if those kept are of another stream."""
+        """The cursors of all lanes when `step` steps are done. ValueError if those kept are of
+        another stream."""
         done, cursors = 0, self.begin
         for saved in sorted((s for s in self.kept if s <= step), reverse=True):
             try:
@@ -80,29 +84,31 @@ class Opened:
             except ValueError as e:  # older ones serve as well
                 log.warning("passed over: %s", e)
         with closing(self.stream(range(self.config.V), cursors)) as stream:
-            for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit=" steps", disable=None):
+            for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
                 stream.next_rows(self.rows_per_lane)
             return stream.cursors()
 
 
 def open_it(args: argparse.Namespace) -> Opened:
-    """The stream that the command line names. ValueError or FileNotFoundError if it does not name one."""
+    """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
     settings = from_flags(args)
     if args.run is not None:
         if given := [flag(name) for name in settings.differing() if name != "run"]:
-            raise ValueError(f"--run and {', '.join(given)}: a run has its own; leave out one or the other")
+            raise ValueError(f"--run and {', '.join(given)}: a run has its own; leave out one or "
+                             f"the other")
         run_dir = find_run(args.run)
         data, config, settings = open_run(run_dir)
         rows = settings.total_batch_size // config.T
         return Opened(config, data.train, data.tokenizer, rows, run_dir=run_dir)
     settings, tokenizer = command(settings, 1, "cpu")
-    start = look(replace(settings, model_tag=f"inspect-{os.getpid()}"), torch.device("cpu"))  # as of a new run
-    start, data = find_data(start, tokenizer)
+    settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
+    start, data = find_data(look(settings, torch.device("cpu")), tokenizer)
     config = stream_config(start.settings)
-    return Opened(config, data.train, tokenizer, start.settings.total_batch_size // config.T, start.cursors)
+    rows = start.settings.total_batch_size // config.T
+    return Opened(config, data.train, tokenizer, rows, start.cursors)
 
 
-# ---- the commands ---------------------------------------------------------------------------------------------------
+# ---- the commands -------------------------------------------------------------------------------
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
     """(step, each rank's part of its digest). ValueError where the data end before."""
@@ -116,8 +122,8 @@ def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, li
                 rows = stream.next_rows(n)
                 if len(rows) < n * len(mine):
                     raise ValueError(f"step {step}: the data end before it does")
-                parts.append(sum(row.digest(i) for i, row in enumerate(rows, mine.start * n)) % 2**64)
-            yield step, parts
+                parts.append(sum(row.digest(i) for i, row in enumerate(rows, mine.start * n)))
+            yield step, [part % 2**64 for part in parts]
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
@@ -134,23 +140,26 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
             wrong += [] if line["match"] else [step]
         print(json.dumps(line), flush=True)
     if wrong:
-        print(f"error: {opened.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those that the run logged, "
-              f"first at step {wrong[0]}: code or data changed since it was there", file=sys.stderr)
+        print(f"error: {opened.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those "
+              f"that the run logged, first at step {wrong[0]}: code or data changed since it was "
+              f"there", file=sys.stderr)
     return EXIT_FAILED if wrong else 0
 
 
 def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
-    """Where each document of a row comes from. `start` and `stop` count the document's tokens, BOS being token 0, `of`
-    so many; a continuation has a BOS of its own in front, which is in `tokens` but not in that range."""
+    """Where each document of a row comes from. `start` and `stop` count the document's tokens, BOS
+    being token 0, `of` so many; a continuation has a BOS of its own in front, which is in `tokens`
+    but not in that range."""
     source, at, found = opened.sources[row.bucket], 0, []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [ids], _ = source.read(group, np.array([number]))
+        before = int(source.groups[group - local:group].sum())  # documents of its file before it
         inserted = int(start > 0 and opened.config.layout == "bestfit")
         off = 0 if row.live is None else int((row.live[at:at + length] == 0).sum())
         found.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
-                      "document": int(source.groups[group - local:group].sum()) + number, "document_in_group": number,
-                      "epoch": epoch, "start": start, "stop": start + length - inserted, "of": len(ids)})
+                      "document": before + number, "document_in_group": number, "epoch": epoch,
+                      "start": start, "stop": start + length - inserted, "of": len(ids)})
         at += length
     return found
 
@@ -158,21 +167,26 @@ def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     """The documents in each row of a step."""
     if args.row is not None and args.row >= opened.rows_per_step:
-        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {opened.rows_per_step - 1}")
+        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to "
+                         f"{opened.rows_per_step - 1}")
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
-    with closing(opened.stream(range(opened.config.V), opened.cursors_at(args.step))) as stream:
+    lanes = range(opened.config.V)
+    with closing(opened.stream(lanes, opened.cursors_at(args.step))) as stream:
         for number, row in enumerate(stream.next_rows(opened.rows_per_lane)):
             if args.row not in (None, number):
                 continue
-            head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
-            places = describe(opened, row) if isinstance(stream, Stream) else stream.describe(row)
-            tokens = row.tokens.tolist()
-            texts += [opened.tokenizer.decode(tokens[p["at"]:p["at"] + p["tokens"]]) for p in places]
-            lines += [head | place for place in places]
+            head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index,
+                    "bucket": row.bucket}
+            own = isinstance(stream, Stream)  # Megatron's knows its samples
+            places = describe(opened, row) if own else stream.describe(row)
+            for place in places:
+                tokens = row.tokens[place["at"]:place["at"] + place["tokens"]].tolist()
+                texts.append(opened.tokenizer.decode(tokens))
+                lines.append(head | place)
+                place |= {"text": texts[-1]} if args.text else {}
             if args.json:
-                told = [{**p, "text": text} if args.text else p for p, text in zip(places, texts[-len(places):])]
-                print(json.dumps({**head, "documents": told}, ensure_ascii=False))
+                print(json.dumps({**head, "documents": places}, ensure_ascii=False))
     if not args.json:
         heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
         print(heading)
@@ -182,23 +196,22 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
-    """The accounts after some steps; exit code 1 where they do not balance, which would be a bug."""
+    """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
     if args.step is None and not opened.kept:
         raise ValueError("--step: needed, there are no kept cursors to take the accounts from")
     step = max(opened.kept) if args.step is None else args.step
-    header = ("bucket", "read", "+ bos", "+ repeated", "= emitted", "+ cropped", "+ pending", *LEDGER[6:], "balance",
-              "cropped %")
-    rows, off = [], 0
+    header = ("bucket", "read", "+ bos", "+ repeated", "= emitted", "+ cropped", "+ pending",
+              *LEDGER[6:], "balance", "cropped %")
+    rows = []
     for bucket, a in ledger(opened.cursors_at(step), opened.config.T).items():
-        balance = a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
+        off = a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
         share = 100 * a["cropped"] / max(1, a["emitted"] + a["cropped"])
-        rows.append([bucket, *(a[name] for name in LEDGER), balance, f"{share:.2f}"])
-        off += balance != 0
+        rows.append([bucket, *(a[name] for name in LEDGER), off, f"{share:.2f}"])
     print(f"tokens after {step:,} steps; the balance must be 0", *table(header, rows), sep="\n")
-    return EXIT_FAILED if off else 0
+    return EXIT_FAILED if any(row[-2] for row in rows) else 0
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line ---------------------------------------------------------------------------
 
 def integer(text: str) -> int:
     """argparse type: an integer from 0."""
@@ -211,16 +224,17 @@ def span(text: str) -> range:
     """argparse type: A:B with 0 <= A < B."""
     first, _, stop = text.partition(":")
     if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, as 0:10")
     return range(int(first), int(stop))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="digest|rows|ledger")
-    some: dict[str, Any] = {"conflict_handler": "resolve"}  # --run of base_train is a name for wandb
+    some: dict[str, Any] = {"conflict_handler": "resolve"}  # base_train's --run is for wandb
     digest = commands.add_parser("digest", help="one JSON line a step: its batch digest", **some)
-    digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, from 0")
+    digest.add_argument("--steps", type=span, required=True, metavar="A:B",
+                        help="steps A to B - 1, from 0")
     digest.add_argument("--world-size", dest="ranks", type=integer, metavar="W",
                         help="add up W ranks' parts, and list them")
     rows = commands.add_parser("rows", help="which documents are in each row of a step", **some)
@@ -229,16 +243,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows.add_argument("--text", action="store_true", help="decode them")
     rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending", **some)
-    accounts.add_argument("--step", type=integer, help="when so many are done (default: a run's newest kept cursors)")
-    for command_, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
-        command_.set_defaults(show=show)
-        add_flags(command_)
-        command_.add_argument("--run", metavar="DIR_OR_TAG", help="a run directory or its tag")
+    accounts.add_argument("--step", type=integer,
+                          help="when so many are done (default: a run's newest kept cursors)")
+    for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
+        subparser.set_defaults(show=show)
+        add_flags(subparser)
+        subparser.add_argument("--run", metavar="DIR_OR_TAG", help="a run directory or its tag")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look and print; 1 where a digest differs or accounts do not balance. ValueError, OSError for bad input."""
+    """Look and print; 1 where a digest differs or accounts do not balance. ValueError, OSError for
+    bad input."""
     args = parse_args(argv)
     setup_logging()
     return args.show(open_it(args), args)

@@ -1,23 +1,20 @@
 """
 Put a folder of data into a bucket, so that others can train from there.
 
-    python -m scripts.push_shards DIR s3://bucket/prefix [--num-workers 8] [--sequence-length T]
-                                                         [--seed S] [--split 98,1,1]
+    python -m scripts.push_shards DIR s3://bucket/prefix [--num-workers 8]
 
 Everything that training reads goes up under the same relative name: .bin and .idx, .parquet, the
 tokenizer/ folder, and each folder's manifest.json, which goes last: where it is, the folder is
-whole. settings.json beside them says how the data were meant to be used. Credentials and endpoint
-are those of the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION,
-AWS_ENDPOINT_URL).
+whole. Credentials and endpoint are those of the environment (AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL).
 
 The same command goes on after a crash or Ctrl-C: what is there with the same size and checksum is
 left alone. Each file is held against manifest.json before it goes, and the object against the file
 when it has arrived: by the MD5 sums that most stores give as ETag, else by reading it back. Exit
-code: 0; 1 where a file failed; 130 after Ctrl-C, 143 after SIGTERM.
+code: 0; 1 where a file failed; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -29,11 +26,11 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat import store
-from nanochat.common import Parser, Terminated, each, in_store, place, read_json, run_main, sigterm_raises
+from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts
+from nanochat.tokens import pair_format
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
 PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000
-SETTINGS_NAME = "settings.json"
 SHOWN = 10
 
 
@@ -42,11 +39,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
     parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
     parser.add_argument("--num-workers", type=int, default=8, help="files at once")
-    parser.add_argument("--sequence-length", type=int, help="T that the data are for, noted in settings.json "
-                        "(default: the longest window that manifest.json tells of)")
-    parser.add_argument("--seed", type=int, default=42, help="of the order of the data, noted in settings.json")
-    parser.add_argument("--split", help="shares of train, validation and test of Megatron files, noted in "
-                        "settings.json, as in 98,1,1 (default: as the folders lie)")
     args = parser.parse_args(argv)
     if args.num_workers < 1:
         raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
@@ -78,39 +70,6 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
                              f"scripts.tok_shards to the end")
     data += [f for f in files if f.parent == folder / TOKENIZER]
     return sorted(data, key=lambda f: -f.stat().st_size), [f for f in files if f.name in LAST]
-
-
-def make_settings(args: argparse.Namespace, files: Sequence[Path], manifests: Sequence[Path]) -> dict[str, Any]:
-    """How the data are meant to be used. ValueError for shards of several tokenizers."""
-    read = [read_json(path) for path in manifests if path.name == "manifest.json"]
-    tokenizers = {m["tokenizer"]["fingerprint"]: m["tokenizer"] for m in read if isinstance(m.get("tokenizer"), dict)}
-    if len(tokenizers) > 1:
-        raise ValueError(f"{args.folder}: shards of {len(tokenizers)} tokenizers ({', '.join(sorted(tokenizers))}); "
-                         f"push them to a prefix each")
-    data_format = "text"
-    for idx in [f for f in files if f.suffix == ".idx"][:1]:
-        with open(idx, "rb") as f:
-            data_format = "megatron" if f.read(8) == b"MMIDIDX\0" else "shards"
-    if args.split and data_format != "megatron":
-        raise ValueError(f"--split {args.split}: shares of Megatron's files, and these are {data_format}; leave it "
-                         f"out, folders train/ and val/ say the same")
-    longest = max((m.get("arguments", {}).get("max_length", 0) for m in read), default=0)
-    data = [f for f in files if f.name.endswith(DATA)]
-    return {"format": "nanochat-data-settings", "version": 1, "data_format": data_format,
-            "tokenizer": next(iter(tokenizers.values()), None),
-            "tokenizer_folder": TOKENIZER if (args.folder / TOKENIZER).is_dir() else None,
-            "sequence_length": args.sequence_length or longest or None, "seed": args.seed, "split": args.split,
-            "files": len(data), "bytes": sum(f.stat().st_size for f in data)}
-
-
-def training_command(target: str, settings: dict[str, Any]) -> str:
-    """How to train from the bucket."""
-    flags = {"data-path": target, "data-format": settings["data_format"],
-             "order": "megatron" if settings["split"] else None,
-             "tokenizer-dir": settings["tokenizer_folder"] and f"{target}/{settings['tokenizer_folder']}",
-             "max-seq-len": settings["sequence_length"], "seed": settings["seed"], "split": settings["split"]}
-    words = [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["python", "-m", "scripts.base_train", *words])
 
 
 # ---- one file -------------------------------------------------------------------------------------------------------
@@ -182,7 +141,6 @@ def send(file: Path, path: str) -> None:
 def push(args: argparse.Namespace) -> int:
     """Send what is not there yet, several files at once, and say so."""
     files, manifests = find_files(args.folder)
-    settings = make_settings(args, files, manifests)
     there = {stat.path: stat for stat in store.list_files(args.target)}
     path = {f: f"{args.target}/{f.relative_to(args.folder).as_posix()}" for f in [*files, *manifests]}
     failed: list[str] = []
@@ -213,7 +171,6 @@ def push(args: argparse.Namespace) -> int:
             store.delete(there.pop(stat.path).path)
     sent = done(send_it, todo, "sending")
     if not failed:
-        store.write(f"{args.target}/{SETTINGS_NAME}", (json.dumps(settings, indent=2) + "\n").encode())
         sent += done(send_it, missing(manifests), "manifests")
     for why in sorted(failed)[:SHOWN]:
         print(f"failed: {why}", file=sys.stderr)
@@ -224,18 +181,18 @@ def push(args: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
         return 1
-    print(f"train from it: {training_command(args.target, settings)}")
+    idx = next((f for f in files if f.suffix == ".idx"), None)
+    words = [f"--data-path={args.target}", f"--data-format={(idx and pair_format(idx)) or 'text'}"]
+    if (args.folder / TOKENIZER).is_dir():
+        words.append(f"--tokenizer-dir={args.target}/{TOKENIZER}")
+    print(f"train from it: python -m scripts.base_train {shlex.join(words)}")
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        with sigterm_raises():
-            return push(args)
-    except KeyboardInterrupt as e:
-        print("interrupted: what has arrived stays; the same command goes on", file=sys.stderr)
-        return 143 if isinstance(e, Terminated) else 130
+    with sigterm_interrupts():  # what has arrived stays
+        return push(args)
 
 
 if __name__ == "__main__":

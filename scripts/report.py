@@ -18,7 +18,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,11 +33,12 @@ from nanochat.run_dir import cursor_files, find_run, read_config, read_cursors, 
 from nanochat.stream import ledger
 
 CURVE_ROWS = 16  # lines of the loss curve, about
-LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending", "epochs")
+LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
+                  "epochs")
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
-# ---- reading --------------------------------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Facts:
@@ -93,12 +93,13 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
                  stages=read_stages(stages) if stages is not None and stages.is_file() else [])
 
 
-# ---- markdown -------------------------------------------------------------------------------------------------------
+# ---- markdown -----------------------------------------------------------------------------------
 
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A markdown table and an empty line, nothing without rows. The first column stands to the
     left, the others to the right; a bar in a cell is escaped."""
-    cells = [[show(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, *rows)]
+    cells = [[show(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+             for row in (header, *rows)]
     cells.insert(1, ["---"] + ["---:"] * (len(header) - 1))
     return [f"| {' | '.join(line)} |" for line in cells] + [""] if rows else []
 
@@ -110,89 +111,77 @@ def quoted(text: str) -> list[str]:
     return [f"{fence}text", *text.splitlines(), fence, ""]
 
 
-# ---- the parts ------------------------------------------------------------------------------------------------------
+# ---- the parts ----------------------------------------------------------------------------------
 
 def result_part(facts: Facts) -> list[str]:
     """The figures to look at first. Two runs with equal digests saw equal data."""
-    val, evaluation = facts.named("val"), facts.evaluation
+    val, evaluation, steps = facts.named("val"), facts.evaluation, facts.steps
     before = val[0]["bpb"] if len(val) > 1 and val[0]["step"] == 0 else None
-    rows: list[tuple[str, Any]] = [
-        ("validation bits per byte, before training", before),
-        ("validation bits per byte, after", evaluation.get("val_bpb", val[-1]["bpb"] if val else None)),
-        ("a unigram model's on the same tokens", evaluation.get("unigram_bpb"))]
-    rows += [(f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()]
-    done = 0
-    if facts.steps:
-        first, last = facts.steps[0], facts.steps[-1]
-        done = last["step"] + 1
-        rows += [("steps", done), ("tokens trained on", last["tokens"]),
-                 ("time in steps", duration(sum(s["step_s"] for s in facts.steps))),
-                 ("tokens/s, median step", statistics.median(s["tokens_per_s"] for s in facts.steps))]
-        rows += [(f"digest of the batch of step {s['step']:,}", f"`{s['digest']}`") for s in (first, last)]
+    after = evaluation.get("val_bpb", val[-1]["bpb"] if val else None)
+    rows = [("validation bits per byte, before training", before),
+            ("validation bits per byte, after", after),
+            ("a unigram model's on the same tokens", evaluation.get("unigram_bpb")),
+            *((f"training bits per byte, `{name}`", bpb)
+              for name, bpb in evaluation.get("train_bpb", {}).items())]
+    if steps:
+        rate = statistics.median(step["tokens_per_s"] for step in steps)
+        rows += [("steps", steps[-1]["step"] + 1), ("tokens trained on", steps[-1]["tokens"]),
+                 ("time in steps", duration(sum(step["step_s"] for step in steps))),
+                 ("tokens/s, median step", rate),
+                 *((f"digest of the batch of step {step['step']:,}", f"`{step['digest']}`")
+                   for step in (steps[0], steps[-1]))]
     lines = markdown(("figure", "result"), rows)
     if not evaluation:
-        lines.append("No eval.json: `python -m scripts.base_eval` has not run, so there is no unigram model to "
-                     "compare with and there are no samples.")
-    elif done and evaluation["step"] != done:
-        lines.append(f"eval.json is of step {evaluation['step']:,}; the training has gone on since.")
+        lines.append("No eval.json: `python -m scripts.base_eval` has not run, so there is no "
+                     "unigram model to compare with and there are no samples.")
+    elif steps and evaluation["step"] != steps[-1]["step"] + 1:
+        lines.append(f"eval.json is of step {evaluation['step']:,}; the training went on since.")
     return lines
 
 
 def settings_part(facts: Facts) -> list[str]:
     """What ran: commands, resolved settings, and what follows from them."""
-    lines = ["Commands:", "", *quoted("\n".join(stage[-1] for stage in facts.stages))] if facts.stages else []
-    settings = "\n".join(f"{name} {value}" for name, value in facts.config.items() if name != "derived")
-    lines += ["Settings (`config.json`):", "", *quoted(settings)]
+    commands = "\n".join(stage[-1] for stage in facts.stages) or "not known"
+    settings = "\n".join(f"{name} {value}" for name, value in facts.config.items()
+                         if name != "derived")
+    lines = ["Commands:", "", *quoted(commands), "Settings (`config.json`):", "", *quoted(settings)]
     return lines + markdown(("derived", "value"), list(facts.config.get("derived", {}).items()))
 
 
-def output_of(*command: str) -> str:
-    """What a command prints; nothing where it cannot be had."""
-    try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True,
-                              timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def machine_part(facts: Facts) -> list[str]:
-    """On what: this machine and the code on it, and what training said of its own."""
+    """On what: this machine, and what each launch said of its own and of the code on it."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    commit = output_of("git", "rev-parse", "HEAD") or "not known"
-    changed = ", with changes" if output_of("git", "status", "--porcelain") else ""
     rows = [("system", platform.platform()),
             ("processor", f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"),
-            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0]),
-            ("PyTorch", torch.__version__), ("commit", commit + changed)]
-    told = ""
+            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0])]
     for start in facts.named("started"):
-        words = f"{start['world_size']} process(es) on {start['device']}, PyTorch {start['torch']}"
-        if words != told:
-            rows.append((f"trained from step {start['step']:,} on", words))
-        told = words
+        rows.append((f"trained from step {start['step']:,} on",
+                     f"{start['world_size']} process(es) on {start['device']}, PyTorch "
+                     f"{start['torch']}, commit {start.get('code') or 'not known'}"))
     return markdown(("machine", "of this report"), rows)
 
 
 def time_part(facts: Facts) -> list[str]:
     """How long: stages, and what the steps spent their time on."""
-    rows = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in facts.stages]
+    rows = [(name, duration(seconds), *more) for name, seconds, *more, _ in facts.stages]
     lines = markdown(("stage", "time", "runs", "of them failed or stopped"), rows)
     if not facts.steps:
         return [*lines, "No step was logged."]
-    step_s, wait_s = (sum(s[k] for s in facts.steps) for k in ("step_s", "wait_s"))
-    mfu = statistics.median(s.get("mfu") or 0 for s in facts.steps)
-    return [*lines, f"Training: {duration(step_s)} in {len(facts.steps):,} steps, {100 * wait_s / step_s:.2f} % of it "
-            f"waiting for data; launches: {len(facts.named('started'))}."
-            + f" Model FLOPs utilization, median step: {100 * mfu:.1f} %." * (mfu > 0)]
+    step_s, wait_s = (sum(step[name] for step in facts.steps) for name in ("step_s", "wait_s"))
+    mfu = statistics.median(step.get("mfu") or 0 for step in facts.steps)
+    known = f" Model FLOPs utilization, median step: {100 * mfu:.1f} %." if mfu > 0 else ""
+    return [*lines, f"Training: {duration(step_s)} in {len(facts.steps):,} steps, "
+            f"{100 * wait_s / step_s:.2f} % of it waiting for data; launches: "
+            f"{len(facts.named('started'))}.{known}"]
 
 
 def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
     """Whether the accounts of every bucket balance, in words."""
-    off = {bucket: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-           for bucket, a in accounts.items()}
-    wrong = ", ".join(f"{bucket} by {tokens:,}" for bucket, tokens in off.items() if tokens)
+    off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
+           for name, a in accounts.items()}
+    wrong = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items() if tokens)
     law = "read + bos + repeated = emitted + cropped + pending"
     return f"**It does not balance** ({law}): off in {wrong}." if wrong else f"It balances: {law}."
 
@@ -207,27 +196,26 @@ def data_part(facts: Facts) -> list[str]:
         return [*lines, "No checkpoint yet, so no accounts."]
     step, cursors = facts.cursors
     accounts = ledger(cursors, facts.config["max_seq_len"])
-    rows = [(bucket, *(a[k] for k in LEDGER_COLUMNS), f"{100 * a['cropped'] / max(1, a['read']):.2f} %")
-            for bucket, a in accounts.items()]
-    return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has finished. "
-            f"{balance(accounts)}", "", *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read"), rows)]
-
-
-def thinned(steps: Sequence[int]) -> list[int]:
-    """About CURVE_ROWS of some steps, the last among them."""
-    return sorted(steps, reverse=True)[::max(1, -(-len(steps) // CURVE_ROWS))]
+    rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS),
+             f"{100 * a['cropped'] / max(1, a['read']):.2f} %") for bucket, a in accounts.items()]
+    return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has "
+            f"finished. {balance(accounts)}", "",
+            *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read"), rows)]
 
 
 def curve_part(facts: Facts) -> list[str]:
-    """Loss and validation by step."""
-    val = {e["step"]: e["bpb"] for e in facts.named("val")}
-    logged = {s["step"]: s for s in facts.steps}
+    """Loss and validation by step, about CURVE_ROWS of each, with both ends."""
+    val = {event["step"]: event["bpb"] for event in facts.named("val")}
+    logged = {step["step"]: step for step in facts.steps}
     if not logged:
         return ["No step was logged."]
-    rows = [(step, *(logged.get(step, {}).get(k) for k in ("loss", "smooth_loss", "lr", "grad_norm")), val.get(step))
-            for step in sorted({min(logged), *thinned([*logged]), *thinned([*val])})]
-    header = ("step", "loss", "smooth", "lr", "gradient norm", "validation bits per byte (before the step)")
-    return markdown(header, rows)
+    shown = {min(logged)}
+    for steps in (logged, val):
+        shown |= {*sorted(steps, reverse=True)[::max(1, -(-len(steps) // CURVE_ROWS))]}
+    columns = ("loss", "smooth_loss", "lr", "grad_norm")
+    rows = [(step, *(logged.get(step, {}).get(name) for name in columns), val.get(step))
+            for step in sorted(shown)]
+    return markdown(("step", *columns, "validation bits per byte (before the step)"), rows)
 
 
 def samples_part(facts: Facts) -> list[str]:
@@ -243,14 +231,14 @@ def samples_part(facts: Facts) -> list[str]:
 def places_part(facts: Facts) -> list[str]:
     """Where everything lies."""
     run = facts.run_dir
-    there = [run / name for name in ("config.json", MANIFEST_NAME, "tokenizer", "logs/train.jsonl",
-                                     "logs/cursors", "eval.json") if (run / name).exists()]
-    there += sorted((run / "checkpoints").glob("[!.]*"), key=lambda path: path.stat().st_mtime)
+    there = sorted(path for pattern in ("[!.]*", "logs/*", "checkpoints/[!.]*")
+                   for path in run.glob(pattern))
     return [f"`{run}`:", "", *(f"- `{path.relative_to(run)}`" for path in there)]
 
 
-PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part, "How long": time_part,
-         "Data": data_part, "Loss curve": curve_part, "Samples": samples_part, "Where everything lies": places_part}
+PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part,
+         "How long": time_part, "Data": data_part, "Loss curve": curve_part,
+         "Samples": samples_part, "Where everything lies": places_part}
 
 
 def make_report(facts: Facts) -> str:
@@ -271,7 +259,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, write, say where. Raises FileNotFoundError where there is no run, ValueError for a broken file in it."""
+    """Read, write, say where. FileNotFoundError where there is no run, ValueError for a broken file
+    in it."""
     args = parse_args(argv)
     run_dir = find_run(args.run).absolute()
     facts = read_facts(run_dir, args.stages)

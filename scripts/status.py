@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, get_base_dir, run_main, show, table
+from nanochat.common import Parser, duration, get_base_dir, in_store, run_main, show, table
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
@@ -49,6 +49,23 @@ def newest_checkpoint(run_dir: Path) -> str | None:
     return max(times, key=lambda name: times[name], default=None)
 
 
+def bad_pair(run_dir: Path) -> str:
+    """What is wrong with the token files that a run reads, empty where nothing is: who reads a memory map of a file
+    that was cut short meanwhile dies of SIGBUS, and cannot say so."""
+    from nanochat.sources import read_manifests
+    from nanochat.tokens import open_tokens
+
+    try:
+        for buckets in read_manifests(run_dir / "data_manifest.json").values():
+            for manifest in buckets.values():
+                for entry in manifest["files"]:
+                    if entry["name"].endswith(".bin") and not in_store(manifest["root"]):
+                        open_tokens(Path(manifest["root"], entry["name"]))
+    except (ValueError, OSError) as e:
+        return str(e)
+    return ""
+
+
 def look(run_dir: Path) -> dict[str, Any]:
     """All that can be told of a run: its state, what follows from it, and what lies on disk. `status` is None where
     the state is missing or cannot be read; `shown` is a word for people."""
@@ -66,7 +83,8 @@ def look(run_dir: Path) -> dict[str, Any]:
                       "checkpoint": newest_checkpoint(run_dir) or state["checkpoint"]}
     if facts["liveness"] == "dead":
         facts["shown"] = "dead"
-        facts["reason"] = f"it says {state['status']}, but its process is gone; the same command goes on with it"
+        way_on = bad_pair(run_dir) or "the same command goes on with it"
+        facts["reason"] = f"it says {state['status']}, but its process is gone; {way_on}"
     return facts
 
 

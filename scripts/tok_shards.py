@@ -16,6 +16,7 @@ templates). Exit code: 0, 1 where an input failed or is missing, 130 after Ctrl-
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,19 +24,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, Terminated, get_base_dir, here, place, run_main, sigterm_raises
+from nanochat.common import Parser, get_base_dir, here, place, run_main, sigterm_interrupts
+from nanochat.dataset import data_folder, find_buckets, find_files
 from nanochat.pretokenize import (
     TOKENIZER,
     Input,
     Pretokenizer,
-    Record,
     Windows,
-    deal,
     describe_tokenizer,
-    find_inputs,
     load_tokenizer,
 )
-from nanochat.tokenizer import read_description
+from nanochat.tokenizer import get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 SHOWN = 10  # broken lines of an input, and missing inputs, that are told one by one
@@ -75,8 +74,9 @@ def check_args(args: argparse.Namespace) -> Windows:
     if not 0 <= args.task_index < args.num_tasks:
         raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index from 0 and "
                          f"below the number of tasks")
-    if args.num_workers < 1:
-        raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
+    if args.num_workers < 1 or args.val_files < 0:
+        raise ValueError(f"--num-workers {args.num_workers} --val-files {args.val_files}: expected "
+                         f"at least 1 worker, and 0 files or more")
     if here(args.output_dir, "--output-dir").resolve() == place(args.input_dir).resolve():
         raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
     if args.format == "megatron":
@@ -87,27 +87,75 @@ def check_args(args: argparse.Namespace) -> Windows:
     return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
+def find_inputs(raw: Path, *, val_files: int = 1) -> list[Input]:
+    """All inputs, by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET are kept; else the
+    last `val_files` files of RAW/BUCKET validate, where it has more. FileNotFoundError where there
+    is nothing, ValueError where it is unclear."""
+    raw = place(raw)
+    if not raw.exists():
+        raise FileNotFoundError(f"--input-dir {raw}: no such folder")
+    found: dict[tuple[str, str], list[Path]] = {}
+    if (raw / "train").is_dir():
+        for split in ("train", "val"):
+            if (raw / split).is_dir():
+                for bucket, files in find_buckets(raw / split).items():
+                    found[split, bucket] = files
+        if stray := set(find_files(raw)).difference(*found.values()):
+            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} lies beside train/ "
+                             f"and val/; move it into one of them")
+    else:
+        for bucket, files in find_buckets(raw).items():
+            last = len(files) - val_files
+            if last < 1:
+                print(f"{bucket}: too few files to keep {val_files} for validation; all of it is "
+                      f"for training")
+                last = len(files)
+            found["train", bucket], found["val", bucket] = files[:last], files[last:]
+    inputs: dict[tuple[str, str, str], Input] = {}
+    for (split, bucket), files in found.items():
+        for path in files:
+            name = path.relative_to(data_folder(raw)).as_posix()
+            inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
+            stem = re.sub(r"\.(parquet|jsonl|jsonl\.gz)$", "", inside).replace("/", "__")
+            new = Input(path, name, split, bucket, stem, path.stat().st_size)
+            other = inputs.setdefault((split, bucket, stem), new)
+            if other is not new:
+                raise ValueError(f"{other.name} and {name} would both become "
+                                 f"{new.prefix(Path())}.bin; rename one of them")
+    return [inputs[key] for key in sorted(inputs)]
+
+
+def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
+    """Deal inputs to tasks: biggest first, each to the task with the fewest bytes so far."""
+    tasks: list[list[Input]] = [[] for _ in range(num_tasks)]
+    loads = [0] * num_tasks
+    for i in sorted(inputs, key=lambda i: (-i.size, i.name)):
+        task = loads.index(min(loads))
+        tasks[task].append(i)
+        loads[task] += i.size
+    return tasks
+
+
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
-    """Make what is not finished of a task's inputs, under a progress bar; tell what there is then, what was skipped
-    and what failed. Returns whether nothing did."""
+    """Make what is not finished of a task's inputs, under a progress bar; tell what there is then,
+    what was skipped and what failed. Returns whether nothing did."""
     finished = {i: job.finished(i) for i in mine}
-    records: list[Record] = [record for record in finished.values() if record]
+    shards = [record["shard"] for record in finished.values() if record]
     todo = [i for i, record in finished.items() if record is None]
     failed: list[str] = []
     began, made = time.monotonic(), 0
-    total = sum(i.size for i in todo)
     with contextlib.closing(job.make_all(todo, num_workers=num_workers)) as results, \
-            tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+            tqdm(total=sum(i.size for i in todo), unit="B", unit_scale=True, disable=None) as bar:
         for i, result in results:
             if isinstance(result, str):
                 failed.append(f"failed: {i.name}: {result}")
             else:
-                records.append(result[0])
-                made += result[1]
-                bar.set_postfix_str(f"{made / (time.monotonic() - began) / 1e6:.2f} M tokens/s", refresh=False)
+                shards.append(result["shard"])
+                made += result["shard"]["tokens"]
             bar.update(i.size)
-    shards = sorted((record["shard"] for record in records), key=lambda shard: shard["input"]["name"])
-    counts = ", ".join(f"{sum(shard[key] for shard in shards):,} {key}" for key in ("documents", "entries", "tokens"))
+    shards.sort(key=lambda shard: shard["input"]["name"])
+    counts = ", ".join(f"{sum(shard[key] for shard in shards):,} {key}"
+                       for key in ("documents", "entries", "tokens"))
     rate = f"; {made:,} tokens made in {time.monotonic() - began:.1f} s" if made else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
@@ -138,33 +186,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the pairs of a task; the exit code."""
     args = parse_args(argv)
     windows = check_args(args)
-    inputs, short = find_inputs(args.input_dir, val_files=args.val_files)
-    for bucket in short:
-        print(f"{bucket}: too few files to keep {args.val_files} for validation; all of it is for training")
+    inputs = find_inputs(args.input_dir, val_files=args.val_files)
     name = args.tokenizer or str(get_base_dir() / "tokenizer")
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name) if args.tokenizer else get_tokenizer(data_path=args.input_dir)
     job = Pretokenizer(args.output_dir, inputs, windows, name, describe_tokenizer(tokenizer), args.strict,
                        OUTPUTS[args.format])
     job.refuse_others(force=args.force)
     if args.finish:
         return 0 if finish(job) else 1
     mine = deal(inputs, args.num_tasks)[args.task_index]
-    try:
-        with sigterm_raises():
+    with sigterm_interrupts():
+        try:
             job.prepare()
-            folder = args.output_dir / TOKENIZER  # beside the pairs, so that whoever trains on them finds it
+            folder = args.output_dir / TOKENIZER  # beside the pairs: whoever trains finds it there
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
-                tokenizer.save(folder, force=True)  # pairs of another one were refused, or --force given
+                tokenizer.save(folder, force=True)  # pairs of another were refused, or --force given
             good = make_pairs(job, mine, args.num_workers)
             if args.num_tasks == 1:
                 good = finish(job) and good
             return 0 if good else 1
-    except KeyboardInterrupt as e:
-        job.clean_up(fresh_s=0)  # of the workers, which are dead
-        done = sum(job.finished(i) is not None for i in mine)
-        print(f"interrupted: {done:,} of {len(mine):,} shards are finished and kept; the same command goes on",
-              file=sys.stderr)
-        return 143 if isinstance(e, Terminated) else 130
+        except KeyboardInterrupt:
+            job.clean_up(fresh_s=0)  # of the workers, which are dead
+            raise
 
 
 if __name__ == "__main__":

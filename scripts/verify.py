@@ -1,29 +1,34 @@
 """
 Verify what lies on disk, to the last byte:
 
-    python -m scripts.verify PATH...     a run (its tag will do), folders with everything below them, one pair, one
-                                         checkpoint; pairs may lie in object storage (s3://bucket/prefix)
+    python -m scripts.verify PATH...     a run (its tag will do), folders with everything below
+                                         them, one pair, one checkpoint; pairs may lie in object
+                                         storage (s3://bucket/prefix)
 
-Each thing is opened by the room that owns it, read whole, and what that room refuses is a problem. Beyond that:
+Each thing is opened by the room that owns it, read whole, and what that room refuses is a problem.
+Beyond that:
 
-    pairs         .bin and .idx: no empty entry, prefixes and windows as long as they may be, ids inside the vocabulary,
-                  end-of-document ids at the ends of documents and nowhere else, and what manifest.json says. Then a
-                  table: how long entries are, and how many tokens lie beyond a row of T + 1
-    checkpoints   a line for each file, its size and checksum; files that the checkpoint does not list. Nothing is
-                  unpickled
+    pairs         .bin and .idx: no empty entry, prefixes and windows as long as they may be, ids
+                  inside the vocabulary, end-of-document ids at the ends of documents and nowhere
+                  else, and what manifest.json says. Then a table: how long entries are, and how
+                  many tokens lie beyond a row of T + 1
+    checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
+                  list. Nothing is unpickled
     cursors       those that a run keeps in logs/
 
-All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs are read in blocks,
-so memory does not depend on their size. A foreign pair names neither vocabulary nor end-of-document id: ids have no
-bound unless --tokenizer or --vocab-size gives one, and the last id of a GPTS file is taken for the latter (Megatron's
-need not have any: only --tokenizer tells).
+All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
+are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
+nor end-of-document id: ids have no bound unless --tokenizer or --vocab-size gives one, and the last
+id of a GPTS file is taken for the latter (Megatron's need not have any: only --tokenizer tells).
 """
 
 import argparse
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -39,34 +44,37 @@ BLOCK_IDS = 1 << 21
 LISTED = 20  # problems of one pair that are told one by one; the others are counted
 
 Report = tuple[list[str], list[str]]  # lines for people, problems
+Check = Callable[[tqdm], Report]  # tells a progress bar how many bytes it has read
 
 
-# ---- pairs ----------------------------------------------------------------------------------------------------------
+# ---- pairs --------------------------------------------------------------------------------------
 
 class Counts:
     """What the pairs of a folder hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, T: int) -> None:
+        self.T = T
         self.shards = self.documents = self.beyond = 0
-        self.of_length = np.zeros((64, 2), np.int64)  # [k]: entries of 2**k ids and up to twice as many; their ids
+        self.entries, self.tokens = np.zeros((2, 64), np.int64)  # [k]: from 2**k ids to 2**(k + 1)
 
-    def add(self, lengths: np.ndarray, T: int) -> None:
+    def add(self, lengths: np.ndarray) -> None:
         """Count entries by their lengths (n,)."""
         power = np.frexp(np.maximum(lengths, 1))[1] - 1
-        np.add.at(self.of_length, power, np.stack([np.ones_like(lengths), lengths], axis=1))
-        self.beyond += int(np.maximum(lengths - (T + 1), 0).sum())
+        np.add.at(self.entries, power, 1)
+        np.add.at(self.tokens, power, lengths)
+        self.beyond += int(np.maximum(lengths - (self.T + 1), 0).sum())
 
-    def lines(self, folder: Path, T: int) -> list[str]:
+    def lines(self, folder: Path) -> list[str]:
         """The table for people."""
-        entries, tokens = self.of_length.sum(axis=0).tolist()
-        lines = [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {entries:,} entries, {tokens:,} "
-                 f"tokens"]
-        if not tokens:
-            return lines
-        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", n, f"{n / entries:.2%}", f"{ids / tokens:.2%}")
-                for k, (n, ids) in enumerate(self.of_length.tolist()) if n]
-        lines += [f"  {line}" for line in table(("ids", "entries", "of entries", "of tokens"), rows)]
-        return [*lines, f"  beyond T + 1 = {T + 1:,}: {self.beyond:,} tokens, {self.beyond / tokens:.2%}"]
+        entries, tokens = int(self.entries.sum()), int(self.tokens.sum())
+        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", int(self.entries[k]),
+                 f"{self.entries[k] / entries:.2%}", f"{self.tokens[k] / max(1, tokens):.2%}")
+                for k in np.flatnonzero(self.entries).tolist()]
+        header = ("ids", "entries", "of entries", "of tokens")
+        return [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {entries:,} "
+                f"entries, {tokens:,} tokens", *(f"  {line}" for line in table(header, rows)),
+                f"  beyond T + 1 = {self.T + 1:,}: {self.beyond:,} tokens, "
+                f"{self.beyond / max(1, tokens):.2%}"]
 
 
 def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) -> Iterator[str]:
@@ -77,43 +85,46 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) 
         max_length, eod, vocab_size = 0, args.eod, args.vocab_size
         if record is not None and manifest is not None:
             max_length = manifest["arguments"]["max_length"]
-            eod, vocab_size = manifest["tokenizer"]["eod"], manifest["tokenizer"]["vocab_size"]
+            eod, vocab_size = (manifest["tokenizer"][name] for name in ("eod", "vocab_size"))
         elif eod is None and pair.format == "shards" and pair.num_tokens:
             eod = int(pair.reader.read(pair.num_tokens - 1, pair.num_tokens)[0])
         digest = hashlib.blake2b(digest_size=16)
         for at in range(0, pair.num_tokens, BLOCK_IDS):
-            digest.update(pair.reader.read(at, min(at + BLOCK_IDS, pair.num_tokens)).tobytes())
-            bar.update(min(BLOCK_IDS, pair.num_tokens - at) * pair.dtype.itemsize)
-        found = {"entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
-                 "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path))}
-        documents, read = 0, True
+            ids = pair.reader.read(at, min(at + BLOCK_IDS, pair.num_tokens))
+            digest.update(ids.tobytes())
+            bar.update(ids.nbytes)
+        found: dict[str, Any] = {
+            "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
+            "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path)), "documents": 0}
         for first in range(0, len(pair), BLOCK_ENTRIES):
             try:
-                documents += yield from check_entries(pair, first, max_length, eod, vocab_size, counts,
-                                                      args.sequence_len)
+                ended = yield from check_entries(pair, first, max_length, eod, vocab_size, counts)
+                found["documents"] += ended
             except ValueError as e:
-                read = False
+                found["documents"] = None
                 yield str(e).partition("; python -m scripts.verify")[0]
+                break
     except (ValueError, OSError) as e:
         yield str(e)
         return
     counts.shards += 1
-    counts.documents += documents
+    counts.documents += found["documents"] or 0
     if record is not None:
-        for key, value in {**found, **({"documents": documents} if read else {})}.items():
-            if value != record[key]:
+        for key, value in found.items():
+            if value not in (None, record[key]):
                 yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
-        if record.get("groups") is not None and sum(record["groups"]) != len(pair):
-            yield (f"{path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} entries, the file "
-                   f"{len(pair):,}")
+        if sum(record.get("groups") or [len(pair)]) != len(pair):
+            yield (f"{path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} entries, "
+                   f"the file {len(pair):,}")
 
 
-def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
-                  counts: Counts, T: int) -> Generator[str, None, int]:
-    """Yield the problems of a block of entries from number `first` on; gives back how many documents end in it."""
+def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
+                  vocab_size: int | None, counts: Counts) -> Generator[str, None, int]:
+    """Yield the problems of a block of entries from number `first` on; gives back how many
+    documents end in it."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
-    counts.add(lengths, T)
+    counts.add(lengths)
 
     def tell(wrong: np.ndarray, what: str) -> Iterator[str]:
         places = np.flatnonzero(wrong).tolist()
@@ -123,9 +134,10 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     yield from tell(~full, "is empty")
     yield from tell(full & (prefixes >= lengths), "is no longer than its prefix")
     if first == 0 and prefixes[0] > 0:
-        yield f"{pair.path}: entry 0 has a prefix of {prefixes[0]:,}, but there is no entry before it"
+        yield f"{pair.path}: entry 0 has a prefix of {prefixes[0]:,}, but no entry is before it"
     if max_length:
-        yield from tell(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
+        yield from tell(lengths > max_length + 1,
+                        f"is longer than a window of {max_length:,} and its end")
     ids, edges = pair.read_flat(first, last)
 
     def within(which: np.ndarray) -> np.ndarray:
@@ -140,57 +152,60 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     is_end = ids == eod
     closed = np.zeros(len(lengths), bool)  # whether the entry ends with the id
     closed[full] = is_end[edges[1:][full] - 1]
-    ends = np.ones(len(lengths), bool)  # whether the next entry is no later window of the same document
+    ends = np.ones(len(lengths), bool)  # whether the next entry is no later window of its document
     following = pair.prefixes(first + 1, min(last + 1, len(pair)))
     ends[:len(following)] = following == 0
-    yield from tell(within(is_end) > closed, f"has the end-of-document id {eod} inside it")
-    if pair.ends_follow:
-        yield from tell(closed & ~ends, f"ends with the end-of-document id {eod}, but its document goes on")
     must_end = ends if pair.ends_follow else np.arange(first, last) == len(pair) - 1
+    end = f"the end-of-document id {eod}"
+    yield from tell(within(is_end) > closed, f"has {end} inside it")
+    if pair.ends_follow:
+        yield from tell(closed & ~ends, f"ends with {end}, but its document goes on")
     if pair.ends_follow or pair.format == "shards":
-        yield from tell(must_end & full & ~closed, f"ends a document without the end-of-document id {eod}")
+        yield from tell(must_end & full & ~closed, f"ends a document without {end}")
     return int((closed & ends).sum())
 
 
-def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *, whole: bool) -> Report:
+def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
+                whole: bool) -> Report:
     """Verify pairs of one folder, each given by its .bin; `whole`: all that there are."""
     problems: list[str] = []
     try:
         manifest = read_manifest(folder)
     except ValueError as e:
         return [f"{folder}:"], [str(e)]
-    listed = [] if manifest is None else list(manifest["shards"])
     if manifest is not None:
-        theirs = manifest["tokenizer"]["fingerprint"]
+        theirs, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
         if args.fingerprint not in (None, theirs):
-            problems.append(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is "
-                            f"{args.fingerprint}")
-        problems += [f"{path}: {MANIFEST_NAME} does not list it" for path in paths if path.stem not in listed]
-        if whole:
-            there = {path.stem for path in paths}
-            problems += [f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there"
-                         for name in listed if name not in there]
-    counts = Counts()
+            problems.append(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, "
+                            f"{args.tokenizer} is {args.fingerprint}")
+        problems += [f"{path}: {MANIFEST_NAME} does not list it" for path in paths
+                     if path.stem not in listed]
+        there = {path.stem for path in paths} if whole else listed
+        problems += [f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there"
+                     for name in listed if name not in there]
+    counts = Counts(args.sequence_len)
     for path in paths:
         found = list(check_pair(path, args, counts, bar))
-        more = [f"{path}: {len(found) - LISTED:,} more problems"] if len(found) > LISTED else []
-        problems += found[:LISTED] + more
-    lines = counts.lines(folder, args.sequence_len)
+        problems += found[:LISTED]
+        if len(found) > LISTED:
+            problems.append(f"{path}: {len(found) - LISTED:,} more problems")
+    lines = counts.lines(folder)
     if manifest is None and args.vocab_size is None:
         lines.append("  ids have no known bound: give --tokenizer or --vocab-size to check it")
     return lines, problems
 
 
-# ---- checkpoints and cursors ----------------------------------------------------------------------------------------
+# ---- checkpoints and cursors --------------------------------------------------------------------
 
 def check_checkpoint(path: Path, bar: tqdm) -> Report:
     """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
-    from nanochat.checkpoint import check_file, load_checkpoint, read_state  # with PyTorch
+    from nanochat.checkpoint import check_file, open_verified, read_seal  # with PyTorch
 
     lines, problems = [f"{path}:"], []
     try:
-        state = read_state(path)
-        lines = [f"{path}: step {state['step']:,}, {len(state['files']) + 1} files", f"  OK {SEAL_NAME}"]
+        state = read_seal(path)
+        lines = [f"{path}: step {state['step']:,}, {len(state['files']) + 1} files",
+                 f"  OK {SEAL_NAME}"]
         for name, record in state["files"].items():
             try:
                 check_file(path, name, record)
@@ -198,11 +213,11 @@ def check_checkpoint(path: Path, bar: tqdm) -> Report:
             except (ValueError, OSError) as e:
                 problems.append(str(e))
             bar.update(record["bytes"])
-        there = {str(p.relative_to(path)) for p in path.rglob("*") if not p.is_dir() or p.is_symlink()}
+        there = {str(p.relative_to(path)) for p in below(path) if not p.is_dir() or p.is_symlink()}
         problems += [f"{path / name}: {SEAL_NAME} does not list it"
                      for name in sorted(there - state["files"].keys() - {SEAL_NAME})]
         if not problems:
-            load_checkpoint(path, verify=False)  # its parts fit each other
+            open_verified(path, state)  # says what does not fit
     except (ValueError, OSError) as e:
         problems.append(str(e))
     if problems and not path.exists():
@@ -215,19 +230,18 @@ def check_cursors(folder: Path, bar: tqdm) -> Report:
     files, problems = cursor_files(folder.absolute().parents[1]), []
     for step, file in files.items():
         try:
-            found = read_cursors(file)[0]
-            if found != step:
+            if (found := read_cursors(file)[0]) != step:
                 problems.append(f"{file}: of step {found}")
+            bar.update(file.stat().st_size)
         except (ValueError, OSError) as e:
             problems.append(str(e))
-        bar.update(file.stat().st_size)
     return [f"{folder}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command --------------------------------------------------------------------------------
 
-def find_all(path: Path, args: argparse.Namespace) -> list[tuple[int, Callable[[tqdm], Report]]]:
-    """(bytes, what checks it) of all that can be verified at or below a path, or in the run that it names.
+def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
+    """What checks all that can be verified at or below a path, or in the run that it names.
     FileNotFoundError or ValueError where that is nothing."""
     if not path.exists():
         if in_store(path) or len(path.parts) != 1:
@@ -235,34 +249,40 @@ def find_all(path: Path, args: argparse.Namespace) -> list[tuple[int, Callable[[
         path = find_run(path)
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
-        return [(pair.stat().st_size, partial(check_pairs, pair.parent, [pair], args, whole=False))]
+        return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
     pairs: dict[Path, set[Path]] = {}
-    checks: dict[Path, Callable[[tqdm], Report]] = {}  # of checkpoints and of kept cursors
+    checks: list[Check] = []  # of checkpoints and of kept cursors
     closed: set[Path] = set()  # folders of checkpoints: the .bin files in there are no pairs
-    for p in [path, *sorted(path.rglob("*"))]:
-        if any(part.startswith(".") for part in p.relative_to(path).parts) or not closed.isdisjoint(p.parents):
+    for p in [path, *sorted(below(path))]:
+        hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
+        if hidden or not closed.isdisjoint(p.parents):
             continue
         if p.suffix in (".bin", ".idx"):
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
         elif p.name == MANIFEST_NAME and is_manifest(p):
             pairs.setdefault(p.parent, set())
         elif p.is_dir() and not in_store(p):
-            whole, seal = p.absolute(), p / SEAL_NAME
-            named = whole.parent.name == "checkpoints" and CHECKPOINT_NAME.fullmatch(whole.name)
+            parent, name = p.absolute().parts[-2:]
+            named, seal = parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name), p / SEAL_NAME
             if named or seal.is_file():
                 closed.add(p)
-                if named or b'"format_version"' in seal.read_bytes():  # other programs use the name too
-                    checks[p] = partial(check_checkpoint, p)
-            elif whole.parts[-2:] == ("logs", "cursors"):
-                checks[p] = partial(check_cursors, p)
+                if named or b'"format_version"' in seal.read_bytes():  # others use the name, too
+                    checks.append(partial(check_checkpoint, p))
+            elif (parent, name) == ("logs", "cursors"):
+                checks.append(partial(check_cursors, p))
     if not (pairs or checks):
-        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
-                         f"below it; name another path")
-    pairs_found = [(sum(file.stat().st_size for file in files if file.exists()),
-                    partial(check_pairs, folder, sorted(files), args, whole=True))
-                   for folder, files in sorted(pairs.items())]
-    return pairs_found + [(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), check)
-                          for folder, check in checks.items()]
+        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or "
+                         f"kept cursors at or below it; name another path")
+    return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
+              for folder, files in sorted(pairs.items())), *checks]
+
+
+def below(path: Path) -> Iterable[Path]:
+    """Everything below a folder. What a run deletes meanwhile is passed over."""
+    if in_store(path):
+        return path.rglob("*")
+    return (Path(folder) / name for folder, folders, files in os.walk(path)
+            for name in (*folders, *files))
 
 
 def is_manifest(path: Path) -> bool:
@@ -276,10 +296,12 @@ def is_manifest(path: Path) -> bool:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH")
-    parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")
+    parser.add_argument("--sequence-len", type=int, default=2048, metavar="T",
+                        help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", type=place, metavar="DIR", help="the tokenizer that the ids are of")
-    known.add_argument("--vocab-size", type=int, metavar="N", help="bound of ids where no manifest.json tells it")
+    known.add_argument("--tokenizer", type=place, metavar="DIR", help="the tokenizer of the ids")
+    known.add_argument("--vocab-size", type=int, metavar="N",
+                       help="bound of ids where no manifest.json tells it")
     begin_data()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
@@ -291,16 +313,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify and tell; 1 if anything is wrong. ValueError, OSError for paths with nothing to verify."""
+    """Verify and tell; 1 if anything is wrong. ValueError, OSError where nothing is to verify."""
     args = parse_args(argv)
     setup_logging()
-    found = [item for path in args.paths for item in find_all(path, args)]
     num_problems = 0
-    with tqdm(total=sum(size for size, _ in found), unit="B", unit_scale=True, disable=None) as bar:
-        for _, check in found:
+    with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
+        for check in [check for path in args.paths for check in find_all(path, args)]:
             lines, problems = check(bar)
             bar.clear()
-            print("\n".join([*lines, *(f"  PROBLEM {line}" for line in problems)]), flush=True)
+            print(*lines, *(f"  PROBLEM {line}" for line in problems), sep="\n", flush=True)
             num_problems += len(problems)
     print(f"{num_problems:,} problem(s)" if num_problems else "all good", flush=True)
     return 1 if num_problems else 0

@@ -6,8 +6,10 @@ import errno
 import io
 import os
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from nanochat.common import hash_file, run_main
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
-from scripts import tok_shards, verify
+from scripts import status, tok_shards, verify
 from tests import faults, training
 from tests.token_files import patch, truncate
 from tests.training import checkpoints, fingerprint, state_of, texts, write_shard
@@ -216,6 +218,21 @@ def test_a_run_whose_shard_is_damaged_goes_on_when_it_is_back(workplace: Path, h
     path.write_bytes(kept)
     succeed()
     assert state_of(half_done / "checkpoints" / "final") == state_of(reference / "checkpoints" / "final")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(workplace: Path, ending: str,
+                                                                                capsys: Any) -> None:
+    """Regression: the process ended by SIGBUS without a word."""
+    path, flags = shard(workplace).with_suffix(ending), {**SMALL, "data_path": workplace / "shards", "save_every": 100}
+    cut = partial(training.after_step, 2, partial(truncate, path, 0))
+    group = training.start(hook=cut, **{**flags, "num_iterations": 2000})
+    assert group.wait() == [-signal.SIGBUS]
+    told = group.text()
+    assert "die of SIGBUS, one was cut short: scripts.status run and the next launch name it" in told
+    assert "Fatal Python error: Bus error" in told and "nanochat/tokens.py" in told
+    assert status.main(["run"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
+    refuse(path)
 
 
 def test_a_run_whose_shard_is_another_one_is_refused(workplace: Path, half_done: Path) -> None:

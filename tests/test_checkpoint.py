@@ -1,6 +1,7 @@
 """Checkpoints: what was written comes back bit for bit; no crash, full disk or flipped byte is ever believed or costs
 more than one save; and whatever is saved, deleted and broken in whatever order, the newest good one is there."""
 
+import contextlib
 import errno
 import gzip
 import json
@@ -24,9 +25,9 @@ from hypothesis import strategies as st
 
 from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
-from nanochat.checkpoint import Code, Outcome, Saver
+from nanochat.checkpoint import Outcome, Saver
 from nanochat.common import hash_bytes, hash_json
-from nanochat.start_run import load_run_weights
+from nanochat.start_run import tell_origin
 from tests import faults
 from tests.toy import examples
 
@@ -67,6 +68,11 @@ def bits(value: Any) -> Any:
     return value
 
 
+def newest(run: Path) -> Path | None:
+    found = ckpt.newest_good(run)
+    return found and found.path
+
+
 def hidden(run: Path) -> list[str]:
     return [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
 
@@ -95,12 +101,11 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert bits(loaded.model_state()) == bits(dict(wrote["model_state"]))
     assert loaded.model_state()["e"].dtype == torch.bfloat16
     assert bits(loaded.optimizer_state()) == bits(wrote["optimizer_state"])
-    assert loaded.scheduler_state() == wrote["scheduler_state"]
-    assert bits(loaded.rng_state(1)) == bits(wrote["rng_state"][1])
-    assert loaded.rng_state(2) is None
+    assert loaded.load(ckpt.SCHEDULER_NAME) == wrote["scheduler_state"]
+    assert bits(loaded.load("rng/rank_1.pkl")) == bits(wrote["rng_state"][1])
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
-    assert loaded.trainer_state == {"step": 7, "architecture_hash": hash_json(CONFIG),
-                                    **wrote["trainer_state"]}
+    assert loaded.trainer_state.items() >= {"step": 7, "architecture_hash": hash_json(CONFIG),
+                                            **wrote["trainer_state"]}.items()
 
 
 def test_layout_and_kept_cursors(tmp_path: Path) -> None:
@@ -120,12 +125,11 @@ def test_layout_and_kept_cursors(tmp_path: Path) -> None:
 
 def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     for name in ("checkpoint-8", "latest", "../final", "checkpoint-7-old"):
-        with pytest.raises(ValueError, match="expected checkpoint-7"):
+        with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
-    for changed, error, told in (
-            ({"trainer_state": {"files": 1}}, ValueError, "files"), ({"trainer_state": {"x": Path}}, TypeError, None),
-            ({"rng_state": {0: {"numpy": Path("x")}}}, TypeError, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
-        with pytest.raises(error, match=told):
+    for changed, told in (({"trainer_state": {"x": Path}}, None),
+                          ({"rng_state": {0: {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
+        with pytest.raises(TypeError, match=told):
             ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -159,7 +163,7 @@ def check_skipped(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> Non
         ckpt.verify_checkpoint(run / "checkpoints" / "checkpoint-20")
     with pytest.raises((ValueError, FileNotFoundError), match=Path(file).name):
         ckpt.load_checkpoint(run / "checkpoints" / "checkpoint-20")
-    assert ckpt.newest_good(run) == run / "checkpoints" / "checkpoint-10"
+    assert newest(run) == run / "checkpoints" / "checkpoint-10"
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "checkpoint-20" in warnings[0] and file in warnings[0]
 
@@ -177,7 +181,7 @@ def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole: 
         (folder / file).unlink()
         check_skipped(run, file, caplog)
         (folder / file).write_bytes(data)
-    assert ckpt.newest_good(run) == folder
+    assert newest(run) == folder
 
 
 @settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -206,7 +210,7 @@ def test_every_byte_of_the_trainer_state_counts(whole: Path) -> None:
         for i, byte in enumerate(data):
             (path / ckpt.STATE_NAME).write_bytes(data[:i] + bytes([swapped.get(byte, byte ^ 1)]) + data[i + 1:])
             with pytest.raises(ValueError, match=ckpt.STATE_NAME):
-                ckpt.read_state(path)
+                ckpt.read_seal(path)
     finally:
         (path / ckpt.STATE_NAME).write_bytes(data)
 
@@ -214,7 +218,7 @@ def test_every_byte_of_the_trainer_state_counts(whole: Path) -> None:
 def test_all_bad_is_none_and_an_older_final_is_found(tmp_path: Path) -> None:
     flip(save(tmp_path, 5) / "optimizer.bin")
     assert ckpt.newest_good(tmp_path) is None
-    assert save(tmp_path, 3, name="final") == ckpt.newest_good(tmp_path)
+    assert save(tmp_path, 3, name="final") == newest(tmp_path)
 
 
 class Evil:
@@ -235,10 +239,9 @@ def test_malicious_pickles_are_refused_in_every_file(whole: Path, tmp_path: Path
             save_evil(path / file)
         reseal(path)
         loaded = ckpt.load_checkpoint(path)  # the checksums fit, so only the loader can refuse
-        for load in (loaded.model_state, loaded.optimizer_state, loaded.scheduler_state,
-                     partial(loaded.rng_state, 0), partial(loaded.rng_state, 1)):
+        for file in pickles:
             with pytest.raises(ValueError, match="refused"):
-                load()
+                loaded.load(file)
     others = [f for f in files_of(path) if f not in pickles]
     assert len(pickles) == 5 and len(others) == 3
     for file in others:
@@ -279,21 +282,19 @@ def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole: Pat
 def test_a_file_that_is_not_sealed_is_not_read(whole: Path, tmp_path: Path) -> None:
     path = shutil.copytree(whole / "checkpoints/checkpoint-20", tmp_path / "checkpoint-20")
     shutil.copy(path / "rng/rank_0.pkl", path / "rng/rank_2.pkl")
-    loaded = ckpt.load_checkpoint(path)
-    assert loaded.rng_state(2) is None and loaded.rng_state(1) is not None
-    state = json.loads((path / ckpt.STATE_NAME).read_text())
-    del state["files"][ckpt.MODEL_NAME]
-    (path / ckpt.STATE_NAME).write_text(json.dumps(state))
-    reseal(path)
-    with pytest.raises(ValueError, match=f"does not list {ckpt.MODEL_NAME}"):
-        ckpt.load_checkpoint(path)
+    with pytest.raises(ValueError, match=r"does not list rng/rank_2\.pkl"):
+        ckpt.load_checkpoint(path).load("rng/rank_2.pkl")
 
 
 # ---- crashes and full disks -------------------------------------------------------------------------
 
 def good_steps(run: Path) -> set[int]:
     """The steps of all checkpoints in which every byte is right."""
-    return {step for path in ckpt.list_checkpoints(run) if (step := ckpt.good_step(path)) is not None}
+    steps = set()
+    for path in ckpt.list_checkpoints(run):
+        with contextlib.suppress(OSError, ValueError):
+            steps.add(ckpt.verify_checkpoint(path)["step"])
+    return steps
 
 
 def before_save(whole: Path, run: Path, case: str) -> tuple[int, str]:
@@ -435,42 +436,35 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tm
                        ("a@checkpoint-20", "checkpoint-20"), ("a@final", "final"), ("a@25", "final"),
                        (f"{two_runs}", "final"), (f"{two_runs}@10", "checkpoint-10"),
                        (str(two_runs / "checkpoints/checkpoint-10"), "checkpoint-10")):
-        loaded, origin = load_run_weights(spec)
-        assert loaded.path == two_runs / "checkpoints" / name == ckpt.find_checkpoint(spec)
-        assert origin == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": loaded.checksum,
-                          "config_hash": hash_json({"depth": 1, "tag": "a"})}
-        assert json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"] == loaded.checksum
+        loaded = ckpt.find_checkpoint(spec)
+        assert loaded.path == two_runs / "checkpoints" / name
+        checksum = json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"]
+        assert tell_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
         assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["model_state"]))
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
-        told = load_run_weights(of_b)[1]
-        assert (told["run"], told["step"]) == ("b@20", 5)
-    copy = shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept")
-    loaded, origin = load_run_weights(copy)
-    assert origin == {"run": None, "checkpoint": "kept", "step": 10, "checksum": loaded.checksum, "config_hash": None}
+        assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
+    copy = ckpt.find_checkpoint(shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept"))
+    assert tell_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
 
 
 def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs: Path) -> None:
     there = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{there}"):
-            ckpt.open_checkpoint(spec)
-    with pytest.raises(ValueError, match=rf"no good checkpoint '30' .*optimizer\.bin: torn.*{there}"):
-        ckpt.open_checkpoint("a@30")
-    with pytest.raises(ValueError, match=r"optimizer\.bin: torn"):
-        ckpt.open_checkpoint(two_runs / "checkpoints" / "checkpoint-30")
+            ckpt.find_checkpoint(spec)
     with pytest.raises(FileNotFoundError, match=r"no run 'c': .*runs there: a, b@20"):
-        ckpt.open_checkpoint("c@10")
+        ckpt.find_checkpoint("c@10")
     for path in ckpt.list_checkpoints(two_runs):
         (path / "optimizer.bin").write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match=rf"no good checkpoint; {there}"):
-        ckpt.open_checkpoint("a")
+    for damaged in ("a", "a@30", two_runs / "checkpoints" / "checkpoint-30"):
+        with pytest.raises(ValueError, match=r"checkpoint-30/optimizer\.bin: torn"):
+            ckpt.find_checkpoint(damaged)
 
 
 # ---- saving while training goes on ------------------------------------------------------------------
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-FAILED, FATAL, SAVED = Code.FAILED, Code.FATAL, Code.SAVED
 
 
 def writer(run: Path, step: int, **changed: Any) -> Callable[[], Path]:
@@ -485,11 +479,11 @@ def fail(error: Exception = FULL) -> Callable[[], Path]:
     return write
 
 
-def last(saver: Saver) -> Outcome:
-    """Wait, and take the one outcome there is."""
-    saver.wait()
-    outcome = saver.poll()
-    assert outcome is not None and saver.poll() is None
+def outcome_of(saver: Saver, write: Callable[[], Path], *, last: bool = False) -> Outcome:
+    """Start a save, wait, and take the one outcome there is."""
+    saver.start(write, last=last)
+    outcome = saver.take(wait=True)
+    assert outcome is not None and saver.take(wait=True) is None
     return outcome
 
 
@@ -519,82 +513,41 @@ def test_to_host_is_a_copy_that_later_steps_do_not_change() -> None:
         ckpt.to_host({"a": [1, Path("x")]})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
-def test_copies_from_a_gpu_are_pinned_and_complete() -> None:
-    w = torch.randn(1 << 22, device="cuda")
-    held, before = ckpt.to_host({"w": w}), w.clone()
-    w.zero_()
-    assert held["w"].is_pinned() and torch.equal(held["w"], before.cpu())
-
-
-@pytest.mark.parametrize("what", ["start", "wait", "close"])
-def test_one_save_at_a_time_runs_while_the_loop_goes_on(tmp_path: Path, what: str) -> None:
-    saver, live = Saver(good=None), states(1)
+def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> None:
+    saver, live = Saver(None), states(1)
     gate = Gate(writer(tmp_path, 1, model_state=ckpt.to_host(live["model_state"])))
     saver.start(gate)
-    assert gate.running.wait(60) and saver.poll() is None
+    assert gate.running.wait(60) and saver.take() is None
+    with pytest.raises(AssertionError, match="one save at a time"):
+        saver.start(gate)
     for tensor in live["model_state"].values():  # the next step
         tensor.zero_()
-    calls = {"start": lambda: saver.start(writer(tmp_path, 2)), "wait": saver.wait, "close": saver.close}
-    second = threading.Thread(target=calls[what])  # only to see that it waits
+    second = threading.Thread(target=saver.close)  # only to see that it waits
     second.start()
     second.join(0.1)
     assert second.is_alive() and ckpt.list_checkpoints(tmp_path) == []
     gate.go.set()
     second.join(60)
-    saver.close()
-    saver.close()
-    told = []
-    while (outcome := saver.poll()) is not None:
-        assert outcome.code == SAVED and outcome.path and str(outcome.path) in outcome.message and outcome.seconds > 0
-        told.append(outcome.path.name)
-    assert told == ["checkpoint-1", "checkpoint-2"][:2 if what == "start" else 1]
-    saved = ckpt.load_checkpoint(tmp_path / "checkpoints/checkpoint-1")
+    outcome = saver.take()
+    assert outcome is not None and outcome.path == tmp_path / "checkpoints/checkpoint-1" and saver.take() is None
+    assert str(outcome.path) in outcome.message and outcome.seconds > 0 and outcome.fatal is None
+    saved = ckpt.load_checkpoint(outcome.path)
     assert bits(saved.model_state()) == bits(dict(states(1)["model_state"]))
 
 
-def test_a_save_that_is_not_asynchronous_is_done_when_start_returns(tmp_path: Path) -> None:
-    saver = Saver(good=None, asynchronous=False)
-    for write, code in ((writer(tmp_path, 1), SAVED), (fail(), FAILED)):
-        saver.start(write)
-        outcome = saver.poll()
-        assert outcome is not None and outcome.code == code and saver.poll() is None
-    saver.close()
-
-
-def test_older_checkpoints_go_after_each_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saver = Saver(good=None, prune=lambda good: ckpt.prune(tmp_path, good=good, keep_last_k=2, keep_milestone_every=4))
-    for step in range(1, 8):
-        saver.start(writer(tmp_path, step))
-        saver.wait()
-        there = {int(path.name[11:]) for path in ckpt.list_checkpoints(tmp_path)}
-        assert there == {step - 1, step} - {0} | ({4} if step > 4 else set())
-    saver.close()
-    refusing = Saver(good=None, prune=lambda good: fail()())
-    refusing.start(writer(tmp_path, 9))
-    assert last(refusing).code == SAVED, "what cannot be deleted does not undo a save"
-    assert "were not deleted" in caplog.text
-    refusing.close()
-
-
 def test_a_full_disk_is_survived_until_the_third_time_in_a_row(tmp_path: Path) -> None:
-    saver, codes = Saver(good=None), []
-    for step in range(1, 9):
+    saver, ends = Saver(None), ""
+    for step in range(1, 8):
         if step in (1, 4):
-            saver.start(writer(tmp_path, step))
-            codes.append(last(saver).code)
+            assert outcome_of(saver, writer(tmp_path, step)).path is not None
             continue
         with faults.failing_at(12, errno.ENOSPC, below=tmp_path) as changes:
-            saver.start(writer(tmp_path, step))
-            saver.wait()
+            outcome = outcome_of(saver, writer(tmp_path, step))
         assert len(changes.made) > 12 and hidden(tmp_path) == [], "the failed folder is gone"
-        outcome = last(saver)
-        codes.append(outcome.code)
         assert f"checkpoint-{step} could not be written" in outcome.message and "No space left" in outcome.message
-        assert max(good_steps(tmp_path)) == (1 if step < 4 else 4)
-        if codes[-1] == FATAL:
-            break
-    assert codes == [SAVED, FAILED, FAILED, SAVED, FAILED, FAILED, FATAL]
+        assert max(good_steps(tmp_path)) == (1 if step < 4 else 4) and outcome.path is None
+        ends += "goes on " if outcome.fatal is None else "ends"
+    assert ends == "goes on " * 4 + "ends"
     saver.close()
 
 
@@ -602,27 +555,26 @@ def test_a_run_ends_where_going_on_is_of_no_use(tmp_path: Path) -> None:
     good = writer(tmp_path, 5)()
     gone = tmp_path / "checkpoints" / "checkpoint-4"
     bug = TypeError("a bug")
-    for known, error, options, code, said in (
-            (good, FULL, {}, FAILED, r"the run goes on, checkpoint-5 is kept \(error 1 of 3"),
-            (good, FULL, {"last": True}, FATAL, "checkpoint-5 is kept. Make room"),
-            (None, FULL, {}, FATAL, "no good checkpoint is left. Make room"),
-            (gone, FULL, {}, FATAL, "no good checkpoint is left. Make room"), (good, bug, {}, FATAL, "a bug")):
-        saver = Saver(good=known)
-        saver.start(fail(error), **options)
-        outcome = last(saver)
-        assert outcome.code == code and re.search(said, outcome.message) and outcome.path is None
-        assert outcome.error is bug if error is bug else isinstance(outcome.error, OSError)
+    for known, error, is_last, ends, said in (
+            (good, FULL, False, False, r"the run goes on, checkpoint-5 is kept \(error 1 of 3"),
+            (good, FULL, True, True, "checkpoint-5 is kept. Make room"),
+            (None, FULL, False, True, "no good checkpoint is left. Make room"),
+            (gone, FULL, False, True, "no good checkpoint is left. Make room"), (good, bug, False, True, "a bug")):
+        saver = Saver(known)
+        outcome = outcome_of(saver, fail(error), last=is_last)
+        assert (outcome.fatal is not None) == ends and re.search(said, outcome.message) and outcome.path is None
+        assert outcome.fatal is bug if error is bug else not ends or isinstance(outcome.fatal, OSError)
         saver.close()
-    assert [int(code) for code in Code] == [0, 1, 2, 3], "they travel in a sum of which only rank 0 has a part"
 
 
 # ---- retention --------------------------------------------------------------------------------------
 
 def small(run: Path, step: int, name: str | None = None, *, data: bytes = b"weights") -> Path:
     """A checkpoint as small as can be, written as a real one is."""
-    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-    head = {"format_version": ckpt.FORMAT_VERSION, "step": step}
-    return ckpt.put_checkpoint(run, name or f"checkpoint-{step}", head, {"a.bin": data})
+    path = run / "checkpoints" / (name or f"checkpoint-{step}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ckpt.write_sealed(path, {"format_version": ckpt.FORMAT_VERSION, "step": step}, {"a.bin": data})
+    return path
 
 
 def rot(path: Path) -> None:
@@ -660,41 +612,31 @@ def test_only_what_this_program_wrote_under_that_name_goes(tmp_path: Path, caplo
     (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by hand
     rot(small(tmp_path, 60))  # newer than the newest good one
     foreign = ["best", *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")), "final"]
-    good = folder / "checkpoint-50"
-    for k, m, flag in ((0, None, "--keep-last-k"), (-1, None, "--keep-last-k"), (1, 0, "--keep-milestone-every")):
-        with pytest.raises(ValueError, match=f"{flag}: got .*expected at least 1"):
-            ckpt.check_retention(k, m)
-    for missing in ("checkpoint-9", "checkpoint-4"):
-        with pytest.raises(FileNotFoundError, match=r"trainer_state\.json: missing"):
-            ckpt.prune(tmp_path, good=folder / missing, keep_last_k=1)
-    assert ckpt.prune(tmp_path, good=good) == [] and len(names(tmp_path)) == 13
-    assert ckpt.prune(tmp_path, good=good, keep_last_k=2, keep_milestone_every=15) == [
+    assert ckpt.prune(tmp_path, 50) == [] and len(names(tmp_path)) == 13
+    assert ckpt.prune(tmp_path, 50, keep_last_k=2, keep_milestone_every=15) == [
         "checkpoint-5-shutdown", "checkpoint-10"]
     assert names(tmp_path) == sorted([*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))])
-    assert ckpt.prune(tmp_path, good=folder / "final", keep_last_k=1) == [], "all are newer than the final one"
-    assert ckpt.prune(tmp_path, good=good, keep_last_k=1) == ["checkpoint-30", "checkpoint-40"]
+    assert ckpt.prune(tmp_path, 7, keep_last_k=1) == [], "all are newer than the final one"
+    assert ckpt.prune(tmp_path, 50, keep_last_k=1) == ["checkpoint-30", "checkpoint-40"]
     assert not caplog.records
 
 
 def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path: Path,
                                                                        caplog: pytest.LogCaptureFixture) -> None:
     def fill(run: Path) -> Path:
-        return [small(run, step) for step in (1, 2, 3, 4)][-1]
+        for step in (1, 2, 3, 4):
+            small(run, step)
+        return run
 
-    def prune(run: Path, good: Path) -> list[str]:
-        return ckpt.prune(run, good=good, keep_last_k=1)
-
-    good = fill(tmp_path / "count")
-    with faults.watching(tmp_path / "count") as changes:
-        prune(tmp_path / "count", good)
+    with faults.watching(fill(tmp_path / "count")) as changes:
+        ckpt.prune(tmp_path / "count", 4, keep_last_k=1)
     total = len(changes.made)
     assert total == 3 * 5  # rename, fsync, two files and the folder of each
     for k in range(total):
-        run = tmp_path / str(k)
-        good = fill(run)
+        run = fill(tmp_path / str(k))
         caplog.clear()
         with faults.failing_at(k, errno.EACCES, below=run):
-            assert len(prune(run, good)) == 2
+            assert len(ckpt.prune(run, 4, keep_last_k=1)) == 2
         assert [r.levelno for r in caplog.records if "could not be deleted" in r.getMessage()] == [logging.WARNING]
         rd.clean_stale(run)
         assert set(names(run)) - {"checkpoint-4"} == ({f"checkpoint-{k // 5 + 1}"} if k % 5 == 0 else set())
@@ -714,8 +656,9 @@ class History:
         self.step += steps
         name = "final" if suffix == "final" else f"checkpoint-{self.step}{suffix}"
         with faults.crashing_at(crash, below=self.run) as changes:
-            good = small(self.run, self.step, name, data=bytes(self.step % 7))
-            self.deletions += len(ckpt.prune(self.run, good=good, keep_last_k=self.k, keep_milestone_every=self.m))
+            small(self.run, self.step, name, data=bytes(self.step % 7))
+            gone = ckpt.prune(self.run, self.step, keep_last_k=self.k, keep_milestone_every=self.m)
+            self.deletions += len(gone)
         for _ in range(2):
             after = good_steps(self.run)
             lost = before - after

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat.checkpoint import load_checkpoint, save_checkpoint
+from nanochat.checkpoint import RNG_NAME, SCHEDULER_NAME, load_checkpoint, save_checkpoint
 from nanochat.run_dir import cursor_files
 from scripts import compare_runs
 from tests import training
@@ -62,8 +62,8 @@ def reseal(run_dir: Path, name: str, change: Callable[[dict[str, Any], Any], Non
     c = load_checkpoint(path)
     model, optimizer = c.model_state(), c.optimizer_state()
     change(model, optimizer)
-    kept = {k: v for k, v in c.trainer_state.items() if k not in ("step", "architecture_hash")}
-    scheduler, rng = c.scheduler_state(), {0: c.rng_state(0)}
+    kept = {k: v for k, v in c.trainer_state.items() if k != "architecture_hash"}
+    scheduler, rng = c.load(SCHEDULER_NAME), {0: c.load(RNG_NAME.format(0))}
     shutil.rmtree(path)
     save_checkpoint(run_dir, name, step=c.step, model_state=model, model_config=c.model_config,
                     optimizer_state=optimizer, scheduler_state=scheduler, rng_state=rng,
@@ -285,7 +285,8 @@ def test_tensors_are_compared_as_by_a_loop(values: list[tuple[float, float, bool
 
 def test_values_of_other_types_shapes_and_kinds() -> None:
     for a, b, relative, text in (
-            (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), math.inf, "float32 (2,) and bfloat16 (2,)"),
+            (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), math.inf,
+             "torch.float32 (2,) and torch.bfloat16 (2,)"),
             (torch.tensor([True, False]), torch.tensor([True, True]), math.inf, "1 of 2 elements, the first at [1]; "),
             (torch.tensor(1.0), torch.tensor(2.0), 0.5, "1 of 1 elements, "), (1, True, math.inf, "1 and True"),
             (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0, "1 of 1 elements, ")):

@@ -31,7 +31,7 @@ mixes = st.dictionaries(st.sampled_from(NAMES), weights, min_size=1).filter(lamb
 
 def curriculum(*phases, **kwargs):
     """phases: (rows of each lane, mix), for T = 1 and V = 1."""
-    return Curriculum(tuple(Phase(rows, tuple(mix.items())) for rows, mix in phases), **kwargs)
+    return Curriculum([Phase(rows, mix) for rows, mix in phases], **kwargs)
 
 
 def mixer(*phases, seed=0, V=1):
@@ -128,7 +128,6 @@ def test_rows_do_not_depend_on_what_was_asked_before():
     shuffled = mixer(*phases, V=3)
     assert {query: shuffled.bucket(*query) for query in queries} == expected
     assert all(mixer(*phases, V=3).bucket(*query) == expected[query] for query in queries[:100])
-    assert all(len(held[1]) == BLOCK for held in shuffled._kept.values()) and len(shuffled._kept) == 3
 
 
 def test_lanes_blocks_phases_and_seeds_have_orders_of_their_own():
@@ -153,7 +152,7 @@ def test_phases_change_at_the_exact_row_and_the_last_one_goes_on():
 
 def test_durations_are_rows_of_each_lane_rounded_down():
     phases = curriculum((1000, {"a": 1}), (129, {"b": 1}))
-    assert phases.phase_rows(16, 4) == [15, 2] and phases.total_rows(16, 4) == 17
+    assert phases.phase_rows(16, 4) == [15, 2]
     with pytest.raises(ValueError, match=r"phase 2 lasts 129 tokens, less than one row .*T \* V = 26 \* 5 = 130"):
         phases.phase_rows(26, 5)
     with pytest.raises(ValueError, match="phase 2 lasts"):
@@ -185,14 +184,7 @@ def test_the_order_of_names_and_the_way_a_weight_is_written_change_nothing():
     mixers = [mixer((1, mix)) for mix in same]
     assert len({tuple(m.bucket(0, k) for k in range(600)) for m in mixers}) == 1
     assert len({curriculum((5, mix)).identity() for mix in same}) == 1
-    assert Phase(5, (("web", 0.75), ("code", 0.25))).shares() == {"code": 1, "web": 3}
-
-
-def test_rows_and_lanes_that_are_not_there_are_refused():
-    m = mixer((10, {"a": 1}), V=2)
-    for lane, row in ((2, 0), (-1, 0), (0, -1)):
-        with pytest.raises(ValueError, match=r"lane: got|row: got"):
-            m.bucket(lane, row)
+    assert Phase(5, {"web": 0.75, "code": 0.25}).shares() == {"code": 1, "web": 3}
 
 
 def test_the_sequence_never_changes():
@@ -221,13 +213,13 @@ def write(tmp_path):
 
 
 def test_a_file_is_read_as_it_says(write):
-    c = load(write(TEXT), NAMES)
-    assert c.phases[0] == Phase(3 * 10**6, (("books", 2), ("code", 1), ("web", 7)))
-    assert c.phases[1] == Phase(10**6, (("code", 0.5), ("math", 0.25), ("web", 0.25)))
+    c = load(write(TEXT))
+    assert c.phases[0] == Phase(3 * 10**6, {"books": 2, "code": 1, "web": 7})
+    assert c.phases[1] == Phase(10**6, {"code": 0.5, "math": 0.25, "web": 0.25})
     assert (c.allow_bucket_exhaustion, c.allow_budget_mismatch) == (False, True)
     assert c.max_epochs == {"code": 2} and c.epochs("code") == 2 and c.epochs("web") == 1 and c.buckets == list(NAMES)
     short = load(write("curriculum: [{duration_tokens: 7, mix: {web: 1}}]"))
-    assert short == Curriculum((Phase(7, (("web", 1),)),)) and not short.allow_budget_mismatch
+    assert short == Curriculum([Phase(7, {"web": 1})]) and not short.allow_budget_mismatch
 
 
 @pytest.mark.parametrize("text, value", [
@@ -241,7 +233,8 @@ def test_durations_may_be_written_in_any_decimal_way(write, text, value):
 def test_weights_are_taken_as_they_stand(write):
     c = load(write("curriculum:\n- duration_tokens: 9\n  mix: {'no': 5, 'a b': .5, x: 1e-3, y: 2_0}\n"
                    "max_epochs: {'no': 0}"))
-    assert c.phases[0].mix == (("a b", 0.5), ("no", 5), ("x", 0.001), ("y", 20)) and c.max_epochs == {"no": 0}
+    assert list(c.phases[0].mix.items()) == [("a b", 0.5), ("no", 5), ("x", 0.001), ("y", 20)]
+    assert c.max_epochs == {"no": 0}
 
 
 ONE = "curriculum:\n- duration_tokens: 100\n  mix: {web: 1}\n"
@@ -255,27 +248,30 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     ("[" * 200_000, "not YAML"), (ONE + "---\n" + ONE, "not YAML"), ("curriculum: !!bool [1]", "not YAML"),
     ("curriculum: !!python/object:os.system {}", "not YAML"),
     ("just words", "the file: got 'just words', expected the keys"), ("- a\n", "the file: got"),
-    ("max_epochs: {}\n", "the file has no 'curriculum'; it has max_epochs"),
+    ("max_epochs: {}\n", "the file has no 'curriculum'; it has 'max_epochs'"),
     (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch' \(did you mean 'max_epochs'\?\); there is allow_"),
     (ONE + "curriculum:\n", "'curriculum' is there twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: got 1, expected true or false"),
     ("curriculum:\n", "curriculum: got None, expected a list of phases"), ("curriculum: []\n", "no phase in it"),
     ("curriculum: {web: 1}\n", "expected a list of phases"),
     ("curriculum:\n- web\n", "phase 1: got 'web', expected the keys duration_tokens, mix"),
-    (ONE + "- mix: {web: 1}\n", "phase 2 has no 'duration_tokens'; it has mix"),
+    (ONE + "- mix: {web: 1}\n", "phase 2 has no 'duration_tokens'; it has 'mix'"),
     (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token' \(did you mean 'duration_tokens'"),
     (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number of 1 or more"),
     (FOR + "-5e9\n", "duration_tokens: got '?-5"), (FOR + "0.5\n", "duration_tokens: got 0.5"),
     (FOR + "1e19\n", "duration_tokens: got"), (FOR + "1e999\n", "duration_tokens: got"), (FOR + ".inf\n", "got inf"),
     (FOR + "5 billion\n", "got '5 billion'"), (FOR + "true\n", "got True"), (FOR + "[1]\n", r"got \[1\]"),
     (FOR + "9" * 5000, r"not YAML|got .{57}\.\.\., expected"),
+    (FOR + "1" + ":59" * 9000, "got a whole number of more than 300 digits, expected"),
+    (MIX + "{web: 1" + ":59" * 9000 + "}", "weight of 'web': got a whole number of more than 300 digits"),
+    (MIX + "{" + "w" * 900 + ": -1}", "weight of 'w{56}[.]{3}: got -1"),
+    (ONE + "w" * 120 + ": 1", "unknown key 'w{56}[.]"),
     (FOR + "'" + "9" * 5000 + "'", r"got .{57}\.\.\., expected"),
     (MIX + "web\n", r"phase 2: mix: got 'web', expected \{bucket: weight\}"), (MIX + "{}\n", "at least one weight"),
     (MIX + "{web: 1, code: -0.1}\n", "weight of 'code': got -0.1, expected a number"),
     (MIX + "{web: .nan}\n", "weight of 'web': got nan"), (MIX + "{web: yes}\n", "weight of 'web': got True"),
     (MIX + "{no: 1}\n", "got False for a bucket, expected a name; put it in quotes"),
     (MIX + "{web: 1, code: 1, web: 2}\n", "'web' is there twice"), (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
-    (MIX + "{web: 1, coed: 1}\n", r"phase 2 mixes 'coed', but the data has no such bucket \(did you mean 'code'"),
     (ONE + "max_epochs: 3\n", r"max_epochs: got 3, expected \{bucket: passes\}"),
     (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase mixes 'code'; there is web; give it a weight"),
     (ONE + "max_epochs: {web: 1.5}\n", "max_epochs of 'web': got 1.5, expected a whole number"),
@@ -283,7 +279,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
 def test_every_error_names_the_file_and_what_is_there(write, text, message):
     path = write(text)
     with pytest.raises(ValueError, match=message) as e:
-        load(path, NAMES)
+        load(path)
     assert str(e.value).startswith(str(path)) and "\n" not in str(e.value) and len(str(e.value)) < 500
 
 
@@ -296,8 +292,8 @@ def test_a_phase_of_no_rows_and_an_unknown_bucket_are_told_later(write):
     c = load(write(ONE + "- duration_tokens: 90\n  mix: {code: 1}\n"))
     with pytest.raises(ValueError, match=r"phase 2 lasts 90 tokens, .*T . V = 10 . 10 = 100"):
         c.phase_rows(10, 10)
-    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*there is web$"):
-        c.check_buckets(["web"])
+    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .* \(did you mean 'coed'\?\); there is coed, web$"):
+        c.check_buckets(["web", "coed"])
     c.check_buckets({"web", "code", "more"})
 
 
@@ -342,7 +338,6 @@ def test_what_cannot_be_is_refused_without_a_file_too():
         (lambda: curriculum((5, {"a": math.nan})), "weight of 'a': got nan"),
         (lambda: curriculum((5, {"a": math.inf})), "weight of 'a': got inf"),
         (lambda: curriculum((5, {"a": "one"})), "weight of 'a': got 'one'"),
-        (lambda: Phase(5, (("a", 1), ("a", 2))), "twice"),
         (lambda: curriculum((5, {"a": 1}), max_epochs={"a": True}), "max_epochs of 'a': got True"),
         (lambda: curriculum((5, {"a": 1, "b": 0}), max_epochs={"b": 1}), "no phase mixes 'b'"),
         (lambda: Curriculum.from_json({"phases": []}), "no phase in it"),

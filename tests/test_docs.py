@@ -1,16 +1,17 @@
-"""The documents are true: the file map lists what there is, the table of settings is the code's, names exist."""
+"""The documents are true: files, links, settings and flags that they name are there, and they are short."""
 
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from nanochat.config import settings_table
-from scripts.base_train import parse_args
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_file_map_lists_every_module_and_no_other():
@@ -20,15 +21,50 @@ def test_the_file_map_lists_every_module_and_no_other():
     assert len(there) > 40 and listed == there
 
 
-def test_the_table_of_settings_in_the_readme_is_the_one_in_the_code():
-    assert settings_table() in README
+def test_the_table_of_settings_is_the_one_in_the_code():
+    assert settings_table() in (ROOT / "docs/resume.md").read_text()
 
 
-def test_flags_that_the_readme_names_exist():
-    flags = {f"--{name.replace('_', '-')}" for name in vars(parse_args([]))}
-    named = set(re.findall(r"`(--[a-z-]+)`", README.split("New flags of `base_train`:")[1]))
-    assert len(named) > 10
-    assert named - {"--help"} <= flags
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_short_and_its_links_lead_somewhere(page):
+    lines = page.read_text().splitlines()
+    assert len(lines) <= (160 if page == README else 150)
+    assert [line for line in lines if len(line) > 120 and not (line.startswith("|") and page != README)] == []
+    links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if not link.startswith("http")]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def flags_of(capsys, module, *words):
+    """The flags that `python -m MODULE WORDS --help` tells of."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(module).main([*words, "--help"])
+    return re.findall(r"(?<!\S)\[?(--?[a-z][a-z-]*)", capsys.readouterr().out)
+
+
+def commands(page):
+    """The words behind `-m` of each of our commands in a page."""
+    for block in re.findall(r"(?:^    .*\n)+", page.read_text(), re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            yield from (words[i + 1:] for i, word in enumerate(words[:-1])
+                        if word == "-m" and words[i + 1].startswith(("scripts.", "nanochat.", "dev.")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_exist_with_their_flags(page, capsys):
+    for module, *words in commands(page):
+        known = flags_of(capsys, module, *words[:module == "scripts.inspect_data"])
+        given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[a-z]", word)]
+        assert [flag for flag in given if flag not in known] == [], f"{module} in {page.name}"
+
+
+def test_flags_that_stand_for_those_of_other_projects_exist(capsys):
+    known = {flag for module in ("base_train", "tok_shards") for flag in flags_of(capsys, f"scripts.{module}")}
+    ours = [row.split("|")[-2] for row in (ROOT / "docs/others.md").read_text().splitlines() if row.startswith("|")]
+    named = re.findall(r"(?<!\S)`?(--[a-z][a-z_-]*)", " ".join(ours))
+    assert len(named) > 25 and [flag for flag in named if flag.replace("_", "-") not in known] == []
+    assert sum(1 for page in PAGES for _ in commands(page)) > 40, "the case: pages show commands"
 
 
 @pytest.mark.parametrize("module, names", [

@@ -227,5 +227,5 @@ def test_load_model_refuses_what_does_not_fit(trained: Path) -> None:
     with pytest.raises(FileNotFoundError, match="runs there: tiny"):
         load_model("huge", "cpu")
     rd.delete_checkpoint(final)
-    with pytest.raises(FileNotFoundError, match="no good checkpoint"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint; there are: none yet"):
         load_model("tiny", "cpu")

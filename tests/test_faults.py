@@ -3,6 +3,7 @@ with damaged checkpoints, full disks, launched twice. See also dev/torture.sh.""
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanochat import checkpoint as ckpt
 from nanochat import lifecycle, start_run
@@ -38,17 +40,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of all tests here on one process, with nothing in its way."""
     with training.workplace(tmp_path_factory.mktemp("reference")):
         succeed(**SMALL)
-        folders = {int(ckpt.read_state(path)["step"]): path for path in
-                   ckpt.list_checkpoints(training.run_dir())}
+        folders = {int(ckpt.read_seal(path)["step"]): path for path in ckpt.list_checkpoints(training.run_dir())}
         return {"final": state_of(folders[STEPS]), "digests": digests(), "losses": losses(), "path": training.run_dir(),
                 "sums": {step: sums(path) for step, path in folders.items()}}
 
 
 def sums(checkpoint: Path) -> dict[str, Any]:
     """Sizes and checksums of the states in a checkpoint, which is verified."""
-    ckpt.verify_checkpoint(checkpoint)
-    files = ckpt.read_state(checkpoint)["files"]
-    return {name: files[name] for name in ckpt.REQUIRED}
+    files = ckpt.verify_checkpoint(checkpoint)["files"]
+    return {name: record for name, record in files.items() if not name.startswith("rng/")}
 
 
 def log_file() -> Path:
@@ -86,6 +86,28 @@ def take_over(reference: dict[str, Any], last: int) -> Path:
     return training.run_dir() / "checkpoints" / f"checkpoint-{last}"
 
 
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+def test_a_save_beside_the_loop_and_one_that_it_waits_for_give_equal_files() -> None:
+    """Steps that are taken while a checkpoint is written change nothing in it."""
+    for tag, sync in (("beside", None), ("waited-for", True)):
+        random.seed(1)
+        torch.manual_seed(1)
+        succeed(model_tag=tag, sync_save=sync)
+    folders = [training.run_dir(tag) / "checkpoints" for tag in ("beside", "waited-for")]
+    files = sorted(path.relative_to(folders[0]) for path in folders[0].rglob("*") if path.is_file())
+    assert len(files) == 6 * 7 and sum(path.is_file() for path in folders[1].rglob("*")) == 6 * 7
+    for file in files:
+        one, other = ((folder / file).read_bytes() for folder in folders)
+        if file.name == ckpt.STATE_NAME:  # holds the time that steps took, and its own sum with it
+            seals = [json.loads(data) for data in (one, other)]
+            for seal in seals:
+                assert seal["progress"].pop("train_time_s") > 0 and seal.pop("checksum")
+            assert seals[0] == seals[1] and len(seals[0]["files"]) == 6
+        else:
+            assert one == other, file
+
+
 # ---- killed while saving --------------------------------------------------------------------------------------------
 
 def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[str, Any], tmp_path: Path) -> None:
@@ -98,13 +120,13 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
     newest = []
     for copy in sorted(copies.iterdir()):
         good = ckpt.newest_good(copy)
-        assert good is not None and sums(good) == reference["sums"][ckpt.read_state(good)["step"]]
+        assert good is not None and sums(good.path) == reference["sums"][good.step]
         kept = [read_cursors(path)[0] for path in cursor_files(copy).values()]
         logged = {r["step"]: r["digest"] for r in iter_log(copy / "logs" / "train.jsonl") if "event" not in r}
         assert list(logged.values()) == reference["digests"][:len(logged)] and len(logged) >= 4 and kept[0] == 2
-        newest.append(good.name)
+        newest.append(good.path.name)
         hidden = [p.name.split("-")[0] for p in (copy / "checkpoints").glob(".*")]
-        kinds.setdefault((good.name, len(ckpt.list_checkpoints(copy)), *hidden), copy)
+        kinds.setdefault((good.path.name, len(ckpt.list_checkpoints(copy)), *hidden), copy)
     assert newest == sorted(newest) and set(newest) == {"checkpoint-2", "checkpoint-4"}
     assert newest.count("checkpoint-2") > 30 and newest.count("checkpoint-4") > 10
     assert kinds.keys() >= {("checkpoint-2", 1), ("checkpoint-2", 1, ".tmp"), ("checkpoint-4", 2),

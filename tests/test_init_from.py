@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from nanochat import checkpoint as checkpoint_module
-from nanochat.checkpoint import load_checkpoint
+from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_dir import cursor_files, read_config, read_cursors
-from nanochat.start_run import load_run_weights
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data
 from tests import training
@@ -70,8 +69,9 @@ def test_weights_at_step_0_are_those_of_the_origin(spec: str, step: int) -> None
     assert taken["model"] == as_bytes(theirs.model_state())
     assert as_bytes(taken["optimizer"])["step"] == 0 and taken["optimizer"] != as_bytes(theirs.optimizer_state())
     told = read_config(training.run_dir())["origin"]
-    assert (told["run"], told["checkpoint"], told["step"], told["checksum"]) == ("origin", name, step, theirs.checksum)
-    assert told["config_hash"] and digests() == digests("origin")[:1], "fresh data begins at the beginning"
+    assert (told["run"], told["checkpoint"], told["step"], told["checksum"]) == ("origin", name, step,
+                                                                                theirs.trainer_state["checksum"])
+    assert digests() == digests("origin")[:1], "fresh data begins at the beginning"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
 
 
@@ -112,9 +112,9 @@ def only_rank_0_reads() -> None:
     """A hook: reading weights is fatal on other ranks."""
     load = checkpoint_module.load_plain
 
-    def watched(path: Path, **how: Any) -> Any:
+    def watched(path: Path) -> Any:
         assert os.environ["RANK"] == "0", "another rank reads weights"
-        return load(path, **how)
+        return load(path)
 
     checkpoint_module.load_plain = watched
 
@@ -152,7 +152,7 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again
     before = read_config(training.run_dir())["origin"]
     assert before["step"] == 8 and not training.checkpoints()
     succeed(model_tag="origin", num_iterations=ORIGIN_STEPS, embedding_lr=0.4)
-    assert load_run_weights("origin")[0].step == ORIGIN_STEPS, "the origin has gone on"
+    assert find_checkpoint("origin").step == ORIGIN_STEPS, "the origin has gone on"
     succeed(**more)
     succeed(model_tag="fresh", **{**more, "init_from": "origin@8"})
     assert load_checkpoint(checkpoint("checkpoint-4")).trainer_state["step"] == 4

@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.common import write_json
+from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.dataset import BUCKET, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.run_data import find_data, pin_data
+from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
 from nanochat.sources import ParquetSource, scan
 from nanochat.tokenizer import RustBPETokenizer
@@ -91,7 +93,7 @@ def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
                         "overlap": 64, "buffer_size": 8, "pack": True, "curriculum": None,
                         "total_batch_size": R * T})
-    pin_data(path, find_data({}, corpus[0]))
+    write_json(path / MANIFEST_NAME, find_manifests({}, Settings(data_path=str(corpus[0]))))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     rows, cursors = batches(corpus, "crop", 8)
     with closing(TrainLog(path / "logs" / "train.jsonl")) as log:

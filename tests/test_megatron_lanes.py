@@ -1,15 +1,17 @@
 """Megatron's documents in lanes: the same stream as the same documents in shards, through any reader, wherever in the
 file they lie; paths of pairs, and what is said of those that name no data."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nanochat.config import Settings
 from nanochat.dataset import find_files, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.run_data import find_data, open_data
+from nanochat.run_data import find_manifests, open_data
 from nanochat.sources import Source, check_format, open_source, scan
 from nanochat.tokens import READER, MappedReader, TokenFile
 from tests.token_files import Tokenizer, write_megatron, write_pair
@@ -120,16 +122,18 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
 
 def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     prefixes = ",".join(str(tiny(tmp_path / "old" / name)) for name in ("web/one", "code/two"))
-    pinned = find_data({}, prefixes, tiny(tmp_path / "old" / "val"), data_format="megatron")
+    settings = Settings(data_path=prefixes, val_path=str(tiny(tmp_path / "old" / "val")), data_format="megatron")
+    pinned = find_manifests({}, settings)
     assert [e["name"] for e in pinned["train"]["data"]["files"]] == ["web/one.bin", "code/two.bin"]
     assert pinned["train"]["data"]["root"] == str((tmp_path / "old").resolve())
     (tmp_path / "old").rename(tmp_path / "new")
-    moved = find_data(pinned, prefixes.replace("old", "new"), tmp_path / "new" / "val", data_format="megatron")
+    settings = replace(settings, data_path=prefixes.replace("old", "new"), val_path=str(tmp_path / "new" / "val"))
+    moved = find_manifests(pinned, settings)
     assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
     assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))[0]) == 3
     tiny(tmp_path / "new" / "web" / "one", n=4)
     with pytest.raises(ValueError, match=r"web/one\.bin: changed since this run began \(size"):
-        find_data(moved, prefixes.replace("old", "new"), tmp_path / "new" / "val", data_format="megatron")
+        find_manifests(moved, settings)
 
 
 @pytest.mark.parametrize("make, path, data_format, message", [

@@ -76,7 +76,7 @@ def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, d
 
 
 def curriculum(T: int, V: int, rows: list[int], mixes: list[dict[str, float]], **kwargs: Any) -> Curriculum:
-    return Curriculum(tuple(Phase(n * T * V, tuple(mix.items())) for n, mix in zip(rows, mixes)), **kwargs)
+    return Curriculum([Phase(n * T * V, mix) for n, mix in zip(rows, mixes)], **kwargs)
 
 
 documents = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_size=1, max_size=3)

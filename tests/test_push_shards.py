@@ -74,16 +74,12 @@ def puts(store):
 
 
 def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
-    assert main([str(folder), store.path("set/1/"), "--sequence-length", "256", "--seed", "7"]) == 0
-    assert {k: store.get(k) for k in store.names() if not k.endswith("settings.json")} == {
+    assert main([str(folder), store.path("set/1/")]) == 0
+    assert {k: store.get(k) for k in store.names()} == {
         f"set/1/{name}": data for name, data in files_of(folder).items()}
-    order = puts(store)
-    assert all(p.endswith("manifest.json") for p in order[-2:]) and order[-3] == "set/1/settings.json"
-    settings = json.loads(store.get("set/1/settings.json"))
-    assert settings["tokenizer"] == {"fingerprint": "f1", "eod": 0, "vocab_size": 1000}
-    assert [settings[k] for k in ("data_format", "sequence_length", "seed", "split")] == ["shards", 256, 7, None]
-    assert ("train from it: python -m scripts.base_train --data-path s3://bucket/set/1 --data-format shards "
-            "--tokenizer-dir s3://bucket/set/1/tokenizer --max-seq-len 256 --seed 7") in capsys.readouterr().out
+    assert all(p.endswith("manifest.json") for p in puts(store)[-2:])
+    assert ("train from it: python -m scripts.base_train --data-path=s3://bucket/set/1 --data-format=shards "
+            "--tokenizer-dir=s3://bucket/set/1/tokenizer\n") in capsys.readouterr().out
 
 
 def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, capsys, monkeypatch):
@@ -94,14 +90,14 @@ def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, ca
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
     store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0
-    assert sorted(puts(store)) == ["s/settings.json", "s/train/web/b.bin", "s/train/web/manifest.json",
+    assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json",
                                    "s/val/web/manifest.json"]
     sums = sum_file  # other ETags are settled by reading back
     for of in (sums, lambda file: push_shards.Sums(sums(file).size, "none", sums(file).hash)):
         monkeypatch.setattr(push_shards, "sum_file", of)
         store.proxy.seen.clear()
         assert main([str(folder), store.path("s")]) == 0
-        assert puts(store) == ["s/settings.json"] and bool(store.proxy.gets("c.bin")) == (of is not sums)
+        assert not puts(store) and bool(store.proxy.gets("c.bin")) == (of is not sums)
         assert "0 files sent and checked (0 bytes), 9 were there" in capsys.readouterr().out
 
 
@@ -163,12 +159,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
     idx.unlink()
     refused("c.bin: c.idx is missing beside it")
     idx.write_bytes(data)
-    manifest = folder / "val/web/manifest.json"
-    text = manifest.read_text()
-    manifest.unlink()
+    (folder / "val/web/manifest.json").unlink()
     refused("its shards are not finished")
-    manifest.write_text(text.replace("f1", "f2"))
-    refused(r"shards of 2 tokenizers \(f1, f2\)")
 
 
 def test_a_signal_ends_it_at_once_and_the_command_goes_on(store, folder):
@@ -180,7 +172,7 @@ def test_a_signal_ends_it_at_once_and_the_command_goes_on(store, folder):
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=10)
-    assert process.returncode == 143 and "the same command goes on" in err
+    assert process.returncode == 130 and err.endswith("interrupted\n")
     assert not any(k.endswith("manifest.json") for k in store.names())
     store.proxy.faults.clear()
     assert main([str(folder), store.path("s")]) == 0

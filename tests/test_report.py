@@ -27,9 +27,10 @@ def log_lines() -> list[dict[str, Any]]:
               "grad_norm": 0.5, "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i,
               "mfu": 0.0}
              for i in range(STEPS)]
-    started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0"}
+    started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0", "code": "abc+"}
     return [started, {"event": "val", "step": 0, "bpb": 4.25}, *steps[:25],
-            {**started, "step": 20, "world_size": 1}, *steps[20:], {"event": "val", "step": STEPS, "bpb": 2.125},
+            {**started, "step": 20, "world_size": 1, "code": ""}, *steps[20:],
+            {"event": "val", "step": STEPS, "bpb": 2.125},
             {"event": "saved", "step": STEPS, "checkpoint": "final", "seconds": 0.1},
             {"event": "completed", "step": STEPS, "reason": ""}]
 
@@ -76,10 +77,10 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["training bits per byte, `data`"] == ["1.938"]
     assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
     assert found["time in steps"] == ["20.0 s"] and found["tokens/s, median step"] == ["339.5"]
-    assert found["Python"][0].startswith("3.") and "cores" in found["processor"][0] and found["commit"]
+    assert found["Python"][0].startswith("3.") and "cores" in found["processor"][0]
     assert found["params"] == ["12,345"]
-    assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0"]
-    assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0"]
+    assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0, commit abc+"]
+    assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0, commit not known"]
     assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
     assert found["train, data"] == ["/data", "4", "4,000", "52"]
     assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.54 %"]

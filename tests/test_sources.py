@@ -3,7 +3,6 @@
 import gzip
 import logging
 import random
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -16,19 +15,14 @@ from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
 from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
 
 GROUP = 8
+
+
 @pytest.fixture(autouse=True)
 def base_dir(tmp_path, monkeypatch):
     """Converted files go to a folder of the test's own, in small row groups."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(text, "GROUP_DOCUMENTS", GROUP)
     return tmp_path / "base"
-
-
-@pytest.fixture(params=["small", "large"])
-def kind(request, monkeypatch):
-    """Both kinds of buckets: those that are kept in memory once read, and those of which only wanted units are."""
-    monkeypatch.setattr(sources, "SMALL_BYTES", 10**9 if request.param == "small" else 0)
-    return request.param
 
 
 @pytest.fixture
@@ -190,7 +184,7 @@ def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
 
 # ---- parquet --------------------------------------------------------------------------------------------------------
 
-def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(tmp_path, kind):
+def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(tmp_path):
     texts = some_texts(300)
     table = pa.table({"id": list(range(300)), "text": pa.array(texts, pa.large_string())})
     pq.write_table(table, tmp_path / "large.parquet", row_group_size=100)
@@ -209,17 +203,34 @@ def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(t
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_reads_gives_the_texts_that_were_written(folder, kind, seed, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 3)
+def test_any_order_of_reads_gives_the_texts_that_were_written(folder, seed):
     rng, source = random.Random(seed), open_source(folder)
     expected = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
     assert all_texts(open_source(folder), seed + 2) == expected
     assert sum(not t for group in expected for t in group) >= 3, "the case: empty documents"
     for _ in range(60):
-        group = rng.randrange(len(source.groups))
-        rows = rng.sample(range(len(expected[group])), rng.randint(1, len(expected[group])))
-        keep = rng.choice([0, len(expected[group])])
+        group, size = rng.randrange(len(source.groups)), rng.choice([1, 2, 4])
+        if rng.random() < 0.5:  # a unit of a lane's share, else what a cursor names
+            first = size * rng.randrange(-(-len(expected[group]) // size))
+            rows = list(range(first, min(first + size, len(expected[group]))))
+            keep = rng.randint(rows[-1] + 1, len(expected[group]))
+        else:
+            rows, keep = range(len(expected[group])), 0
+        rows = rng.sample(rows, rng.randint(1, len(rows)) if keep == 0 else len(rows))
         assert texts_of(source, group, rows, keep) == [expected[group][row] for row in rows]
+
+
+@pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
+def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, monkeypatch, unit_size):
+    decoded = []
+    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
+                        text.read_batches(*args, **kwargs))
+    source = open_source(folder)
+    all_texts(source, unit_size)
+    assert len(decoded) == len(set(decoded)) == len(source.groups)
+    assert not source._kept, "what was read is not kept"
+    texts_of(source, 0, [0])
+    assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor what nobody announced"
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------
@@ -282,39 +293,3 @@ def test_jsonl_that_cannot_be_used_is_named_itself_and_nothing_is_left(tmp_path,
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{said}"):
         scan(tmp_path / name)
     assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp"))
-@pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
-def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, kind, monkeypatch, unit_size):
-    monkeypatch.setattr(sources, "CHUNK", 3)
-    source = open_source(folder)
-    all_texts(source, unit_size)
-    assert source.decoded == len(source.groups)
-    assert len(source._chunks) == (3 + 3 + 2) * 3 * source.small, "a large bucket's chunks go when they are read"
-    texts_of(source, 0, [0])
-    assert source.decoded == len(source.groups) + (not source.small)
-
-
-def test_threads_that_read_one_group_at_once_decode_it_once(folder, kind, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 2)
-    source, decode = open_source(folder), ParquetSource._decode
-    inside, go, found = threading.Event(), threading.Event(), {}
-
-    def slow_decode(*args):
-        inside.set()
-        go.wait(10)
-        return decode(source, *args)
-
-    def read(unit):
-        found[unit] = texts_of(source, 0, [2 * unit, 2 * unit + 1], 8)
-
-    source._decode = slow_decode
-    threads = [threading.Thread(target=read, args=(unit,)) for unit in range(4)]
-    threads[0].start()
-    assert inside.wait(10)
-    for thread in threads[1:]:
-        thread.start()
-    go.set()
-    for thread in threads:
-        thread.join(10)
-    assert [text for unit in range(4) for text in found[unit]] == some_texts(20)[:8] and source.decoded == 1
-
-

@@ -639,7 +639,7 @@ def test_binned_refuses_an_entry_that_is_longer_than_a_row(windows):
 # ---- curricula ------------------------------------------------------------------------------------------------------
 
 def mixed(V, T, **kwargs):
-    phases = (Phase(40 * T * V, (("a", 3), ("b", 1))), Phase(40 * T * V, (("a", 1), ("b", 1))))
+    phases = [Phase(40 * T * V, {"a": 3, "b": 1}), Phase(40 * T * V, {"a": 1, "b": 1})]
     return StreamConfig(T=T, V=V, buffer_size=4, curriculum=Curriculum(phases, **kwargs))
 
 
@@ -670,7 +670,7 @@ def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_w
     sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other"), "c": fixed_source(6, 9, "new")}
     old = mixed(2, 16, max_epochs={"a": 0, "b": 0})
     new = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
-        (Phase(40 * 32, (("b", 1), ("c", 1))),), max_epochs={"b": 0, "c": 0}))
+        [Phase(40 * 32, {"b": 1, "c": 1})], max_epochs={"b": 0, "c": 0}))
     stream = Stream(old, {k: sources[k] for k in "ab"}, range(2), tokenizer="t")
     stream.next_rows(12)
     saved = json_copy(stream.cursors())

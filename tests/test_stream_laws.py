@@ -167,10 +167,10 @@ def worlds(draw: st.DrawFn, layout: str) -> World:
     names = ["a", "b", "c"][:draw(st.sampled_from([1, 2, 3, 3]))]
     found = {name: draw(corpora(T, layout, 1000 + 100_000 * i)) for i, name in enumerate(names)}
     weights = st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)).filter(any)
-    phases = [Phase(draw(st.integers(1, 40)) * T * V, tuple(zip(names, draw(weights))))
+    phases = [Phase(draw(st.integers(1, 40)) * T * V, dict(zip(names, draw(weights))))
               for _ in range(draw(st.integers(0, 2)))]
-    phases.append(Phase(T * V, tuple((name, draw(st.integers(1, 3))) for name in names)))  # which ends with all dry
-    curriculum = Curriculum(tuple(phases), max_epochs={name: draw(st.integers(1, 3)) for name in names})
+    phases.append(Phase(T * V, {name: draw(st.integers(1, 3)) for name in names}))  # which ends with all dry
+    curriculum = Curriculum(phases, max_epochs={name: draw(st.integers(1, 3)) for name in names})
     config = StreamConfig(
         T=T, V=V, seed=draw(st.integers(0, 3)), layout=layout if layout in ("concat", "binned") else "bestfit",
         long_docs=layout if layout == "split" else "crop", overlap=draw(st.integers(0, T - 2)),

@@ -269,10 +269,10 @@ def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, is_gpt
 @pytest.mark.parametrize("damage, message", [
     (lambda p: truncate(p / "a.bin", 7), r"a\.bin: 3\.5 tokens on disk, but the offsets in its \.idx go from 0 to 5; "
                                          r"fetch it again, or delete it and rerun scripts\.tok_shards"),
-    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes, expected 44 for 2 entries; it was cut short"),
-    (lambda p: truncate(p / "a.idx", 9), r"a\.idx: 9 bytes that begin with b'GPTS.*', expected the header of an index"),
+    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it was cut"),
+    (lambda p: truncate(p / "a.idx", 9), r"a\.idx: 9 bytes that begin with b'GPTS.*', expected the header of"),
     (lambda p: patch(p / "a.idx", 0, b"MMID"), r"a\.idx: 44 bytes that begin with b'MMID"),
-    (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: format version 2 and type code 2, expected version 1"),
+    (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: 44 bytes that begin with b'GPTS.x02"),
     (lambda p: patch(p / "a.idx", 16, b"\1"), r"a\.bin: 5 tokens on disk, but the offsets in its \.idx go from 1"),
     (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there, but a\.bin needs it"),
     (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there, but a\.idx needs it"),
@@ -353,7 +353,7 @@ def test_the_manifest_must_be_of_this_pair(tmp_path):
         open_tokens(tmp_path / "a.bin").pin("a")
     for groups in ([1, 3], [2, 0], [3, -1]):
         write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=groups)
-        with pytest.raises(ValueError, match=r"a\.bin: groups 2, manifest\.json says"):
+        with pytest.raises(ValueError, match=r"a\.bin: groups of \[.*, expected numbers that add up to 2"):
             open_tokens(tmp_path / "a.bin").pin("a")
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,23 +28,19 @@ def misbehave(how: str, dog: Watchdog) -> None:
     if how == "sleep":
         time.sleep(1000)
     elif how == "stop":
-        said = dog._published
-        while dog._published < said + 2:  # the others have heard of this step
-            time.sleep(0.01)
+        time.sleep(4 * dog.interval_s)  # the others have heard of this step
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "raise":
         raise ValueError("shard 7 is torn")
-    elif how == "leave":
-        raise SystemExit(0)
     elif how == "work":  # for longer than the others' patience
         for _ in range(30):
             time.sleep(0.1)
             dog.beat()
     elif how == "patience":
-        with dog.patience(100):
-            time.sleep(3)
+        dog.beat(BAD_STEP, "a save", patience_s=100)
+        time.sleep(3)
 
 
 def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder: str, timeout_s: float) -> None:
@@ -57,7 +52,7 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
     import torch
     import torch.distributed as dist
 
-    watchdog.ASK_S = 1.0
+    watchdog.ANSWER_S = 1.0
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     run_dir = Path(folder) / "run"
@@ -70,7 +65,7 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
         for step in range(10):
             dog.beat(step)
             time.sleep(0.05)
-            if rank == bad and step == BAD_STEP:
+            if step == BAD_STEP and (rank == bad or how == "patience"):
                 misbehave(how, dog)
             dog.beat(step, "reduction")
             dist.all_reduce(torch.ones(1))
@@ -133,14 +128,14 @@ def test_a_launch_that_works_ends_well_however_long_one_rank_takes(tmp_path, how
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
     launch = start(tmp_path, "sleep")
     assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    told = f"{launch.who(2)}: last seen at step {BAD_STEP}, "
-    assert launch.reason().startswith(told) and "s ago; the other 2 wait at step 5 (reduction)" in launch.reason()
+    told = f"{launch.who(2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
+    assert launch.reason().startswith(told)
     assert told in launch.output(0) and told in launch.output(2)
     assert "in misbehave" in launch.output(2) and "in rank_main" in launch.output(2)
 
 
 @pytest.mark.parametrize("how, told", [
-    ("stop", f": last seen at step {BAD_STEP}, .* its process does not answer; the other 2 wait at step 5 .reduction."),
+    ("stop", f" was last seen at step {BAD_STEP}, and its process does not answer; the other 2 wait at step 5 .reduct"),
     ("die", " has died")])
 def test_a_rank_that_is_stopped_or_killed_is_named_by_the_others(tmp_path, how, told):
     launch = start(tmp_path, how)
@@ -152,7 +147,7 @@ def test_a_rank_that_fails_alone_lends_the_others_its_words(tmp_path):
     launch = start(tmp_path, "raise")
     assert launch.wait([0, 1, 2]) == [1, 1, 1]
     assert launch.reason() == f"{launch.who(2)} failed at step {BAD_STEP}: shard 7 is torn"
-    assert launch.output(2).count(launch.reason()) == 1 and not launch.output(0) and not launch.output(1)
+    assert launch.output(0) == f"error: {launch.reason()}\n" and not launch.output(1) and not launch.output(2)
 
 
 def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
@@ -170,11 +165,8 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
-        self.broken = threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        if self.broken.is_set():
-            time.sleep(1000)
         self.data[key] = value.encode()
 
     def get(self, key: str) -> bytes:
@@ -188,31 +180,25 @@ class FakeStore:
         return self.data.setdefault(key, value.encode())
 
 
-def ranks(world_size: int) -> list[dict[str, Any]]:
-    return [{"host": f"node{r}", "place": "elsewhere", "pid": 100 + r, "start": "1"} for r in range(world_size)]
-
-
 def watcher(rank: int = 0, world_size: int = 3, store: Any = None, **options: Any) -> Watchdog:
-    return Watchdog(store or FakeStore(), ranks(world_size), rank=rank, **options)
+    ranks = [{"host": f"node{r}", "place": "elsewhere", "pid": 100 + r, "start": "1"} for r in range(world_size)]
+    return Watchdog(store or FakeStore(), ranks, rank=rank, **options)
 
 
-def record(*, count: int = 10, step: int = 9, idle: float = 0.0, limit: float = 600.0, seq: int = 1,
-           left: bool = False) -> dict[str, Any]:
-    return {"seq": seq, "count": count, "step": step, "where": "", "left": left, "idle": idle, "limit": limit}
+def record(count: int = 10, *, late: bool = True, left: bool = False) -> dict[str, Any]:
+    return {"count": count, "at": f"step {count - 1}", "late": late, "left": left}
 
 
-WAITING = record(idle=650)
 JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1 and 2, and what it says
-    "fewest beats": (WAITING, record(count=9, step=8, idle=720),
-                     "rank 2 on host node2 (pid 102): last seen at step 8, 720 s ago; the other 2 wait at step 9"),
-    "behind, and works": (WAITING, record(count=9, step=8, idle=3), ""),
-    "behind, and has patience": (record(), record(count=9, step=8, idle=5000, limit=7200), ""),
-    "silent": (record(seq=0), record(idle=650),
-               "rank 1 on host node1 (pid 101): last seen at step 9, 700 s ago, and its process does not answer; the"),
-    "has left": (WAITING, record(count=4, step=3, left=True),
-                 "rank 2 on host node2 (pid 102): last seen at step 3, 0 s ago, and has left; the other 2 wait"),
-    "all at one point": (WAITING, WAITING, "all 3 ranks have been at step 9 for 700 s: the network between them"),
-    "never heard of": (WAITING, None, "rank 2 on host node2 (pid 102): last seen at set-up, 700 s ago; the other 2"),
+    "fewest beats": (record(), record(9), "rank 2 on host node2 (pid 102) was last seen at step 8; the other 2 wait at "
+                                          "step 9, for 700 s now"),
+    "behind, and works": (record(), record(9, late=False), ""),
+    "silent": ("silent", record(), "rank 1 on host node1 (pid 101) was last seen at step 9, and its process does not "
+                                   "answer; the other 2 wait at step 9"),
+    "has left": (record(), record(4, left=True),
+                 "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; the other 2 wait"),
+    "all at one point": (record(), record(), "all 3 ranks have been at step 9 for 700 s: the network between them"),
+    "never heard of": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
     "no answer": (None, None, "rank 0 on host node0 (pid 100) has waited at step 9 for 700 s, and the store of the "
                               "launch does not answer: its host, that of rank 0 on host node0 (pid 100), is stopped"),
 }
@@ -221,77 +207,95 @@ JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1
 @pytest.mark.parametrize("case", JUDGED)
 def test_who_is_to_blame(case, monkeypatch):
     *others, told = JUDGED[case]
-    after = {rank: seen for rank, seen in enumerate(others, 1) if seen is not None}
-    dog = watcher(timeout_s=600, first_timeout_s=0)
+    dog, now = watcher(timeout_s=600, first_timeout_s=0), time.monotonic()
     for step in range(10):
         dog.beat(step)
+    for rank, seen in enumerate(others, 1):
+        if seen is not None:
+            dog._heard[rank] = (record(), now - dog.silence_s - 1) if seen == "silent" else (seen, now - 5)
+    dog._answered = now - (700 if others == [None, None] else 5)
     monkeypatch.setattr(dog, "_idle", lambda: 700.0)
-    verdict = dog._judge({rank: {**seen, "seq": 0} for rank, seen in after.items()}, after)
+    verdict = dog._judge()
     assert verdict.startswith(told) and bool(verdict) == bool(told)
 
 
-def test_a_verdict_needs_two_looks_and_the_first_one_counts(monkeypatch):
+def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypatch):
     """Nobody is blamed by what was published before the limit, and all ranks leave with the same words."""
-    store, ended = FakeStore(), []
-    store.data["rank/1"] = json.dumps(record(count=1, step=0, idle=720)).encode()
-    dogs = [watcher(rank, 2, store, timeout_s=0.1, first_timeout_s=0) for rank in range(2)]
-    assert [dog._settle(f"from {dog.rank}") for dog in dogs] == ["from 0", "from 0"]
-    assert dogs[1]._ask(dogs[1]._verdict) == "from 0"
-    del store.data[watchdog.VERDICT]
-    dog, looks = dogs[0], []
-    dog.silence_s = 0.2
-    read_all = dog._read_all
-    monkeypatch.setattr(dog, "_read_all", lambda s: (looks.append(time.monotonic()), read_all(s))[1])
-    monkeypatch.setattr(dog, "_end", lambda verdict: (ended.append(verdict), dog._over.set()))
+    store, ended, began = FakeStore(), [], time.monotonic()
+    store.set("rank/1", json.dumps(record(1)))
+    dog = watcher(0, 2, store, timeout_s=0.1, first_timeout_s=0, on_failure=lambda verdict: (
+        ended.append((verdict, time.monotonic() - began))))
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: dog._over.set())
     with dog:
+        dog.beat(0)
+        dog.beat(1)
         dog._over.wait(PATIENCE_S)
-    assert ended and ended[0].startswith("rank 1 on host node1") and looks[1] - looks[0] >= 0.2
-    assert store.data[watchdog.VERDICT].decode() == ended[0]
+    [(verdict, after_s)] = ended
+    assert verdict.startswith("rank 1 on host node1") and after_s >= dog.silence_s == 1.0
+    assert store.get(watchdog.VERDICT).decode() == verdict
+    late = watcher(1, 2, store, timeout_s=0.1)
+    late._ours = "another"
+    assert not late._round() and late._verdict == verdict
 
 
 @pytest.mark.parametrize(("verdict", "speakers"), [
-    ("rank 2 on host node0 (pid 7) has died; it was last seen at step 3", [0]),
-    ("rank 0 on host node0 (pid 7) has died; it was last seen at step 3", [1]),
-    ("rank 2 on host node0 (pid 7) failed at step 3: x.bin: torn on host b (pid 1)", []),  # it says so itself
-    ("rank 2 on host b (pid 7) failed at step 3: x.bin: torn on host node0 (pid 1)", [0]),
-    ("rank 0 on host b (pid 7) failed at step 3: KeyError: 'x'", []),
-])
-def test_one_rank_tells_of_another(verdict, speakers):
-    assert [dog.rank for dog in map(watcher, range(3)) if dog._speaks(verdict)] == speakers
+    ("rank 2 on host node2 (pid 102) has died; it was last seen at step 3", [0]),
+    ("rank 2 on host node2 (pid 102) failed at step 3: x.bin: torn on host b (pid 1)", [0]),
+    ("rank 0 on host node0 (pid 100) has died; it was last seen at step 3", [1]),
+    ("x.bin: torn", [0])])  # rank 0 failed
+def test_one_rank_tells_of_another(verdict, speakers, capfd):
+    store, told = FakeStore(), []
+    store.set(watchdog.VERDICT, verdict)
+    for rank in range(3):
+        dog = watcher(rank, store=store, timeout_s=0.1)
+        dog._round()
+        assert dog._end("what it would say") == verdict
+        told.append(capfd.readouterr().err)
+    assert [rank for rank, text in enumerate(told) if text == f"error: {verdict}\n"] == speakers
+    assert sum(map(bool, told)) == 1
 
 
-def leave_with(error: Exception, rank: int, verdict: str = "") -> BaseException:
-    """What comes out of a rank's watchdog when its main thread fails, after a verdict."""
+def leave_with(error: Exception, rank: int, verdict: str = "") -> tuple[BaseException, str]:
+    """What comes out of a rank's watchdog when its main thread fails, perhaps after a verdict; and the verdict."""
     store, told = FakeStore(), []
     with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=told.append):
         if verdict:
-            store.data[watchdog.VERDICT] = verdict.encode()
+            store.set(watchdog.VERDICT, verdict)
         raise error
-    assert told == [verdict or store.data[watchdog.VERDICT].decode()]
-    return caught.value
+    [heard] = told
+    assert heard == store.get(watchdog.VERDICT).decode()
+    return caught.value, heard
 
 
-def test_what_a_failure_becomes():
-    bad = FileNotFoundError("x.bin: gone")
-    assert leave_with(bad, 0) is bad, "rank 0 speaks for all"
-    named = leave_with(bad, 1)
-    assert isinstance(named, ValueError) and str(named).startswith("rank 1 on host") and "set-up: x.bin" in str(named)
-    bug = KeyError("bug")
-    assert leave_with(bug, 1) is bug
-    for error in (bad, bug, RuntimeError("connection closed")):
-        silent = leave_with(error, 1, "rank 0 on host b (pid 1) failed at step 2: x.bin: gone")
+def test_what_a_failure_becomes(capfd):
+    bad, bug, broken = FileNotFoundError("x.bin: gone"), KeyError("bug"), RuntimeError("connection closed")
+    for error, rank, told in ((bad, 0, "x.bin: gone"), (bug, 0, "KeyError: 'bug'"), (bad, 1, "x.bin: gone"),
+                              (bug, 1, "KeyError: 'bug'"), (broken, 1, "RuntimeError: connection closed")):
+        raised, heard = leave_with(error, rank)
+        assert heard == ("rank 1 on host node1 (pid 101) failed at set-up: " if rank else "") + told
+        assert raised is error if error is not bad else isinstance(raised, SystemExit) and raised.code == 1
+        assert capfd.readouterr().err == ("" if rank else f"error: {told}\n"), "rank 0 tells"
+        silent, _ = leave_with(error, rank, "rank 7 on host b (pid 1) failed at step 2: x.bin: gone")
         assert isinstance(silent, SystemExit) and silent.code == 1
+        capfd.readouterr()
 
 
-def test_a_store_that_hangs_is_asked_once(monkeypatch):
-    monkeypatch.setattr(watchdog, "ASK_S", 0.1)
+def test_a_rank_whose_store_is_gone_says_itself_why_it_failed(capfd, monkeypatch):
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
     store = FakeStore()
-    dog = watcher(store=store)
-    store.broken.set()
-    began = time.monotonic()
-    for _ in range(5):
-        assert dog._ask(dog._publish) is None
-    assert time.monotonic() - began < 0.4
+    with pytest.raises(SystemExit), watcher(1, 2, store, timeout_s=1):
+        monkeypatch.setattr(store, "set", lambda *args: time.sleep(1000))
+        raise ValueError("x.bin: gone")
+    assert capfd.readouterr().err == "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n"
+
+
+def test_a_run_that_ends_well_does_not_wait_for_a_store_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
+    store, began = FakeStore(), time.monotonic()
+    monkeypatch.setattr(store, "set", lambda *args: time.sleep(1000))
+    with watcher(0, 2, store):
+        pass
+    assert time.monotonic() - began < 2
 
 
 def test_limits_follow_the_phase_and_beats_without_a_step_move_no_count():
@@ -301,20 +305,22 @@ def test_limits_follow_the_phase_and_beats_without_a_step_move_no_count():
         dog.beat(step, "forward")
         dog.beat()
         limits.append(dog._limit())
-    with dog.patience(50):
-        with dog.patience(20):
-            limits.append(dog._limit())
-    assert limits + [dog._limit()] == [100, 100, 100, 10, 50, 10]
+    assert (dog._record()["count"], dog._record()["at"]) == (3, "step 1 (forward)")
+    for patience_s in (50, 5):
+        dog.beat(1, "a save", patience_s)
+        dog.beat()
+        limits.append(dog._limit())
+    assert limits == [100, 100, 100, 10, 50, 10]
     assert watcher(timeout_s=10, first_timeout_s=1)._limit() == 10
-    assert (dog._record()["count"], dog._record()["step"], dog._record()["where"]) == (3, 1, "forward")
     with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
         watcher(timeout_s=0)
 
 
 def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
     monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
-    dog, ended, waits = watcher(world_size=1, timeout_s=0.5, first_timeout_s=0.5), [], []
+    dog, ended, waits = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5), [], []
     monkeypatch.setattr(dog, "_end", ended.append)
+    dog.silence_s = 0.0
     wait = dog._over.wait
 
     def paused(seconds: float) -> bool:
@@ -337,7 +343,7 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs(tmp_path):
     process.join(PATIENCE_S)
     assert process.exitcode == 1
     told = (tmp_path / "out").read_text()
-    assert "error: the main thread has made no progress for" in told and "at step 4 (forward)" in told
+    assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", told)
     assert "in hang_alone" in told
 
 

@@ -352,10 +352,11 @@ def checkpoints(tag: str = "run") -> list[str]:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Everything of a checkpoint that must not depend on crashes, tensors as bytes."""
     loaded = checkpoint_module.load_checkpoint(checkpoint)
-    kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress")}
+    kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress", "files", "checksum")}
     progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
     return {"model": as_bytes(loaded.model_state()), "optimizer": as_bytes(loaded.optimizer_state()),
-            "scheduler": loaded.scheduler_state(), "cursors": loaded.cursors, "trainer": kept, "progress": progress}
+            "scheduler": loaded.load(checkpoint_module.SCHEDULER_NAME), "cursors": loaded.cursors, "trainer": kept,
+            "progress": progress}
 
 
 def as_bytes(value: Any) -> Any:

@@ -13,9 +13,9 @@ from nanochat.config import FIELDS, KINDS, Settings, add_flags, flag, from_flags
 
 RUN_DIR = Path("/runs/d4")
 FIXED = {
-    "dtype", "deterministic", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode", "window_pattern",
-    "vocab_size", "data_format", "tokenizer_fingerprint", "packing", "pack", "long_docs", "overlap", "buffer_size",
-    "packer_version", "lanes", "leaves", "curriculum", "order", "split", "blend_weights", "eod_mask_loss",
+    "dtype", "deterministic", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode",
+    "window_pattern", "vocab_size", "data_format", "tokenizer_fingerprint", "packing", "pack", "long_docs", "overlap",
+    "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split", "blend_weights", "eod_mask_loss",
     "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay",
     "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from", "init_optimizer", "init_data", "skip_steps"}
 RUN = replace(Settings(), lanes=64, leaves=1, num_samples=5, total_batch_size=32_768, dtype="float32",

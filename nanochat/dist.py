@@ -6,7 +6,7 @@ gradients.
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
     same(d)         all: d == rank 0's d?                      what all must have been started with
     gather(x)       all: x --list--> rank 0;  gather_all: to all
-    broadcast(s)    rank 0: a state of tensors --> all         what only rank 0's machine can read
+    share(t)        rank 0: a tensor --> all                   what only rank 0's machine can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
 what it was: rank 0, where people look, and it names rank and host where the trouble is not
@@ -245,43 +245,9 @@ def gather_all(value: T) -> list[T]:
     return everyone
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor], where: str) -> Any:
-    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for
-    anything not plain. `where` names the state in places such as "state['w'][0]"."""
-    if isinstance(value, torch.Tensor):
-        return function(value, where)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got "
-                    f"{type(value).__name__}")
-
-
-def broadcast(state: Any) -> Any:
-    """Collective. Rank 0's plain state (see nanochat/checkpoint.py) on every rank, its tensors on
-    the CPU, one after another. What the other ranks pass does not matter. Rank 0 gets its own
-    tensors back and copies none of them, but those that are not contiguous, one at a time."""
-    _, rank, _, world_size = get_dist_info()
-    if world_size == 1:
-        return state
-    frame = map_tensors(state, lambda t, _: _like(t, "meta"), "state") if rank == 0 else None
-    box = [frame]
-    dist.broadcast_object_list(box, src=0)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-    def move(tensor: torch.Tensor, _: str) -> torch.Tensor:
-        sent = tensor.detach().to(device).contiguous() if rank == 0 else _like(tensor, device)
-        if sent.numel():
-            # bytes: backends do not know every dtype
-            dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
-        return tensor if rank == 0 else sent.cpu()
-
-    return map_tensors(state if rank == 0 else box[0], move, "state")
-
-
-def _like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """An empty tensor of that shape and dtype, contiguous whatever the other's strides."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+def share(tensor: torch.Tensor) -> None:
+    """Collective. Put rank 0's values into a contiguous tensor that all ranks have, alike but for
+    its values, on the device of the process group."""
+    if dist.is_initialized() and tensor.numel():
+        # bytes: backends do not know every dtype
+        dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

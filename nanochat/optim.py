@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.dist import get_compute_dtype, wide_dtype
+from nanochat.dist import get_compute_dtype, on_rank0, share, wide_dtype
 from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
@@ -381,18 +381,17 @@ class MuonAdamW(torch.optim.Optimizer):
     # -- its state --
 
     @torch.no_grad()
-    def gather_state(self, *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+    def gather_state(self) -> dict[str, Any]:
         """Collective. On rank 0 the whole state, on the CPU, with no trace of W; on others {}.
 
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}},
         "groups": [hyper-parameters and names]}. Tensors and plain values only; AdamW's tensors have
-        their parameter's shape. `into`: an earlier result that nobody reads any more: its tensors
-        are filled and are part of this one.
+        their parameter's shape.
         """
-        found = {} if into is None else into["state"]
-        for whole in self._params if self._rank == 0 and not found else ():
-            found[whole.name] = {key: torch.empty(shape)
-                                 for key, shape in state_shapes(whole).items()}
+        # a GPU fills pinned memory at the full speed of the bus
+        found = {whole.name: {key: torch.empty(shape, pin_memory=self._device.type == "cuda")
+                              for key, shape in state_shapes(whole).items()}
+                 for whole in self._params if self._rank == 0}
         for message, mine in zip(self._messages, self._mine):
             shapes = [state_shapes(part) if part else {} for part in message.parts]
             for key in max(shapes, key=len):
@@ -405,22 +404,41 @@ class MuonAdamW(torch.optim.Optimizer):
                     received = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
                     dist.gather(sent, received or None)
                 for part, size, values in zip(message.parts, sizes, received):
-                    if part is not None:
+                    if part is not None and found:
                         flat = found[part.name][key].view(-1)
-                        flat[part.start:part.start + size] = values[:size].cpu()
+                        flat[part.start:part.start + size].copy_(values[:size], non_blocking=True)
+        step = int(self._steps)  # waits for the copies
         if self._rank != 0:
             return {}
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in self.param_groups]
-        return {"format": 1, "step": int(self._steps), "groups": groups, "state": found}
+        return {"format": 1, "step": step, "groups": groups, "state": found}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take what `gather_state` gave, on any W; every rank passes the whole of it.
+        """Collective. Take what `gather_state` gave, on any W: rank 0's, whose tensors travel one
+        by one, so that no other rank ever holds more than its own parts and one tensor.
 
         Sets tensors and the step count; hyper-parameters stay this run's own. Raises ValueError,
         before any change, with a list of names and shapes that differ.
         """
+        on_rank0(lambda: self._check(state))
+        mine = {part.name: part for part in self._mine if part}
+        for whole in self._params:
+            for key, shape in state_shapes(whole).items():
+                flat = torch.empty(math.prod(shape), device=self._device)
+                if self._rank == 0:
+                    flat.copy_(state["state"][whole.name][key].reshape(-1))
+                share(flat)
+                if (part := mine.get(whole.name)) is not None:
+                    own = self.state[part.param][key].view(-1)
+                    own.copy_(flat[part.start:part.start + len(own)])
+        if self._rank == 0:
+            self._steps.fill_(state["step"])
+        share(self._steps)
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """ValueError for a state that is not of these parameters."""
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
         want = {f"{whole.name}.{key}": shape for whole in self._params
@@ -433,11 +451,6 @@ class MuonAdamW(torch.optim.Optimizer):
             more = f"; and {len(different) - 20} more" if len(different) > 20 else ""
             listed = "; ".join(different[:20])
             raise ValueError(f"optimizer state is not this model's: {listed}{more}")
-        for part in filter(None, self._mine):
-            for key, mine in self.state[part.param].items():
-                whole = state["state"][part.name][key].reshape(-1)
-                mine.view(-1).copy_(whole[part.start:part.start + mine.numel()])
-        self._steps.fill_(state["step"])
 
     def state_dict(self, *_: Any) -> NoReturn:
         """Refused: it would hold this rank's shard only."""

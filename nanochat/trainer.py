@@ -38,7 +38,7 @@ from nanochat.checkpoint import Saver, prune, save_checkpoint, to_host
 from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import broadcast, gather_all, get_peak_flops, on_rank0, versions, wide_dtype
+from nanochat.dist import gather_all, get_peak_flops, on_rank0, share, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -186,19 +186,17 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
         scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
         weight_decay=start.horizon.weight_decay_scaled)
     source, states = start.checkpoint or start.origin, dict[str, Any]()
+    if source is not None:
+        def read() -> None:
+            model.load_state_dict(source.model_state())
+            if start.checkpoint is not None or settings.init_optimizer:
+                states["optimizer"] = source.optimizer_state()
 
-    def read() -> None:
-        if source is not None:
-            states["model"] = source.model_state()
-        if source is not None and (start.checkpoint is not None or settings.init_optimizer):
-            states["optimizer"] = source.optimizer_state()
-
-    on_rank0(read)  # so that no other machine need see the files
-    states = broadcast(states)
-    if "model" in states:
-        model.load_state_dict(states["model"])
-    if "optimizer" in states:
-        optimizer.load_state(states["optimizer"])
+        on_rank0(read)  # so that no other machine need see the files
+        for tensor in model.state_dict().values():
+            share(tensor)
+        if start.checkpoint is not None or settings.init_optimizer:
+            optimizer.load_state(states.get("optimizer", {}))
     progress = Progress(**start.state.get("progress", {}))
     if progress.step > 0:
         # rates are saved with the state: those of the step before

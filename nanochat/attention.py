@@ -186,17 +186,16 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    run = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    # uncompiled it holds the whole (T, T) of scores
+    run = _compiled(flex_attention) if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     y = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask,
             enable_gqa=q.size(2) != k.size(2))
     return y.transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled_flex() -> Any:
-    """FlexAttention outside a compiled model: uncompiled it holds the whole (T, T) of scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention)
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function)
 
 
 def _block_mask(doc_ids: Tensor, window: int) -> Any:
@@ -208,7 +207,8 @@ def _block_mask(doc_ids: Tensor, window: int) -> Any:
         return seen & (query - key <= window) if window >= 0 else seen
 
     B, T = doc_ids.shape
-    return create_block_mask(visible, B=B, H=None, Q_LEN=T, KV_LEN=T, device=doc_ids.device)
+    make = _compiled(create_block_mask) if doc_ids.is_cuda else create_block_mask
+    return make(visible, B=B, H=None, Q_LEN=T, KV_LEN=T, device=doc_ids.device)
 
 
 # ---- the cache -----------------------------------------------------------------------------------

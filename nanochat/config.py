@@ -205,8 +205,11 @@ class HorizonSettings:
 class OptimizerSettings:
     """optimization (rates are for the reference depth and batch; they are scaled from there)"""
 
+    activation_checkpointing: bool = setting(
+        False, "compute each layer again in the backward pass: slower, in far less memory",
+        note=ROUNDING + "compiled, they are other kernels")
     device_batch_size: int = setting(
-        32, "B: rows in one forward pass; fewer if memory ends",
+        -1, "B: rows in one forward pass; -1: the largest power of two that fits", auto=True,
         note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
         -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)

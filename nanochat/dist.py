@@ -99,6 +99,11 @@ def versions(device: torch.device) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version() if cuda else None}
 
 
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes that tensors took at most so far, on a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
 def compute_cleanup() -> None:
     """Leave the process group, if any."""
     if dist.is_initialized():

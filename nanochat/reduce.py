@@ -95,14 +95,15 @@ class LeafAccumulator:
 
     num_leaves: m, the rank's leaves a step, a power of two; anything else is a ValueError. Every
     `.grad` has to be None when a step begins. After the m-th leaf `.grad` is float32 where m > 1,
-    also of a bfloat16 parameter.
+    also of a bfloat16 parameter. on_host: sums wait in the host's memory, pinned beside a GPU, which
+    costs the way there and back and no bit.
     """
 
-    def __init__(self, params: Iterable[Tensor], num_leaves: int) -> None:
+    def __init__(self, params: Iterable[Tensor], num_leaves: int, *, on_host: bool = False) -> None:
         if num_leaves < 1 or num_leaves & (num_leaves - 1):
             raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose "
                              "--leaves and the number of processes so that one divides the other")
-        self.num_leaves = num_leaves
+        self.num_leaves, self._on_host = num_leaves, on_host
         self._params = list(params)
         self._done = 0
         # sums of ever fewer leaves; each has a gradient (or None) for every parameter
@@ -125,9 +126,12 @@ class LeafAccumulator:
         for i, param in enumerate(self._params):
             total, param.grad = param.grad, None
             for older in equals:
-                total, older[i] = merge(older[i], total), None
+                mine, older[i] = older[i], None
+                total = merge(mine if mine is None else mine.to(param.device, non_blocking=True), total)
             if last:
                 param.grad = total
+            elif self._on_host and total is not None:
+                total = total.to("cpu", non_blocking=total.is_cuda)  # of a GPU into pinned memory
             sums.append(total)
         if last:
             self._done = 0

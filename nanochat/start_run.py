@@ -65,6 +65,8 @@ from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
 
 log = logging.getLogger(__name__)
 
+FIT = 0.92  # of a GPU's memory
+MOST_ROWS = 32  # in a forward pass, where nothing is known of memory
 WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
           "--init-data=continue) goes on with another curriculum")
 
@@ -190,7 +192,8 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         checkpoint = _own_checkpoint(run_dir, settings.resume)
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
-    settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype))
+    settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
+                                              device_memory(device))
     if (begun_with := checkpoint or origin) is not None:
         begun_with.check_tokenizer(settings.tokenizer_fingerprint)
         begun_with.check_architecture(vars(model_config))
@@ -251,13 +254,46 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
                                   sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
     with torch.device("meta"):
-        return GPT(config, attention_mode=settings.attention_mode)
+        return GPT(config, attention_mode=settings.attention_mode,
+                   activation_checkpointing=settings.activation_checkpointing)
 
 
-def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, GPTConfig]:
+def estimate_memory(settings: Settings) -> dict[str, int]:
+    """Bytes on a GPU, by part, see `GPT.estimate_memory`; of settings whose type is known."""
+    of_rank, rest = divmod(settings.leaves, settings.world_size)
+    compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
+    return build_model(settings).estimate_memory(
+        settings.device_batch_size, dtype=getattr(torch, settings.dtype), compiled=compiled,
+        world_size=settings.world_size, num_leaves=1 if rest else of_rank)
+
+
+def device_memory(device: torch.device) -> int | None:
+    """What of a GPU's memory a step may take, bytes: all but what CUDA and NCCL need and the
+    allocator loses. None where nobody knows."""
+    return int(FIT * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def largest_batch(settings: Settings, layout: Layout, room: int | None) -> int:
+    """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
+    which a leaf has as many. Sums of leaves may wait elsewhere."""
+    of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
+
+    def fits(B: int) -> bool:
+        if room is None:
+            return B <= MOST_ROWS
+        parts = estimate_memory(replace(settings, device_batch_size=B))
+        return sum(parts.values()) - parts["leaves that wait"] <= room
+
+    B = 1
+    while of_leaf >= 2 * B and fits(2 * B):
+        B *= 2
+    return B
+
+
+def resolve(settings: Settings, dtype: torch.dtype, room: int | None) -> tuple[Settings, Horizon, GPTConfig]:
     """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for
     what does not fit. Batch size, horizon and rates follow from parameter counts, so the model is
-    built without data first."""
+    built without data first. room: see `device_memory`."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -272,8 +308,13 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
     if lanes < 1:
         raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
+    settings = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves,
+                       dtype=str(dtype).removeprefix("torch."))
     # says what does not fit
-    Layout(lanes, rows, settings.device_batch_size, 0, settings.world_size, leaves)
+    automatic = settings.device_batch_size == -1
+    layout = Layout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
+    if automatic:
+        settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
     if settings.mix is not None:
         settings.mix.phase_rows(settings.max_seq_len, lanes)  # and so does this
         wanted, total = settings.curriculum_tokens, horizon.total_tokens
@@ -287,9 +328,7 @@ def resolve(settings: Settings, dtype: torch.dtype) -> tuple[Settings, Horizon, 
         from nanochat.blend import default_split
 
         split = default_split(settings.data_path or "", settings.val_path)
-    resolved = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves, split=split,
-                       dtype=str(dtype).removeprefix("torch."))
-    return resolved, horizon, model.config
+    return replace(settings, split=split), horizon, model.config
 
 
 def _settle_samples(start: Start) -> Start:
@@ -409,7 +448,13 @@ def derive(start: Start) -> dict[str, Any]:
             **{f"params_{k}": v for k, v in model.num_scaling_params().items()}}
 
 
-def introduce(start: Start, layout: Layout) -> None:
+def tell_memory(parts: dict[str, int]) -> str:
+    """An estimate in a line."""
+    told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
+    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+
+
+def introduce(start: Start, layout: Layout, device: torch.device) -> None:
     """Print what is about to run: settings that are not their defaults, and what follows from all
     of them."""
     for notice in start.notices:
@@ -421,6 +466,8 @@ def introduce(start: Start, layout: Layout) -> None:
     print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} "
            f"process(es) x {len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) "
            f"of {layout.device_batch_size} rows; {layout.K} leaves")
+    if (room := device_memory(device)) is not None:
+        print0(tell_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
     if layout.K % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, "
                f"but other bits than with a number that does (--leaves is chosen when a run "

@@ -38,6 +38,7 @@ from nanochat.dist import (
     compute_init,
     gather_all,
     on_rank0,
+    peak_memory,
     versions,
 )
 from nanochat.engine import Engine
@@ -46,7 +47,17 @@ from nanochat.loss_eval import evaluate_buckets
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, look, own
+from nanochat.start_run import (
+    WAY_ON,
+    Start,
+    command,
+    device_memory,
+    estimate_memory,
+    find_data,
+    introduce,
+    look,
+    own,
+)
 from nanochat.trainer import (
     LONG_S,
     Halt,
@@ -114,7 +125,9 @@ def loop(run: Trainer) -> int:
                          f"these rows: --init-from, --skip-steps") from e
     run.journal.end("completed")
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}; "
+    peak = peak_memory(run.loader.device)
+    memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
+    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}{memory}; "
            f"{run.start.run_dir}")
     return 0
 
@@ -190,6 +203,8 @@ def one_step(run: Trainer) -> None:
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
         "grad_norm": grad_norm, "step_s": step_s, "wait_s": loader.wait_s - waited,
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
+    if (peak := peak_memory(loader.device)) is not None:
+        record["peak_memory_bytes"] = peak
     if len(loader.buckets) > 1:
         of_buckets = zip(loader.buckets, totals.bucket_losses())
         record |= {f"loss/{bucket}": loss for bucket, loss in of_buckets}
@@ -293,12 +308,14 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         stack.callback(stop.ignore_stores)
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
-        introduce(start, loader.layout)
+        introduce(start, loader.layout, device)
+        room = device_memory(device)
+        tight = room is not None and sum(estimate_memory(settings).values()) > room
         journal.event("started", world_size=world_size, device=device.type, code=code_version(), **versions(device))
         return loop(Trainer(
             start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
-            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves)), schedule=schedule, loader=loader,
-            progress=progress, journal=journal, dog=dog, stop=stop, saver=saver))
+            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves), on_host=tight),
+            schedule=schedule, loader=loader, progress=progress, journal=journal, dog=dog, stop=stop, saver=saver))
 
 
 if __name__ == "__main__":

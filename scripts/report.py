@@ -172,6 +172,8 @@ def time_part(facts: Facts) -> list[str]:
     step_s, wait_s = (sum(step[name] for step in facts.steps) for name in ("step_s", "wait_s"))
     mfu = statistics.median(step.get("mfu") or 0 for step in facts.steps)
     known = f" Model FLOPs utilization, median step: {100 * mfu:.1f} %." if mfu > 0 else ""
+    peak = max(step.get("peak_memory_bytes") or 0 for step in facts.steps)
+    known += f" Peak memory of rank 0: {peak / 1e9:.1f} GB." if peak else ""
     return [*lines, f"Training: {duration(step_s)} in {len(facts.steps):,} steps, "
             f"{100 * wait_s / step_s:.2f} % of it waiting for data; launches: "
             f"{len(facts.named('started'))}.{known}"]

@@ -26,7 +26,7 @@ from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
 from nanochat.run_dir import is_run_dir
-from nanochat.start_run import Start, build_model, command, find_data, look
+from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, tell_memory
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
 
@@ -62,8 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}"), device)
         refused = e
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
+    gpu = replace(start.settings, device_type="cuda", dtype={"auto": "bfloat16"}.get(settings.dtype, settings.dtype))
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
+    ok(tell_memory(estimate_memory(gpu)) + f", with --device-batch-size={gpu.device_batch_size}")
     told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
     if refused is None:
         ok(f"run directory {start.run_dir}: "

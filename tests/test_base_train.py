@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat import optim, run_data, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import StopAsked
+from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
@@ -96,6 +98,17 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     model, tokenizer, meta = load_model("run", "cpu")
     assert meta["step"] == 4 and tokenizer.fingerprint == config["tokenizer_fingerprint"]
     assert model(torch.tensor([[tokenizer.get_bos_token_id()]])).isfinite().all()
+
+
+@pytest.mark.parametrize(("depth", "world_size", "card_gb", "rows"), [
+    (20, 1, 85, 16), (24, 1, 85, 16), (24, 8, 150, 32), (12, 8, 85, 32), (20, 1, None, 32), (24, 1, 12, 1)])
+def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(
+        depth: int, world_size: int, card_gb: int | None, rows: int) -> None:
+    settings = replace(Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768)
+    room = None if card_gb is None else int(0.92e9 * card_gb)
+    resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
+    assert resolved.device_batch_size == rows
+    assert start_run.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[0].device_batch_size == 3
 
 
 class Waits(TorchDispatchMode):

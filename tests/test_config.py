@@ -19,8 +19,8 @@ FIXED = {
     "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr",
     "weight_decay", "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from", "init_optimizer", "init_data",
     "skip_steps"}
-RUN = replace(Settings(), lanes=64, leaves=1, num_samples=5, total_batch_size=32_768, dtype="float32",
-              num_iterations=30)
+RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
+              dtype="float32", num_iterations=30)
 
 
 def parse(*argv: str) -> Settings:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat import gpt
 from nanochat.engine import sample_next_token
 from nanochat.gpt import GPT, Embedding, GPTConfig, initial_weight
 
@@ -333,6 +334,87 @@ def test_a_compiled_embedding_has_the_eager_ones_gradient_to_the_bit(dtype):
         found.append((y.detach(), (theirs if run is theirs else ours).weight.grad))
     for y, grad in found[1:]:
         assert torch.equal(y, found[0][0]) and torch.equal(grad, found[0][1]) and grad.dtype == dtype
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+def test_layers_that_are_computed_again_have_the_same_loss_and_gradients():
+    x, y = tokens(2, 48), tokens(2, 48, seed=1)
+    found, calls = [], []
+    for activation_checkpointing in (False, True):
+        model = shake(build(activation_checkpointing=activation_checkpointing))
+        model.transformer["h"][0].attn.register_forward_hook(lambda *_: calls.append(1))
+        loss = model(x, y)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found)) and len(calls) == 1 + 2
+    with torch.no_grad():
+        model(x, y)
+    assert len(calls) == 4, "without gradients it is computed once"
+
+
+def test_layers_that_are_computed_again_compile_to_one_graph():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter, model, (x, y, _) = CompileCounterWithBackend("aot_eager"), shake(build(activation_checkpointing=True)), \
+        documents()
+    loss = torch.compile(model, backend=counter, fullgraph=True)(x, y)
+    loss.backward()
+    torch.testing.assert_close(loss, model(x, y))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_loss_in_chunks_is_the_whole_one(reduction, monkeypatch):
+    """Losses of tokens to the bit; gradients of the head are sums in another order."""
+    x, y = tokens(3, 40), tokens(3, 40, seed=1)
+    y[1, 5:30] = -100
+    found = []
+    for chunk in (1000, 16):
+        monkeypatch.setattr(gpt, "LOSS_CHUNK", chunk)
+        model = shake(build())
+        loss = model(x, y, loss_reduction=reduction)
+        loss.sum().backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    (whole, *grads), (chunked, *others) = found
+    assert torch.equal(whole, chunked) if reduction == "none" else torch.allclose(whole, chunked)
+    for a, b in zip(grads, others):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("depth", "B", "world_size", "traced_gb"),
+                         [(12, 32, 1, 37), (20, 16, 1, 52), (20, 32, 1, 93), (24, 16, 1, 73), (24, 16, 8, 65)])
+def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth, B, world_size, traced_gb):
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_depth(depth, vocab_size=32768, sequence_len=2048))
+    parts = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size)
+    assert sum(parts.values()) == pytest.approx(traced_gb * 1e9, rel=0.03)
+    with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8)
+    assert with_leaves["leaves that wait"] == 3 * 4 * model.num_scaling_params()["total"]
+
+
+def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
+    monkeypatch.setattr(gpt, "LOSS_CHUNK", 16)
+    kept = []
+    for n_layer in (2, 4):
+        config = GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
+                           window_pattern="L")
+        model = build(config, dtype=torch.bfloat16)
+        sizes = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+        held = []
+
+        def pack(tensor, sizes=sizes, held=held):
+            held.append(tensor)  # so that no two have one place in memory
+            storage = tensor.untyped_storage()
+            sizes.setdefault(storage.data_ptr(), storage.nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens(2, 64, vocab=64), tokens(2, 64, vocab=64))
+        estimate = model.estimate_memory(2, dtype=torch.bfloat16, compiled=False)["layers"]
+        kept.append((sum(sizes.values()), estimate))
+    (small, of_small), (large, of_large) = kept
+    assert large - small == pytest.approx(of_large - of_small, rel=0.08)
 
 
 # ---- accounting and groups ------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_every_split_of_the_tree_gives_its_bits(log_k: int, n: int, seed: int, d
     parts = []
     for rank in range(world_size):
         param = torch.nn.Parameter(torch.zeros(n))
-        accumulator = LeafAccumulator([param], m)
+        accumulator = LeafAccumulator([param], m, on_host=data.draw(st.booleans()))
         for leaf in leaves[rank * m:(rank + 1) * m]:
             param.grad = torch.from_numpy(leaf.copy())
             accumulator.leaf_done()

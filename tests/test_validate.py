@@ -1,6 +1,7 @@
 """validate: what keeps a run from its last step is said before the first; nothing is written; base_train heeds it."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def test_a_run_that_can_reach_its_end_is_told_all_about(workplace, capsys):
     mix(workplace, 5, 0.01)
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
+    assert re.search(r"ok: memory of a GPU: about .* GB \(weights .*layers .*\), with --device-batch-size=\d", out)
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]

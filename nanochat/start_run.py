@@ -36,7 +36,7 @@ from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import Owner, check_free, claim
+from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import default_lanes
 from nanochat.run_data import (
     MANIFEST_NAME,
@@ -389,8 +389,8 @@ def own(start: Start, data: RunData) -> Owner:
             write_config(run_dir, {**settings.to_json(), **told, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
-    except BaseException:
-        owner.release()
+    except BaseException as e:
+        RunState(owner, [identify()]).close("failed", str(e))
         raise
     return owner
 

@@ -136,7 +136,7 @@ def test_broken_cursors_are_named(tmp_path: Path) -> None:
 def fill(run: Path) -> Path:
     """A run directory with some of all that a run writes, and a person's notes."""
     rd.open_folders(run)
-    acquire(run).release()
+    acquire(run)
     for name in ("config.json", "data_manifest.json", "plan.json", "report.md", "logs/train.jsonl",
                  "logs/cursors/step-00000007.json.gz", "tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken",
                  "checkpoints/checkpoint-7/a/b", "checkpoints/final/c", "checkpoints/.tmp-final-1/d", "notes.txt",

@@ -5,7 +5,7 @@ gradients.
     on_rank0(f)     rank 0: f() --value or error--> all        reading and writing the run directory
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
     same(d)         all: d == rank 0's d?                      what all must have been started with
-    gather(x)       all: x --list--> rank 0;  gather_all: to all
+    gather_all(x)   all: x --list--> all
     broadcast(s)    rank 0: a state of tensors --> all         what only rank 0's machine can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
@@ -131,18 +131,17 @@ def on_rank0(function: Callable[[], T]) -> T:
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
-    box: list[Any] = [None, None]
+    box: list[Any] = []
     error: Exception | None = None
     if rank == 0:
         try:
-            box[0] = function()
+            box = [function(), True]
         except Exception as e:
-            error, box[1] = e, True
+            error = e
+    box = box or [None, False]
     dist.broadcast_object_list(box, src=0)
-    if error is not None:
-        raise error
-    if box[1]:
-        raise SystemExit(1)
+    if not box[1]:
+        raise error or SystemExit(1)
     return box[0]
 
 
@@ -159,54 +158,40 @@ def agree(function: Callable[[], T]) -> T:
         value = function()
     except Exception as e:
         error = e
-    told = None if error is None else (socket.gethostname(), str(error), isinstance(error, (ValueError, OSError)))
+    told = None if error is None else (not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
     failed = {r: t for r, t in enumerate(gather_all(told)) if t is not None}
     if not failed:
         return value
-    bugs = [r for r, (_, _, expected) in failed.items() if not expected]
-    if error is not None and rank == (bugs[0] if bugs else 0) and (bugs or len(failed) == world_size):
+    speaker = next((r for r, (is_bug, _, _) in failed.items() if is_bug), 0)
+    if rank != speaker:
+        raise SystemExit(1)
+    if error is not None and (failed[rank][0] or len(failed) == world_size):
         raise error
-    if rank == 0 and not bugs:
-        host, text, _ = next(iter(failed.values()))
-        alike = [r for r, (h, t, _) in failed.items() if (h, t) == (host, text)]
-        more = f" ({len(failed) - len(alike)} more of {world_size} failed too)" if len(failed) > len(alike) else ""
-        raise ValueError(f"{_named(alike)} on host {host}: {text}{more}") from error
-    raise SystemExit(1)
+    first = next(iter(failed.values()))
+    alike = [r for r, t in failed.items() if t == first]
+    more = f" ({len(failed) - len(alike)} more of {world_size} failed too)" if len(failed) > len(alike) else ""
+    raise ValueError(f"{_named(alike)} on host {first[1]}: {first[2]}{more}") from error
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. ValueError on rank 0, exit code 1 elsewhere, unless all ranks have the same
-    settings: plain values by the names their flags have."""
-    everyone = gather_all((socket.gethostname(), dict(settings)))
-    theirs = everyone[0][1]
+    """Collective. Leaves as `agree` does unless all ranks have the same settings: plain values by
+    the names their flags have."""
+    theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
-        for rank, (host, mine) in enumerate(everyone):
-            differing = [k for k in sorted(theirs.keys() | mine.keys()) if theirs.get(k) != mine.get(k)]
-            if differing:
-                told = "; ".join(f"{k} is {theirs.get(k)!r} on rank 0, {mine.get(k)!r} on rank "
-                                 f"{rank} on host {host}" for k in differing)
-                raise ValueError(f"the processes of this launch were started differently: {told}; "
-                                 f"start all with the same flags, the same files under the same "
-                                 f"paths, and the same tokenizer")
+        differing = [f"{k} is {settings.get(k)!r}, on rank 0 it is {theirs.get(k)!r}"
+                     for k in sorted(theirs.keys() | settings.keys()) if theirs.get(k) != settings.get(k)]
+        if differing:
+            raise ValueError(f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
+                             f"the same files under the same paths, and the same tokenizer")
 
-    on_rank0(compare)
+    agree(compare)
 
 
 def _named(ranks: list[int]) -> str:
     """'rank 1, 3'."""
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
-
-
-def gather(value: T) -> list[T]:
-    """Collective. All ranks' values in rank order, on rank 0; [] on the others."""
-    _, rank, _, world_size = get_dist_info()
-    if world_size == 1:
-        return [value]
-    everyone: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(value, everyone)
-    return everyone or []
 
 
 def gather_all(value: T) -> list[T]:

@@ -42,7 +42,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, write_bytes, write_json
+from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes, write_json
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ PLAN_NAME = "plan.json"
 CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
-TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}\.tmp")  # what `common.atomic_open` writes before it renames
 FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
 # What a run writes beside its checkpoints, in the order in which a wipe removes it: without its
 # log a run begins anew, and as long as config.json is there nobody begins another one in its
@@ -169,10 +168,8 @@ def open_folders(run_dir: Path) -> None:
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     clean_stale(run_dir)
-    for folder in (run_dir, *(run_dir / name for name in FOLDERS)):
-        for path in folder.iterdir():
-            if TEMPORARY.fullmatch(path.name) and path.is_file():
-                path.unlink()
+    for name in ("", *FOLDERS):
+        remove_leftovers(run_dir / name, fresh_s=0.0)
 
 
 def clean_stale(run_dir: Path) -> None:

@@ -288,7 +288,7 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
     """Nothing is made anew at the old place, and a launch that began there meanwhile is alone."""
     for begun_again in (False, True):
         flag = tmp_path / f"flag-{begun_again}"
-        first = training.start(hook=partial(pause, 5, flag))
+        first = training.start(hook=partial(pause, 5, flag), sync_save=True)
         wait_until(flag.exists)
         pid = first.processes[0].pid
         os.kill(pid, signal.SIGSTOP)

@@ -36,7 +36,6 @@ import io
 import logging
 import math
 import os
-import random
 import re
 import threading
 import time
@@ -78,7 +77,7 @@ class Patience:
     upload_s: float = 300.0  # for a part to be sent and acknowledged
     first_answer_s: float = 9.0  # of failures, while the store has never answered
     give_up_s: float = 300.0  # of failures
-    max_backoff_s: float = 5.0  # between two tries; at first a twentieth
+    max_backoff_s: float = 5.0  # between two tries; after the first an eighth of a second
     log_every_s: float = 15.0
 
 
@@ -338,8 +337,7 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
                               f"({tries} tries; the last: {error}); check the network and "
                               f"{bucket.where}, then start again: a run goes on from its last "
                               f"checkpoint") from None
-            backoff_s = PATIENCE.max_backoff_s * min(1.0, 2.0 ** tries / 40)
-            time.sleep(backoff_s * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
+            time.sleep(min(tries / 8, PATIENCE.max_backoff_s))
 
     def look() -> None:
         # a pool's threads are joined when Python ends, before anybody could tell them to stop
@@ -511,9 +509,7 @@ class StorePath(PosixPath):
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
         """The object, to be read as bytes, at least `buffering` at once."""
-        if mode != "rb":
-            raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, "
-                             f"as bytes")
+        assert mode == "rb", "objects in a store are only read, as bytes"
         return io.BufferedReader(StoreFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
     def resolve(self, strict: bool = False) -> "StorePath":

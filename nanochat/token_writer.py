@@ -18,7 +18,6 @@ import contextlib
 import os
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,17 +28,6 @@ from nanochat.common import atomic_open, fsync_dir, hash_file
 from nanochat.tokens import DTYPES, HEADERS, MAGICS, pair_paths, running
 
 MAX_SEQUENCE = 2**31 - 1  # ids of a sequence of Megatron's
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a finished pair holds, as its record in manifest.json has it."""
-
-    entries: int
-    tokens: int
-    bin_bytes: int
-    bin_hash: str
-    idx_hash: str
 
 
 class TokenWriter:
@@ -56,7 +44,7 @@ class TokenWriter:
                              f"{', '.join(known.name for known in codes)}")
         self.dtype, self.code = dtype, codes[dtype]
         self.limit = min(vocab_size, int(np.iinfo(dtype).max) + 1)
-        self.written: Written | None = None
+        self.written: dict[str, Any] = {}  # what a finished pair holds, as manifest.json has it
         self.lengths = array("q")
         self._hash, self._num_bytes = blake2b(digest_size=16), 0
         self._files = contextlib.ExitStack()  # ends with what was opened last: the .idx appears last
@@ -90,7 +78,7 @@ class TokenWriter:
         """(number of entries, the .idx, in parts)."""
         raise NotImplementedError
 
-    def finish(self) -> Written:
+    def finish(self) -> dict[str, Any]:
         """Write the index. Nothing has appeared yet: a full disk shows here, while an old pair is
         untouched, and whatever is to be on disk before the pair counts can still be written."""
         entries, parts = self.index()
@@ -101,8 +89,10 @@ class TokenWriter:
         for f in (self._bin, self._idx):
             f.flush()
             os.fsync(f.fileno())
-        self.written = Written(entries, self._num_bytes // self.dtype.itemsize, self._num_bytes,
-                               self._hash.hexdigest(), digest.hexdigest())
+        self.written = {
+            "entries": entries, "tokens": self._num_bytes // self.dtype.itemsize,
+            "bin_bytes": self._num_bytes, "bin_hash": self._hash.hexdigest(),
+            "idx_hash": digest.hexdigest()}
         return self.written
 
     def commit(self) -> None:
@@ -114,7 +104,7 @@ class TokenWriter:
                 written = self.written or self.finish()
                 begun = True
                 with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
-                    if hash_file(self.idx_path) != written.idx_hash:
+                    if hash_file(self.idx_path) != written["idx_hash"]:
                         self.idx_path.unlink()
                         fsync_dir(self.idx_path.parent)
         except BaseException:

@@ -413,8 +413,7 @@ def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
     """
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
-            "tokenizer": dict(tokenizer), "arguments": dict(arguments),
-            "shards": {name: shards[name] for name in sorted(shards)}}
+            "tokenizer": tokenizer, "arguments": arguments, "shards": shards}
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ def log_lines() -> list[dict[str, Any]]:
             {"event": "completed", "step": STEPS, "reason": ""}]
 
 
-EVALUATION = {"format": 1, "of": {"checkpoint": "final"}, "step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
+EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
               "train_bpb": {"data": 1.9375},
               "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
 STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "torn li",

@@ -34,7 +34,6 @@ from nanochat.common import get_dist_info
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-NAMED = 8  # so many ranks are named, the others counted
 
 
 # ---- device and group ----------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def on_rank0(function: Callable[[], T]) -> T:
 def agree(function: Callable[[], T]) -> T:
     """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag
     or a missing file. Where it raises, all leave: rank 0 with its own error, or with a ValueError
-    that names ranks and host; the others with exit code 1. What is neither ValueError nor OSError
+    that names rank and host; the others with exit code 1. What is neither ValueError nor OSError
     is raised by the first rank that has it."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
@@ -167,10 +166,9 @@ def agree(function: Callable[[], T]) -> T:
         raise SystemExit(1)
     if error is not None and (failed[rank][0] or len(failed) == world_size):
         raise error
-    first = next(iter(failed.values()))
-    alike = [r for r, t in failed.items() if t == first]
-    more = f" ({len(failed) - len(alike)} more of {world_size} failed too)" if len(failed) > len(alike) else ""
-    raise ValueError(f"{_named(alike)} on host {first[1]}: {first[2]}{more}") from error
+    first, (_, host, text) = next(iter(failed.items()))
+    more = f" ({len(failed)} of {world_size} ranks failed)" if len(failed) > 1 else ""
+    raise ValueError(f"rank {first} on host {host}: {text}{more}") from error
 
 
 def same(settings: Mapping[str, Any]) -> None:
@@ -186,12 +184,6 @@ def same(settings: Mapping[str, Any]) -> None:
                              f"the same files under the same paths, and the same tokenizer")
 
     agree(compare)
-
-
-def _named(ranks: list[int]) -> str:
-    """'rank 1, 3'."""
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
 
 
 def gather_all(value: T) -> list[T]:

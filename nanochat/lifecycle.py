@@ -113,12 +113,6 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
     return at, at - started
 
 
-def request_stop(run_dir: Path) -> None:
-    """Ask the run in `run_dir` to stop, by a file that counts by being there; the time in it is
-    for people."""
-    (run_dir / FLAG_NAME).write_text(json.dumps({"time": time.time()}) + "\n")
-
-
 class StopWatch:
     """Collects the reasons for this process to stop. Inside the context signals are noted, and
     whoever waits for a store gives up when one came; behind it their previous handlers are back.
@@ -209,12 +203,10 @@ class StopWatch:
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All ranks' reasons to stop (rank order, '' for none) as one: 'SIGUSR1', 'SIGTERM (rank 1,
-    3)'."""
-    ranks = [rank for rank, reason in enumerate(reasons) if reason]
-    told = reasons[ranks[0]] if ranks else ""
-    some = told.startswith("SIG") and len(ranks) < len(reasons)
-    return f"{told} (rank {', '.join(map(str, ranks))})" if some else told
+    """All ranks' reasons to stop (rank order, '' for none) as one, the first: 'walltime: ..',
+    'SIGUSR1', or 'SIGTERM (rank 1)' where not all ranks had a signal."""
+    rank, told = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
+    return f"{told} (rank {rank})" if told.startswith("SIG") and not all(reasons) else told
 
 
 # ---- processes ----------------------------------------------------------------------------------
@@ -334,10 +326,8 @@ class Owner:
             return ""  # nobody can tell now; the next look may
         if record["launch"] == self.record["launch"]:
             return ""
-        why = ("another launch took it over, believing this one dead" if _owners(self.path.parent) else
-               "its files were removed while it trains")
-        return (f"{self.path.parent}: this launch does not own the run any more: {why}; ended at once, so that only "
-                f"one writes")
+        why = "another launch took it over" if _owners(self.path.parent) else "its files were removed while it trains"
+        return f"{self.path.parent}: this launch does not own the run any more: {why}; ended at once"
 
 
 def check_free(run_dir: Path) -> int:

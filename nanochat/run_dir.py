@@ -31,6 +31,7 @@ when it starts. Where somebody removes the log or the checkpoints under a run th
 writer makes them anew and says so; where the run directory itself is gone, writing is an error.
 """
 
+import contextlib
 import gzip
 import json
 import logging
@@ -281,14 +282,9 @@ class TrainLog:
 
     def close(self) -> None:
         """Force the log to disk and close it. Twice is fine."""
-        if self._file.closed:
-            return
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as e:  # no reason to lose the error that ended the run
-            log.warning("%s: the log may lack its last lines (%s)", self._path, e.strerror)
-        finally:
-            self._file.close()
+        if not self._file.closed:
+            with self._file, contextlib.suppress(OSError):  # no reason to lose the error that ended the run
+                os.fsync(self._file.fileno())
 
 
 def is_step(record: dict[str, Any]) -> bool:
@@ -302,29 +298,18 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
+        for line in f:
+            with contextlib.suppress(ValueError):
                 yield parse_json(line, path, dict)
-            except ValueError as e:
-                log.debug("line %d is passed over: %s", number, e)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log: of each step its last line, in step order, among the events, which are
-    all kept.
-
-    An event stays behind the step line before it (`step` of an event is not unique: two restarts
-    may begin alike). """
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}  # by (step, is it an event, its number)
-    last_step = -1
-    for number, record in enumerate(iter_log(path)):
-        if is_step(record):
-            last_step = record["step"]
-            found[last_step, 0, 0] = record
-        else:
-            step = record.get("step")
-            found[step if isinstance(step, int) else last_step, 1, number] = record
-    return [found[key] for key in sorted(found)]
+    """The records of a log in the order of steps: of each step its last line, then the events that
+    have its number, all of them."""
+    records = [record for record in iter_log(path) if type(record.get("step")) is int]
+    lines = {record["step"]: record for record in records if is_step(record)}
+    events = [record for record in records if "event" in record]
+    return sorted([*lines.values(), *events], key=lambda record: record["step"])
 
 
 # ---- cursors ------------------------------------------------------------------------------------

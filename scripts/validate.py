@@ -38,8 +38,6 @@ def parser() -> Parser:
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)),
                    help="processes of the run")
-    g.add_argument("--workers", type=int, default=os.cpu_count() or 1,
-                   help="processes that rehearse")
     g.add_argument("--plot", type=Path, metavar="PNG",
                    help="draw shares, phases and passes (needs matplotlib)")
     return p
@@ -73,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
-    plan = make_run_plan(start, data, num_workers=args.workers)
+    plan = make_run_plan(start, data)
     print("\n".join(describe(plan)))
     if args.plot:
         draw(plan, args.plot)

@@ -48,7 +48,7 @@ checkpoint means that one. """
 
 import contextlib
 import errno
-import hashlib
+import io
 import json
 import logging
 import os
@@ -57,7 +57,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
@@ -97,10 +97,15 @@ def to_host(state: Any) -> Any:
         "cpu", copy=True, memory_format=torch.contiguous_format), "state")
 
 
-def save_plain(state: Any, file: Any, name: str) -> None:
-    """torch.save a plain state to a file that needs no more than write and flush. What is not
-    plain could not be read back, so it is a TypeError, which begins with `name` and the place."""
-    torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), cast(IO[bytes], file))
+def save_plain(state: Any, name: str) -> memoryview:
+    """A plain state as the bytes of a file. What is not plain could not be read back, so it is a
+    TypeError, which begins with `name` and the place.
+
+    They are made in memory because torch.save's C++ writer must not be left by the exception of a
+    full disk halfway; so a save holds its largest file once more while that is written."""
+    data = io.BytesIO()
+    torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), data)
+    return data.getbuffer()
 
 
 def load_plain(file: Path) -> Any:
@@ -116,35 +121,6 @@ def load_plain(file: Path) -> Any:
 
 
 # ---- writing ------------------------------------------------------------------------------------
-
-class SummedFile:
-    """A file for writing that sums up what goes through it. Its OSError waits for `finish`,
-    because torch.save's C++ writer must not be left by an exception halfway."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sum = file, hashlib.blake2b(digest_size=16)
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            if self._error is None:
-                self._file.write(data)
-                self._sum.update(data)
-        except OSError as e:
-            self._error = e
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """torch.save calls it; `finish` does it."""
-
-    def finish(self) -> dict[str, Any]:
-        """Force all to disk; returns size and sum. Raises the OSError of any write."""
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._file.tell(), "blake2b": self._sum.hexdigest()}
-
 
 def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[str, Any],
                     model_config: dict[str, Any], optimizer_state: Any, scheduler_state: Any,
@@ -212,14 +188,13 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
 def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
     """Write bytes or a plain state to a new file of a checkpoint, on disk when this returns;
     its record for the seal."""
+    data = content if isinstance(content, bytes) else save_plain(content, name)
     (folder / name).parent.mkdir(exist_ok=True)
-    with open(folder / name, "xb") as raw:
-        file = SummedFile(raw)
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            save_plain(content, file, name)
-        return file.finish()
+    with open(folder / name, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(data), "blake2b": hash_bytes(data)}
 
 
 def json_bytes(value: Any) -> bytes:

@@ -98,12 +98,6 @@ class Start:
         """What the checkpoint tells of the run; {} at the beginning."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
 
-    @property
-    def looked(self) -> bool:
-        """Whether the evaluation due at `step` was done before the checkpoint was saved; a stop
-        saves at once."""
-        return self.state.get("status", "stopped") != "stopped"
-
     def over(self) -> tuple[int, str] | None:
         """(exit code, a sentence) for a run that has ended and may not go on; None for one that
         may."""

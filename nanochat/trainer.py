@@ -214,8 +214,9 @@ class Trainer:
     def due(self, every: int) -> bool:
         """Whether it is time for what is done every so many steps, before the next one."""
         step = self.progress.step
-        at = step >= self.schedule.num_iterations or (every > 0 and step % every == 0)
-        return every > 0 and at and (step > self.start.step or not self.start.looked)
+        at = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
+        # a stop saves at once, any other save comes after the looks that are due with it
+        return at and (step > self.start.step or self.start.state.get("status", "stopped") == "stopped")
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the

@@ -122,29 +122,25 @@ def load_plain(file: Path) -> Any:
 
 # ---- writing ------------------------------------------------------------------------------------
 
-def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[str, Any],
-                    model_config: dict[str, Any], optimizer_state: Any, scheduler_state: Any,
-                    rng_state: dict[int, Any], cursors: list[dict[str, Any]],
+def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str, Any],
+                    model_config: dict[str, Any], cursors: list[dict[str, Any]],
                     trainer_state: dict[str, Any]) -> Path:
     """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
     checkpoint's path. A good checkpoint of that name and step is kept as it is.
 
-    States hold tensors and plain values (see `to_host`); `rng_state` is {rank: state}; `cursors`
-    are the JSON states of all lanes in order; `trainer_state` is JSON. One process calls this.
-    Raises OSError with the reason if it cannot be written: older checkpoints are then as they were
-    and nothing half-written stays. """
+    `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of
+    all lanes in order; `trainer_state`: JSON. One process calls this. Raises OSError with the
+    reason if it cannot be written: older checkpoints are then as they were and nothing
+    half-written stays. """
     assert name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown", "final"), name
     head = {"format_version": FORMAT_VERSION, "step": step, "architecture_hash": hash_json(model_config),
             **trainer_state}
     packed = pack_cursors(step, cursors)
-    contents = {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config),
-                MODEL_NAME: model_state, OPTIMIZER_NAME: optimizer_state, SCHEDULER_NAME: scheduler_state,
-                **{RNG_NAME.format(rank): state for rank, state in rng_state.items()}}
     target = run_dir / "checkpoints" / name
     try:
         keep_cursors(run_dir, step, packed)
         remake_folder(target.parent)
-        write_sealed(target, head, contents)
+        write_sealed(target, head, {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config), **states})
     except OSError as e:
         raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
                       f"{target.parent}: {e.strerror or e}; older checkpoints are untouched") from e

@@ -39,13 +39,16 @@ def states(seed: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 8, generator=g)
     return {
-        "model_state": OrderedDict(w=weight, e=torch.randn(5, 3, generator=g).bfloat16(),
-                                   odd=torch.tensor([float("nan"), float("-inf"), -0.0])),
+        "states": {
+            ckpt.MODEL_NAME: OrderedDict(w=weight, e=torch.randn(5, 3, generator=g).bfloat16(),
+                                         odd=torch.tensor([float("nan"), float("-inf"), -0.0])),
+            ckpt.OPTIMIZER_NAME: {
+                "state": {"w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}},
+                "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}]},
+            ckpt.SCHEDULER_NAME: {"format_version": 1, "num_iterations": 100},
+            "rng/rank_0.pkl": {"torch": torch.get_rng_state()},
+            "rng/rank_1.pkl": {"torch": g.get_state(), "words": [2**63, 1]}},
         "model_config": CONFIG,
-        "optimizer_state": {"state": {"w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}},
-                            "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}]},
-        "scheduler_state": {"format_version": 1, "num_iterations": 100},
-        "rng_state": {0: {"torch": torch.get_rng_state()}, 1: {"torch": g.get_state(), "words": [2**63, 1]}},
         "cursors": [{"lane": i, "row": seed * 3, "ledger": {"web": {"read": i}}} for i in range(4)],
         "trainer_state": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
     }
@@ -98,11 +101,10 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     loaded, wrote = ckpt.load_checkpoint(path), states(7)
     assert path == tmp_path / "checkpoints" / "checkpoint-7" and loaded.step == 7
-    assert bits(loaded.model_state()) == bits(dict(wrote["model_state"]))
+    for name, state in wrote["states"].items():
+        assert bits(loaded.load(name)) == bits(dict(state))
     assert loaded.model_state()["e"].dtype == torch.bfloat16
-    assert bits(loaded.optimizer_state()) == bits(wrote["optimizer_state"])
-    assert loaded.load(ckpt.SCHEDULER_NAME) == wrote["scheduler_state"]
-    assert bits(loaded.load("rng/rank_1.pkl")) == bits(wrote["rng_state"][1])
+    assert loaded.optimizer_state()["groups"] == wrote["states"][ckpt.OPTIMIZER_NAME]["groups"]
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
     assert loaded.trainer_state.items() >= {"step": 7, "architecture_hash": hash_json(CONFIG),
                                             **wrote["trainer_state"]}.items()
@@ -128,7 +130,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Pat
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
     for changed, told in (({"trainer_state": {"x": Path}}, None),
-                          ({"rng_state": {0: {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
+                          ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
         with pytest.raises(TypeError, match=told):
             ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -440,7 +442,7 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tm
         assert loaded.path == two_runs / "checkpoints" / name
         checksum = json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"]
         assert tell_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
-        assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["model_state"]))
+        assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["states"][ckpt.MODEL_NAME]))
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
         assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
@@ -515,12 +517,12 @@ def test_to_host_is_a_copy_that_later_steps_do_not_change() -> None:
 
 def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> None:
     saver, live = Saver(None), states(1)
-    gate = Gate(writer(tmp_path, 1, model_state=ckpt.to_host(live["model_state"])))
+    gate = Gate(writer(tmp_path, 1, states=ckpt.to_host(live["states"])))
     saver.start(gate)
     assert gate.running.wait(60) and saver.take() is None
     with pytest.raises(AssertionError, match="one save at a time"):
         saver.start(gate)
-    for tensor in live["model_state"].values():  # the next step
+    for tensor in live["states"][ckpt.MODEL_NAME].values():  # the next step
         tensor.zero_()
     second = threading.Thread(target=saver.close)  # only to see that it waits
     second.start()
@@ -532,7 +534,7 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> Non
     assert outcome is not None and outcome.path == tmp_path / "checkpoints/checkpoint-1" and saver.take() is None
     assert str(outcome.path) in outcome.message and outcome.seconds > 0 and outcome.fatal is None
     saved = ckpt.load_checkpoint(outcome.path)
-    assert bits(saved.model_state()) == bits(dict(states(1)["model_state"]))
+    assert bits(saved.model_state()) == bits(dict(states(1)["states"][ckpt.MODEL_NAME]))
 
 
 def test_a_full_disk_is_survived_until_the_third_time_in_a_row(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = GPT(config)
     model.init_weights(seed=3, compute_dtype=torch.float32)
     torch.save(model(torch.arange(8)[None]).detach(), tmp_path / "expected.pt")
-    values = {**states(4), "model_state": ckpt.to_host(dict(model.state_dict())),
+    values = {**states(4), "states": {ckpt.MODEL_NAME: ckpt.to_host(dict(model.state_dict()))},
               "model_config": dataclasses.asdict(config),
               "trainer_state": {"tokenizer_fingerprint": tokenizer.fingerprint}}
     ckpt.save_checkpoint(run, "final", step=4, **values)

@@ -307,11 +307,10 @@ if not typing.TYPE_CHECKING:
 # ---- settings and flags -------------------------------------------------------------------------
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """A field of a dataclass of settings: its default, what --help says of it, and either why a run
-    may never change it (`fixed`) or what changing it does (`note`). `more` is for
+    """A field of a dataclass of settings: its default, what --help says of it, and why a run may
+    never change it (`fixed`) or what people should know of a change (`note`). `more` is for
     nanochat/config.py, which makes flags of such fields. It stands here so that the room which
     owns a default can declare it."""
-    assert bool(fixed) != bool(note), "either may a later launch change it, or not"
     return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
 
 

@@ -4,9 +4,9 @@ The settings of a run: one frozen dataclass, and everything that people see of i
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
 From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that wants a
-flag adds one field here; a room that owns a default declares its fields itself (`ScheduleSettings`
-in nanochat/schedule.py) and is listed among the bases.
+config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that
+wants a flag adds one field here; a room that owns a default declares its fields itself
+(`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
 
 **A run never changes what it is.** The command that started a run also restarts it, so a restart
 may carry other flags, by intent or by accident:
@@ -239,11 +239,12 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     for flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0), ("keep_last_k", 1),
-                            ("keep_milestone_every", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{flag(name)}: got {value}, expected at least {least}")
+        least = {"tokenizer_threads": 1, "log_every": 1, "skip_steps": 0, "keep_last_k": 1,
+                 "keep_milestone_every": 1}
+        for name in least.keys() & self.differing():
+            if getattr(self, name) < least[name]:
+                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least "
+                                 f"{least[name]}")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")

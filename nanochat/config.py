@@ -241,10 +241,9 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     def __post_init__(self) -> None:
         least = {"tokenizer_threads": 1, "log_every": 1, "skip_steps": 0, "keep_last_k": 1,
                  "keep_milestone_every": 1}
-        for name in least.keys() & self.differing():
-            if getattr(self, name) < least[name]:
-                raise ValueError(f"{flag(name)}: got {getattr(self, name)}, expected at least "
-                                 f"{least[name]}")
+        for name, value in self.differing().items():
+            if name in least and value < least[name]:
+                raise ValueError(f"{flag(name)}: got {value}, expected at least {least[name]}")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")

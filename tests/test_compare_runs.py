@@ -292,7 +292,8 @@ def test_tensors_are_compared_as_by_a_loop(values: list[tuple[float, float, bool
 
 def test_values_of_other_types_shapes_and_kinds() -> None:
     for a, b, relative, text in (
-            (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), math.inf, "torch.float32 (2,) and torch.bfloat16 (2,)"),
+            (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), math.inf,
+             "torch.float32 (2,) and torch.bfloat16 (2,)"),
             (torch.tensor([True, False]), torch.tensor([True, True]), math.inf, "1 of 2 elements, the first at [1]; "),
             (torch.tensor(1.0), torch.tensor(2.0), 0.5, "1 of 1 elements, "), (1, True, math.inf, "1 and True"),
             (torch.tensor([0.0]), torch.tensor([-0.0]), 0.0, "1 of 1 elements, ")):

@@ -63,6 +63,7 @@ def test_help_shows_each_flag_with_its_default() -> None:
 
 @pytest.mark.parametrize(("argv", "told"), [
     (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
+    (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
     (["--blend-weights=0,1"], "numbers above 0"),

@@ -214,11 +214,10 @@ class Bucket:
         options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
         answer = self.obs.get(self.store, key, options=options)
         data, found, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
-        then_and_now = ("size", pinned.size, found.size), ("ETag", pinned.etag, found.etag)
-        for name, then, now in then_and_now:
-            if then != now:
-                raise Changed(f"{pinned.path}: it changed since this run began ({name} {then} then, "
-                              f"{now} now); {GONE}")
+        if (found.size, found.etag) != (pinned.size, pinned.etag):
+            raise Changed(f"{pinned.path}: it changed since this run began ({pinned.size:,} bytes "
+                          f"with ETag {pinned.etag} then, {found.size:,} with {found.etag} now); "
+                          f"{GONE}")
         if (first, len(data)) != (begin, end - begin):
             raise Passing(f"it sent {len(data):,} bytes from {first:,} for {end - begin:,} from "
                           f"{begin:,}")
@@ -298,11 +297,8 @@ class Msc:
         data = self.client.read(key, byte_range=self.span(offset=begin, size=end - begin))
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))
 
-    def put(self, _: Any, key: str, data: bytes | Path, **options: Any) -> None:
-        if isinstance(data, bytes):
-            self.client.write(key, data)
-        else:
-            self.client.upload_file(key, str(data))
+    def put(self, _: Any, key: str, file: Path, **options: Any) -> None:
+        self.client.upload_file(key, str(file))
 
     def delete(self, _: Any, key: str) -> None:
         self.client.delete(key)
@@ -371,9 +367,9 @@ def list_files(path: str) -> list[Stat]:
     return request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
 
 
-def write(path: str, data: bytes | Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
-    """Put bytes, or what a file holds, there as an object: whole, or not at all."""
-    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, data,
+def write(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
+    """Have an object hold what a file holds: whole, or not at all."""
+    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file,
                                                      chunk_size=part_bytes), upload=True)
 
 

@@ -40,7 +40,7 @@ def scatter(prefix: Path) -> None:
         part = np.append(ids[begins[i]:begins[i] + lengths[i]], np.full(i % 3 if i >= 100 else 0, 7, np.uint16))
         moved.append(part.astype(np.uint16))
         at += len(part)
-    data, where = bytearray(idx.read_bytes()), pair.header.tables["pointers"].at
+    data, where = bytearray(idx.read_bytes()), pair.tables["pointers"][1]
     data[where:where + 8 * n] = pointers.tobytes()
     for path, written in ((idx, bytes(data)), (prefix.with_suffix(".bin"), np.concatenate(moved).tobytes())):
         path.unlink()  # the old ones are mapped

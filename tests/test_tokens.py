@@ -432,7 +432,7 @@ def test_an_exception_or_bad_arrays_leave_nothing(tmp_path, kind, act, message):
         act(writer)
     assert list(tmp_path.iterdir()) == []
     for bad in (np.float32, np.uint32, "S1"):
-        with pytest.raises(ValueError, match="expected one of uint8, int8, int16, int32, int64, uint16"):
+        with pytest.raises(ValueError, match="expected one of u1, i1, <i2, <i4, <i8, <u2"):
             MegatronWriter(tmp_path / "a", dtype=bad)
 
 

@@ -20,7 +20,6 @@ traceback. All of these are collective, and plain calls in a single process. Err
 between collectives are the watchdog's.
 """
 
-import logging
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -30,8 +29,6 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import get_dist_info
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,13 +50,10 @@ def compute_init(device_type: str, *, timeout_s: float = 1800.0
     `timeout_s`: how long a rank waits for the others in a collective. Returns (is distributed,
     rank, local rank, world size, device). Raises ValueError where the device is absent.
     """
-    if device_type not in ("cuda", "mps", "cpu"):
-        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type "
-                         "cpu")
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device-type mps: this PyTorch sees no Apple GPU; use --device-type cpu")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if not there.get(device_type):
+        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu, of which this PyTorch has "
+                         f"{' and '.join(name for name in there if there[name])}")
     distributed, rank, local_rank, world_size = get_dist_info()
     on_cuda = device_type == "cuda"
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
@@ -114,12 +108,7 @@ PEAK_FLOPS = (
 def get_peak_flops(device_name: str) -> float:
     """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0
     instead of wrong."""
-    lowered = device_name.lower()
-    for fragment, flops in PEAK_FLOPS:
-        if fragment in lowered:
-            return flops
-    log.warning("peak FLOP/s of %r unknown: no MFU is told", device_name)
-    return float("inf")
+    return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
 # ---- what ranks tell each other ------------------------------------------------------------------

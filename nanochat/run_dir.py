@@ -43,7 +43,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes, write_json
+from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +106,6 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
 
 
 # ---- configuration ------------------------------------------------------------------------------
-
-def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Write RUN/config.json atomically, making the folder. FileExistsError if the run has one: it
-    is written once."""
-    path = run_dir / CONFIG_NAME
-    if path.exists():
-        raise FileExistsError(f"{path} exists: a run's configuration is written once; choose another "
-                              f"--model-tag")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(path, config)
-
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The configuration that started the run. FileNotFoundError if it has none, ValueError if it

@@ -57,7 +57,6 @@ from nanochat.run_dir import (
     read_config,
     run_path,
     wipe,
-    write_config,
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.stream import carry_on, open_stream, stream_identity
@@ -380,7 +379,7 @@ def own(start: Start, data: RunData) -> Owner:
             write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
             told = {} if start.origin is None else {"origin": tell_origin(start.origin)}
-            write_config(run_dir, {**settings.to_json(), **told, "derived": derive(start)})
+            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **told, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
     except BaseException as e:

@@ -424,7 +424,8 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs "a", with 10, 20, 20-shutdown, a rotten 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for tag in ("a", "b@20"):
-        rd.write_config(rd.run_path(tag), {"depth": 1, "tag": tag})
+        rd.open_folders(rd.run_path(tag))
+        (rd.run_path(tag) / "config.json").write_text(json.dumps({"depth": 1, "tag": tag}))
     run = rd.run_path("a")
     for step, name in ((10, None), (20, None), (20, "checkpoint-20-shutdown"), (25, "final"), (30, None)):
         save(run, step, name=name)

@@ -190,7 +190,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     run = rd.run_path("tiny")
     rd.open_folders(run)
-    rd.write_config(run, {"depth": 1})
+    (run / "config.json").write_text('{"depth": 1}')
     tokenizer = RustBPETokenizer.train_from_iterator(["to be or not to be, that is the question"] * 4, 280)
     tokenizer.save(run / "tokenizer")
     config = GPTConfig(sequence_len=16, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2,

@@ -38,13 +38,12 @@ and started when the record says. From any other place, and where the system has
 heartbeat changes while we watch. Clocks of two machines are not compared for that, so a clock that
 is hours off neither locks a run nor lets two in.
 
-**What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes
-the signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds
-(which must exceed a step and a save), and exits with 1 however well they ended; any other signal
-kills torchrun alone and orphans its workers, hence `--signals-to-handle
-SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. A terminal's Ctrl-C reaches workers through torchrun only. Where
-one node of several is signalled all ranks save and end, but the other torchruns wait for minutes:
-signal all, as srun does, or use scripts.stop. Ask `scripts.status --exit-code` how it ended. """
+**What torchrun makes of it** (2.13, tried out). It passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on to
+the workers of its node, kills those left after `--shutdown-timeout` seconds (which must exceed a
+step and a save), and exits with 1 however well they ended. Any other signal kills torchrun alone,
+hence `--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Where one node of several is signalled
+all ranks save and end, but the other torchruns wait for minutes: signal all, as srun does, or use
+scripts.stop. Ask `scripts.status --exit-code` how it ended. """
 
 import json
 import logging

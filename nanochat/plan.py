@@ -26,12 +26,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import hash_json, print0, read_json
+from nanochat.common import check_shape, hash_json, print0, read_json
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
@@ -42,6 +43,8 @@ from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger
 log = logging.getLogger(__name__)
 
 VERSION = 2
+PHASE = {"first_step": int, "tokens": int, "asked": dict}
+ACCOUNT = ("emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
@@ -101,6 +104,17 @@ class Plan:
         """The inverse of `to_json`."""
         buckets = {name: BucketPlan(**bucket) for name, bucket in value["buckets"].items()}
         return cls(**{**value, "buckets": buckets})
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. FileNotFoundError if there is none, ValueError if it is broken."""
+    value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict, "samples": dict | None})
+    bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(ACCOUNT, int)}
+    check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
+    try:
+        return Plan.from_json(value)
+    except TypeError as e:
+        raise ValueError(f"{path}: of another version ({e})") from None
 
 
 # ---- lengths in place of tokens ------------------------------------------------------------------
@@ -297,10 +311,10 @@ def make_run_plan(start: Any, data: Any, *, keep: bool = False) -> Plan:
     drop_dry, begun = settings.allow_bucket_exhaustion, [origin, settings.skip_steps]
     if keep:
         try:
-            kept = read_json(start.run_dir / PLAN_NAME)
-            if kept["key"] == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
-                return Plan.from_json(kept)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            kept = read_plan(start.run_dir / PLAN_NAME)
+            if kept.key == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
+                return kept
+        except (FileNotFoundError, ValueError):
             pass  # one that cannot be read costs nothing but time
     return make_plan(config, data.train, drop_dry=drop_dry, begun=begun, cursors=start.cursors,
                      start_step=start.step, **given)

@@ -317,7 +317,8 @@ def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool)
     except (ValueError, OSError) as e:
         told = str(e)
         named = damaged is None or damaged.name in told or damaged.stem in told or str(damaged.parent) in told
-        return ("refused", told[:300]) if named and told else ("found", f"without the file: {type(e).__name__}: {told[:300]}")
+        named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in told  # one of the two
+        return ("refused" if named and told else "found", f"{type(e).__name__}: {told[:300]}")
     except BaseException as e:
         return "found", f"{type(e).__name__}: {str(e)[:300]} at {where(e)}"
     bad = name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")

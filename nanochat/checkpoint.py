@@ -113,7 +113,7 @@ def load_plain(file: Path) -> Any:
     are read when they are looked at. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
+    except FileNotFoundError:
         raise
     except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, ...
         raise ValueError(f"{file}: refused, it holds something other than tensors and plain values, or is "

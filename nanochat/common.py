@@ -11,6 +11,7 @@ that only touch files and text start without it.
 import argparse
 import contextlib
 import difflib
+import faulthandler
 import fcntl
 import gc
 import hashlib
@@ -429,7 +430,9 @@ class DummyWandb:
 
 
 def setup_logging() -> None:
-    """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr."""
+    """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr; and the stacks of a process
+    that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
+    faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 

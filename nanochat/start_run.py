@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint, newest_good
-from nanochat.common import EXIT_HALTED, begin_data, place, print0, write_json
+from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
@@ -421,6 +421,10 @@ def introduce(start: Start, layout: Layout) -> None:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of "
                f"processes and a --device-batch-size that divide {layout.rows_per_step} rows "
                f"waste none")
+    if start.settings.data_format in ("shards", "megatron") and not in_store(start.settings.data_path or ""):
+        print0(f"note: token files are read through memory maps; should this process die of SIGBUS, one "
+               f"was cut short: scripts.status {start.run_dir.name} and the next launch name it, and "
+               f"with NANOCHAT_READER=pread it is an error like others")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

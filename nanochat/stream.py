@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.common import check_shape
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
@@ -36,6 +37,8 @@ from nanochat.sources import Source
 FORMAT = 4  # of cursors
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
+FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
+                      "pending"), int)  # what the ledger counts
 Document = tuple[int, int, int]  # (epoch, group, row in the group): what cursors name documents by
 
 
@@ -204,6 +207,14 @@ class Feed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
+        what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
+        check_shape(state, {**FEED, "unit": int, "left": int, "waiting": [[int]]}, what)
+        for waiting in state["waiting"]:
+            _, group, row, *piece = *waiting, 0, 0, 0
+            there = 0 <= group < len(self.source.groups) and 0 <= row < self.source.groups[group]
+            if len(waiting) != 6 or not there or min(piece) < 0:
+                raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
+                                 f"another checkpoint")
         self.epoch, self.unit = state["epoch"], state["unit"]
         self.num_documents, self.read = state["documents"], state["read"]
         waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
@@ -246,6 +257,8 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
+        check_shape(cursor, {"buckets": dict}, "cursor of a lane")
+        check_shape(cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED), "cursor of a lane")
         for bucket, feed in cursor["buckets"].items():
             account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
             account["bos"] += feed["inserted"]
@@ -267,6 +280,7 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
     """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is
     told."""
     for cursor in cursors:
+        check_shape(cursor, {"format": int, "lane": int, "stream": dict}, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; go on "
@@ -334,10 +348,11 @@ class Stream:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
                 lane = cursor["lane"]
+                check_shape(cursor, {"row": int, "dropped": [str], "buckets": dict}, f"cursor of lane {lane}")
                 if lane in self.rows:
                     self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
-                    for bucket, state in cursor["buckets"].items():
-                        self.feeds[bucket][lane].restore(state)
+                    for bucket in cursor["buckets"].keys() & self.feeds.keys():
+                        self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
 
     def _bucket(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None when all of them are dry."""

@@ -229,7 +229,7 @@ def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(
     group = training.start(hook=cut, **{**flags, "num_iterations": 2000})
     assert group.wait() == [-signal.SIGBUS]
     told = group.text()
-    assert "by SIGBUS (bus error); then scripts.status, scripts.verify and the next start name the file" in told
+    assert "die of SIGBUS, one was cut short: scripts.status run and the next launch name it" in told
     assert "Fatal Python error: Bus error" in told and "nanochat/tokens.py" in told
     assert status.main(["run"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
     refuse(path)

@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     keep_cursors(path, 20, pack_cursors(20, cursors(read=1)))
     keep_cursors(path, STEPS, pack_cursors(STEPS, cursors()))
     write_json(path / "data_manifest.json", {"train": {"data": {"root": "/data", "files": [
-        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}})
+        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}, "val": {}})
     write_json(path / "eval.json", EVALUATION)
     (path / "checkpoints" / "final").mkdir(parents=True)
     (tmp_path / "stages.tsv").write_text(STAGES)

@@ -210,9 +210,8 @@ class Feed:
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "unit": int, "left": int, "waiting": [[int]]}, what)
         for waiting in state["waiting"]:
-            _, group, row, *piece = *waiting, 0, 0, 0
-            there = 0 <= group < len(self.source.groups) and 0 <= row < self.source.groups[group]
-            if len(waiting) != 6 or not there or min(piece) < 0:
+            there = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
+            if not there or waiting[2] >= self.source.groups[waiting[1]]:
                 raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
                                  f"another checkpoint")
         self.epoch, self.unit = state["epoch"], state["unit"]

@@ -30,6 +30,7 @@ from nanochat.common import hash_bytes, hash_json
 from nanochat.start_run import tell_origin
 from tests import faults
 from tests.toy import examples
+from tests.training import as_bytes
 
 CONFIG = {"n_layer": 2, "n_embd": 8}
 
@@ -57,18 +58,6 @@ def states(seed: int) -> dict[str, Any]:
 def save(run: Path, step: int, *, seed: int | None = None, name: str | None = None) -> Path:
     rd.open_folders(run)
     return ckpt.save_checkpoint(run, name or f"checkpoint-{step}", step=step, **states(step if seed is None else seed))
-
-
-def bits(value: Any) -> Any:
-    """A value with its tensors replaced by dtype, shape and bytes, so that == compares bits."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().view(torch.uint8).numpy().tobytes() \
-            if value.ndim else value.reshape(1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {k: bits(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(bits(v) for v in value)
-    return value
 
 
 def newest(run: Path) -> Path | None:
@@ -102,7 +91,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     loaded, wrote = ckpt.load_checkpoint(path), states(7)
     assert path == tmp_path / "checkpoints" / "checkpoint-7" and loaded.step == 7
     for name, state in wrote["states"].items():
-        assert bits(loaded.load(name)) == bits(dict(state))
+        assert as_bytes(loaded.load(name)) == as_bytes(dict(state))
     assert loaded.model_state()["e"].dtype == torch.bfloat16
     assert loaded.optimizer_state()["groups"] == wrote["states"][ckpt.OPTIMIZER_NAME]["groups"]
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
@@ -443,7 +432,7 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tm
         assert loaded.path == two_runs / "checkpoints" / name
         checksum = json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"]
         assert tell_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
-        assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["states"][ckpt.MODEL_NAME]))
+        assert as_bytes(loaded.model_state()) == as_bytes(dict(states(loaded.step)["states"][ckpt.MODEL_NAME]))
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
         assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
@@ -535,7 +524,7 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> Non
     assert outcome is not None and outcome.path == tmp_path / "checkpoints/checkpoint-1" and saver.take() is None
     assert str(outcome.path) in outcome.message and outcome.seconds > 0 and outcome.fatal is None
     saved = ckpt.load_checkpoint(outcome.path)
-    assert bits(saved.model_state()) == bits(dict(states(1)["states"][ckpt.MODEL_NAME]))
+    assert as_bytes(saved.model_state()) == as_bytes(dict(states(1)["states"][ckpt.MODEL_NAME]))
 
 
 def test_a_full_disk_is_survived_until_the_third_time_in_a_row(tmp_path: Path) -> None:

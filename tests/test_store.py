@@ -316,12 +316,17 @@ def test_a_program_ends_though_its_store_stalls(store, how):
             f"path = place('{store.path(KEY)}')\npinned = path.pinned()\n"
             "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
             "def wait():\n    try:\n        StoreReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
-            "pool.submit(wait)\ntime.sleep(0.3)\nprint('end', flush=True)\n")
+            "pool.submit(wait)\ninput()\nprint('end', flush=True)\n")
     store.proxy.faults.append(Fault(stall=True, times=-1))
-    began = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", code + ("wait()" if how == "Ctrl-C" else "")], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not store.proxy.gets() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.stdin.write("\n")  # it waits for the store by now, however slowly it began
+    process.stdin.flush()
     assert process.stdout.readline() == "end\n"
+    began = time.monotonic()
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
     out, err = process.stdout.read(), process.stderr.read()  # not communicate, which loses what readline read

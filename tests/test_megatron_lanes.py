@@ -137,8 +137,10 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
 
 
 @pytest.mark.parametrize("make, path, data_format, message", [
-    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "megatron", r"b\.bin: this pair is of --data-format shards.*mixes"),
-    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards", r"a\.bin: this pair is of --data-format megatron.*mixes"),
+    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "megatron",
+     r"b\.bin: this pair is of --data-format shards.*mixes"),
+    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards",
+     r"a\.bin: this pair is of --data-format megatron.*mixes"),
     (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
     (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
     (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),

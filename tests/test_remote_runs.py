@@ -259,7 +259,7 @@ def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
     assert verify.main(["s3://bucket/shards", "s3://bucket/pairs", "--tokenizer", "s3://bucket/shards/tokenizer"]) == 0
     assert "all good" in capsys.readouterr().out
     flags = training.flags(**command("documents", "s3://bucket"))
-    assert validate.main([*flags, "--workers=1"]) == 0
+    assert validate.main(flags) == 0
     data = bucket.get("shards/b.bin")
     bucket.put("shards/b.bin", data[:400] + b"\xff\xff" + data[402:])
     assert verify.main(["s3://bucket/shards"]) == 1

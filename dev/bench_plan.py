@@ -5,7 +5,7 @@ What it takes to plan a run: `scripts.validate` on a large set of token files, o
 
 The token files are synthetic (lengths log-normal, median 400 and mean 800 tokens, as of web text): their indices are
 real, and their .bin are holes in the file system, which nobody reads. Timed are the command, by the clock, with its
-imports and the plan's processes, and this process's bare packers on lengths that lie ready. The last line is one JSON
+imports, and this process's bare packers on lengths that lie ready. The last line is one JSON
 object.
 """
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dev.measure import in_turns, new_parser, seconds, tell, tell_about, tell_ratios
-from nanochat.checkpoint import Outcome, Saver, save_checkpoint, to_host
+from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, Outcome, Saver, save_checkpoint, to_host
 from nanochat.common import run_main, write_json
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig
@@ -88,12 +88,10 @@ def bench_save(args: argparse.Namespace) -> dict[str, Any]:
             alone = job.timed(job.step)
 
             def hold() -> None:
-                optimizer_state = job.optimizer.gather_state()
-                model_state = to_host(job.model.state_dict())
+                states = {OPTIMIZER_NAME: job.optimizer.gather_state(), MODEL_NAME: to_host(job.model.state_dict())}
                 saver.start(partial(
-                    save_checkpoint, run_dir, f"checkpoint-{number}", step=number, model_state=model_state,
-                    model_config=asdict(job.model.config), optimizer_state=optimizer_state, scheduler_state={},
-                    rng_state={}, cursors=[], trainer_state={}))
+                    save_checkpoint, run_dir, f"checkpoint-{number}", step=number, states=states,
+                    model_config=asdict(job.model.config), cursors=[], trainer_state={}))
                 if not asynchronous:
                     outcomes.append(saver.take(wait=True))
             held = job.timed(hold)

@@ -116,13 +116,18 @@ lanes=("${train[@]}" s3://bucket/pairs/tokenizer --data-path s3://bucket/pairs -
 expect 0 python "${lanes[@]}" --num-iterations 4
 python - "$remote_prefixes" <<'PY'
 import sys
+import tempfile
+from pathlib import Path
 
 from nanochat import store
 from nanochat.common import place
 
 path = sys.argv[1].split(",")[0] + ".bin"
 data = place(path).read_bytes()
-store.write(path, data[2:] + data[:2])
+with tempfile.TemporaryDirectory() as folder:
+    changed = Path(folder, "changed")
+    changed.write_bytes(data[2:] + data[:2])
+    store.write(path, changed)
 PY
 expect 1 python "${lanes[@]}" --num-iterations 8 2>&1 | tee "$work/refused"
 grep -q "changed since this run began (etag" "$work/refused"

@@ -48,7 +48,7 @@ checkpoint means that one. """
 
 import contextlib
 import errno
-import hashlib
+import io
 import json
 import logging
 import os
@@ -57,7 +57,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
@@ -118,10 +118,15 @@ def to_host(state: Any) -> Any:
     return copied
 
 
-def save_plain(state: Any, file: Any, name: str) -> None:
-    """torch.save a plain state to a file that needs no more than write and flush. What is not
-    plain could not be read back, so it is a TypeError, which begins with `name` and the place."""
-    torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), cast(IO[bytes], file))
+def save_plain(state: Any, name: str) -> memoryview:
+    """A plain state as the bytes of a file. What is not plain could not be read back, so it is a
+    TypeError, which begins with `name` and the place.
+
+    They are made in memory because torch.save's C++ writer must not be left by the exception of a
+    full disk halfway; so a save holds its largest file once more while that is written."""
+    data = io.BytesIO()
+    torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), data)
+    return data.getbuffer()
 
 
 def load_plain(file: Path) -> Any:
@@ -129,7 +134,7 @@ def load_plain(file: Path) -> Any:
     are read when they are looked at. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
+    except FileNotFoundError:
         raise
     except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, ...
         raise ValueError(f"{file}: refused, it holds something other than tensors and plain values, or is "
@@ -138,58 +143,25 @@ def load_plain(file: Path) -> Any:
 
 # ---- writing ------------------------------------------------------------------------------------
 
-class SummedFile:
-    """A file for writing that sums up what goes through it. Its OSError waits for `finish`,
-    because torch.save's C++ writer must not be left by an exception halfway."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sum = file, hashlib.blake2b(digest_size=16)
-        self._error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            if self._error is None:
-                self._file.write(data)
-                self._sum.update(data)
-        except OSError as e:
-            self._error = e
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """torch.save calls it; `finish` does it."""
-
-    def finish(self) -> dict[str, Any]:
-        """Force all to disk; returns size and sum. Raises the OSError of any write."""
-        if self._error is not None:
-            raise self._error
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._file.tell(), "blake2b": self._sum.hexdigest()}
-
-
-def save_checkpoint(run_dir: Path, name: str, *, step: int, model_state: dict[str, Any],
-                    model_config: dict[str, Any], optimizer_state: Any, scheduler_state: Any,
-                    rng_state: dict[int, Any], cursors: list[dict[str, Any]],
+def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str, Any],
+                    model_config: dict[str, Any], cursors: list[dict[str, Any]],
                     trainer_state: dict[str, Any]) -> Path:
     """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
     checkpoint's path. A good checkpoint of that name and step is kept as it is.
 
-    States hold tensors and plain values (see `to_host`); `rng_state` is {rank: state}; `cursors`
-    are the JSON states of all lanes in order; `trainer_state` is JSON. One process calls this.
-    Raises OSError with the reason if it cannot be written: older checkpoints are then as they were
-    and nothing half-written stays. """
+    `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of
+    all lanes in order; `trainer_state`: JSON. One process calls this. Raises OSError with the
+    reason if it cannot be written: older checkpoints are then as they were and nothing
+    half-written stays. """
     assert name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown", "final"), name
     head = {"format_version": FORMAT_VERSION, "step": step, "architecture_hash": hash_json(model_config),
             **trainer_state}
     packed = pack_cursors(step, cursors)
-    contents = {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config),
-                MODEL_NAME: model_state, OPTIMIZER_NAME: optimizer_state, SCHEDULER_NAME: scheduler_state,
-                **{RNG_NAME.format(rank): state for rank, state in rng_state.items()}}
     target = run_dir / "checkpoints" / name
     try:
         keep_cursors(run_dir, step, packed)
         remake_folder(target.parent)
-        write_sealed(target, head, contents)
+        write_sealed(target, head, {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config), **states})
     except OSError as e:
         raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
                       f"{target.parent}: {e.strerror or e}; older checkpoints are untouched") from e
@@ -233,14 +205,13 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
 def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
     """Write bytes or a plain state to a new file of a checkpoint, on disk when this returns;
     its record for the seal."""
+    data = content if isinstance(content, bytes) else save_plain(content, name)
     (folder / name).parent.mkdir(exist_ok=True)
-    with open(folder / name, "xb") as raw:
-        file = SummedFile(raw)
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            save_plain(content, file, name)
-        return file.finish()
+    with open(folder / name, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(data), "blake2b": hash_bytes(data)}
 
 
 def json_bytes(value: Any) -> bytes:

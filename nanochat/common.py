@@ -307,11 +307,10 @@ if not typing.TYPE_CHECKING:
 # ---- settings and flags -------------------------------------------------------------------------
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """A field of a dataclass of settings: its default, what --help says of it, and either why a run
-    may never change it (`fixed`) or what changing it does (`note`). `more` is for
+    """A field of a dataclass of settings: its default, what --help says of it, and why a run may
+    never change it (`fixed`) or what people should know of a change (`note`). `more` is for
     nanochat/config.py, which makes flags of such fields. It stands here so that the room which
     owns a default can declare it."""
-    assert bool(fixed) != bool(note), "either may a later launch change it, or not"
     return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
 
 
@@ -335,20 +334,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, but an unknown flag is an error here: so it is told by the
-        subcommand whose flags it resembles. A path that may hold a secret is refused by `place`
-        before anybody shows it."""
-        given = sys.argv[1:] if args is None else args
+        """As argparse does it, but an unknown flag is told before a missing one, which it may be
+        meant for. Those of a subcommand are known to its own parser. A path that may hold a secret
+        is refused by `place` before anybody shows it."""
+        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
         for word in given:
             for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
                 place(word[found.start(1):])
-        found, unknown = super().parse_known_args([_dashed(word) for word in given], namespace)
-        if unknown:
-            word = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
-            guess = f"did you mean {close[0]}?" if close else "there is no such flag"
-            self.error(f"{word}: {self.instead.get(word, guess)}")
-        return found, unknown
+            name, known = word.partition("=")[0], self._option_string_actions
+            if self._subparsers is None and re.match("--.", name) and name not in known:
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+                guess = f"did you mean {close[0]}?" if close else "there is no such flag"
+                self.error(f"{name}: {self.instead.get(name, guess)}")
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> Any:
         self.exit(2, f"error: {message} (all flags: --help)\n")

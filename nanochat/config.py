@@ -4,9 +4,9 @@ The settings of a run: one frozen dataclass, and everything that people see of i
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
 From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that wants a
-flag adds one field here; a room that owns a default declares its fields itself (`ScheduleSettings`
-in nanochat/schedule.py) and is listed among the bases.
+config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that
+wants a flag adds one field here; a room that owns a default declares its fields itself
+(`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
 
 **A run never changes what it is.** The command that started a run also restarts it, so a restart
 may carry other flags, by intent or by accident:
@@ -15,11 +15,12 @@ may carry other flags, by intent or by accident:
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-What decides which rows come in which order, or what a step computes from them, is `fixed`. What
-only decides where, how fast and how long the run computes may change, and the change is told.
-Whoever wants something else starts a new run from the old one (--init-from). A field that an older
-run does not have has that field's default; one that this code does not have is refused. Warning
-instead of refusing was rejected: nobody reads the log of a job that restarts at night.
+What decides which rows come in which order, or what a step computes from them, is `fixed`, and
+says why. What only decides where, how fast and how long the run computes may change; a field whose
+change people should know of has a `note`, and it is told. Whoever wants something else starts a new
+run from the old one (--init-from). A field that an older run does not have has that field's
+default; one that this code does not have is refused. Warning instead of refusing was rejected:
+nobody reads the log of a job that restarts at night.
 """
 
 import argparse
@@ -40,9 +41,6 @@ SHAPE = "the shape of the model"
 STREAM = "decides which tokens come in which order"
 STEP = "what a step computes"
 ORIGIN = "what the run began with"
-SPEED = "speed only"
-LOOK = "how often the run looks at itself, not what it learns"
-LIMIT = "when this launch ends, not what it computes"
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, not the same bits: "
 
@@ -60,17 +58,11 @@ def numbers(text: str) -> list[float]:
 class RunSettings:
     """run"""
 
-    run: str = setting(
-        "dummy", "name of the wandb run; dummy: no wandb", note="the name shown by wandb")
-    model_tag: str | None = setting(
-        None, "name of the run directory (default: d<depth>)",
-        note="names the run directory; the run found is the one that goes on")
+    run: str = setting("dummy", "name of the wandb run; dummy: no wandb")
+    model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
-        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path",
-        note="asks for this very resume")
-    force: bool = setting(
-        False, "with --resume=scratch: delete the run that is there",
-        note="asks for this very start")
+        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path")
+    force: bool = setting(False, "with --resume=scratch: delete the run that is there")
     device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
                                note=ROUNDING + "other devices round differently")
     dtype: str = setting(
@@ -112,30 +104,26 @@ class DataSettings:
 
     data_path: str | None = setting(
         None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
-        f"without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)",
-        note="a folder may move: the files are pinned by relative name and hash")
+        f"without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)")
     val_path: str | None = setting(
         None, "validation files (default: the last file below --data-path; with --order=megatron "
-        "the whole documents of the valid split)",
-        note="a folder may move: the files are pinned by relative name and hash")
+        "the whole documents of the valid split)")
     data_format: str = setting(
         "text", "text: parquet, jsonl, jsonl.gz | shards: what scripts.tok_shards makes | "
         "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
         "nanochat/source_xyz.py reads", fixed=STREAM)
     tokenizer_dir: str | None = setting(
         None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where "
-        "scripts.tok_train puts it",
-        note="a run has its own copy of its tokenizer; the fingerprint is compared")
+        "scripts.tok_train puts it")
     tokenizer_fingerprint: str = setting(
         "", "of the tokenizer", flag=False,
         fixed="decides the tokens of every text; the run's own copy is in its folder: "
         "--tokenizer-dir=RUN/tokenizer")
-    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", note=SPEED)
+    tokenizer_threads: int = setting(4, "threads per process that read and tokenize")
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
-        metavar="DIR", note="where copies of indices lie, not what they say")
-    strict: bool = setting(
-        False, "a broken line of jsonl is an error", note="whether a broken line ends the run")
+        metavar="DIR")
+    strict: bool = setting(False, "a broken line of jsonl is an error")
     packing: str = setting(
         "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
     pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM)
@@ -152,8 +140,7 @@ class DataSettings:
                           fixed="the order in which gradients are added")
     plan: str = setting(
         "error", "where the data end before the run does, which is computed first: do not start | "
-        "warn | do not compute it", choices=("error", "warn", "off"),
-        note="looked at before training only")
+        "warn | do not compute it", choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
         None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
         fixed="decides which bucket a row comes from; how it is written, and how long its last "
@@ -161,9 +148,7 @@ class DataSettings:
     allow_bucket_exhaustion: bool = setting(
         False, "go on without a bucket that has run dry",
         note="a lane whose bucket has run dry goes on with the others, or halts the run")
-    allow_budget_mismatch: bool = setting(
-        False, "as the curriculum says", flag=False,
-        note="the run may be longer or shorter than its curriculum")
+    allow_budget_mismatch: bool = setting(False, "as the curriculum says", flag=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +172,7 @@ class MegatronSettings:
         -1, "of the whole run", flag=False, auto=True,
         fixed="Megatron's order is a shuffle of so many samples: another number is another order")
     index_cache: str | None = setting(
-        None, "where shuffled indices are kept (default: <base dir>/index_cache)", metavar="DIR",
-        note=SPEED)
+        None, "where shuffled indices are kept (default: <base dir>/index_cache)", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +181,7 @@ class HorizonSettings:
 
     num_iterations: int = setting(-1, "optimizer steps", note=HORIZON)
     target_flops: float = setting(-1.0, "steps to spend so many FLOPs", note=HORIZON)
-    target_param_data_ratio: float = setting(
-        12.0, "tokens per scaling parameter", note=HORIZON)
+    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter", note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,20 +207,17 @@ class OptimizerSettings:
 class LookSettings:
     """looking and saving (every N steps and at the end; -1: never, or saving at the end only)"""
 
-    eval_every: int = setting(250, "steps between evaluations", note=LOOK)
+    eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
         80 * 524288, "validation tokens an evaluation reads",
         note="bits per byte before and after are taken over different amounts of text")
-    sample_every: int = setting(2000, "steps between continuations of validation text", note=LOOK)
-    save_every: int = setting(-1, "steps between checkpoints", note=LOOK)
+    sample_every: int = setting(2000, "steps between continuations of validation text")
+    save_every: int = setting(-1, "steps between checkpoints")
     log_every: int = setting(
-        10, "after a launch's first 100 steps, steps between printed lines; the log has all",
-        note=LOOK)
-    sync_save: bool = setting(False, "let the loop wait until a checkpoint is written", note=SPEED)
-    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)",
-                                      note="which checkpoints stay")
-    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides",
-                                               note="which checkpoints stay")
+        10, "after a launch's first 100 steps, steps between printed lines; the log has all")
+    sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
+    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)")
+    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +225,9 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "stop in time, saved (default: SLURM_JOB_END_TIME or NANOCHAT_MAX_RUNTIME, if set)",
-        note=LIMIT)
-    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", note=LIMIT)
-    collective_timeout_seconds: float = setting(
-        600.0, "a rank that hangs for so long ends the run", note=LIMIT)
+        -1.0, "stop in time, saved (default: SLURM_JOB_END_TIME or NANOCHAT_MAX_RUNTIME, if set)")
+    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least")
+    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run")
     init_from: str | None = setting(
         None, "a new run starts with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
     init_optimizer: bool = setting(False, "and with the state of its optimizer", fixed=ORIGIN)
@@ -266,11 +244,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     for flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tokenizer_threads", 1), ("log_every", 1), ("skip_steps", 0), ("keep_last_k", 1),
-                            ("keep_milestone_every", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{flag(name)}: got {value}, expected at least {least}")
+        least = {"tokenizer_threads": 1, "log_every": 1, "skip_steps": 0, "keep_last_k": 1,
+                 "keep_milestone_every": 1}
+        for name, value in self.differing().items():
+            if name in least and value < least[name]:
+                raise ValueError(f"{flag(name)}: got {value}, expected at least {least[name]}")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")
@@ -379,8 +357,8 @@ def from_flags(args: argparse.Namespace) -> Settings:
 def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
           ) -> tuple[Settings, list[str]]:
     """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json
-    holds `run`: what the command leaves to the program is as the run has it, and each change that
-    is allowed has a notice. ValueError that lists the changes that are not."""
+    holds `run`: what the command leaves to the program is as the run has it. ValueError that lists
+    the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
     notices: list[str] = []
     refused: list[str] = []
@@ -392,8 +370,10 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
             change = f"{flag(name)}: the run has {before!r}, the command says {after!r}"
-            told = refused if f.metadata["fixed"] else notices
-            told.append(f"{change} ({f.metadata['fixed'] or f.metadata['note']})")
+            if f.metadata["fixed"]:
+                refused.append(f"{change} ({f.metadata['fixed']})")
+            elif f.metadata["note"]:
+                notices.append(f"{change} ({f.metadata['note']})")
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived"}
     refused += [f"{flag(name)}: the run has {run[name]!r}, and this code has no such setting"
                 for name in sorted(unknown)]
@@ -406,9 +386,9 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
 
 
 def settings_table() -> str:
-    """The rules as markdown, in the order of the code."""
+    """The rules as markdown, in the order of the code; settings without one may change silently."""
     lines = ["| setting | may change | what it does, or why not |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
-        fixed, note = f.metadata["fixed"], f.metadata["note"]
-        lines.append(f"| `{flag(name)}` | {'no' if fixed else 'yes'} | {fixed or note} |")
+        if told := f.metadata["fixed"] or f.metadata["note"]:
+            lines.append(f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {told} |")
     return "\n".join(lines) + "\n"

@@ -49,82 +49,70 @@ MARKER = "dataset.json"  # beside downloaded shards: which data set they are
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """All files of a format below a folder in the order of their relative paths; a single file is
-    itself. Of pairs also PREFIX[,PREFIX...], each a path without .bin or .idx, in the order
-    given."""
+    itself. Of pairs also PREFIX[,PREFIX...], see `find_prefixes`."""
     # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
     path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
-                             f"--data-format {data_format}; rename it, or take another "
-                             f"--data-format")
+                             f"--data-format {data_format}; rename it, or take another --data-format")
         return [path]
-    if is_prefixes(path):
-        return [_pair_at(prefix, data_format) for prefix in str(path).split(",")]
+    if prefixes := find_prefixes(path):
+        if data_format == "text":
+            raise ValueError(f"{path}: the path of a pair of token files, and --data-format is text; take "
+                             f"--data-format shards or megatron, whichever they are, or name a folder of text")
+        return prefixes
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m "
                                 f"nanochat.dataset, make some with python -m "
                                 f"dev.make_sample_corpus, or point --data-path at yours")
-    known = (".idx", *suffixes, *itertools.chain(*FORMATS.values()))
-    there = {file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
-             and not any(part.startswith(".") for part in file.relative_to(path).parts)}
+    known = (".idx", *itertools.chain(suffixes, *FORMATS.values()))
+    there = [file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
+             and not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    there.sort(key=lambda file: file.relative_to(path).as_posix())
     files = [file for file in there if file.name.endswith(suffixes)]
-    if data_format != "text":
-        for idx in sorted(file for file in there if file.suffix == ".idx"):
-            file = idx.with_suffix(".bin")
-            if file not in there:  # must not make the data silently less
-                raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it "
-                                        f"back, or delete {idx.name} and rerun scripts.tok_shards")
+    for idx in (file for file in there if file.suffix == ".idx" and data_format != "text"):
+        if not (file := idx.with_suffix(".bin")).is_file():  # must not make the data silently less
+            raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it "
+                                    f"back, or delete {idx.name} and rerun scripts.tok_shards")
     if not files:
-        others = [name for name, some in FORMATS.items()
-                  if some != suffixes and any(file.name.endswith(some) for file in there)]
+        others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in there)]
         hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    return files
 
 
-def is_prefixes(path: Path | str) -> bool:
-    """Whether a --data-path names pairs by their paths without .bin and .idx, with commas between
-    them. ValueError, which says what to write, for Megatron's own list with a weight before each
-    of them."""
-    if place(path).exists():
-        return False
+def find_prefixes(path: Path | str) -> list[Path]:
+    """The .bin files of pairs that a --data-path names by their paths without .bin and .idx, with
+    commas between them, in the order given; [] for any other path. FileNotFoundError for a pair
+    that is not there; ValueError, which says what to write, for Megatron's own list with a weight
+    before each of them."""
     parts = str(path).split(",")
+    if place(path).exists():
+        return []
     if len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2]):
         raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
                          f"--data-path={','.join(parts[1::2])} --order=megatron "
                          f"--blend-weights={','.join(parts[::2])}")
-    return len(parts) > 1 or any(file.is_file() for file in _pair(path))
-
-
-def _pair(prefix: Path | str) -> tuple[Path, Path]:
-    return place(f"{place(prefix)}.bin"), place(f"{place(prefix)}.idx")
-
-
-def _pair_at(prefix: str, data_format: str) -> Path:
-    """The .bin of a prefix; ValueError or FileNotFoundError where it names no pair."""
-    file, idx = _pair(prefix)
-    if data_format == "text":
-        raise ValueError(f"{prefix}: the path of a pair of token files, and --data-format is "
-                         f"text; take --data-format shards or megatron, whichever they are, or "
-                         f"name a folder of text")
-    if not file.is_file() and not idx.is_file():
-        raise FileNotFoundError(f"{prefix}: neither {file.name} nor {idx.name} is there; "
-                                f"--data-path takes a folder, or paths without .bin and .idx with "
-                                f"commas between them")
-    return file
+    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+        raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
+                         f"this machine; the data of a run lie in one of them")
+    files = [place(f"{place(part)}.bin") for part in parts]
+    for prefix, file in zip(parts, files):
+        if not file.is_file() and not file.with_suffix(".idx").is_file():
+            if len(parts) == 1:
+                return []
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx is there; --data-path takes "
+                                    f"a folder, or paths without .bin and .idx with commas between them")
+    return files
 
 
 def data_folder(path: Path | str) -> Path:
     """What the names of files below a --data-path are relative to: itself, or the folder of a file
     or of prefixes."""
     path = place(path)
-    if is_prefixes(path):
-        folders = [place(prefix).parent for prefix in str(path).split(",")]
-        if len({folder.parts[0] if in_store(folder) else "" for folder in folders}) > 1:
-            raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
-                             f"this machine; the data of a run lie in one of them")
-        return place(os.path.commonpath(folders))
+    if prefixes := find_prefixes(path):
+        return place(os.path.commonpath([file.parent for file in prefixes]))
     return path.parent if path.is_file() else path
 
 
@@ -166,7 +154,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
     """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are
     BUCKET. Of prefixes each is a bucket."""
-    folder, prefixes = data_folder(path), is_prefixes(path)
+    folder, prefixes = data_folder(path), find_prefixes(path)
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):
         name = file.relative_to(folder)

@@ -5,7 +5,7 @@ gradients.
     on_rank0(f)     rank 0: f() --value or error--> all        reading and writing the run directory
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
     same(d)         all: d == rank 0's d?                      what all must have been started with
-    gather(x)       all: x --list--> rank 0;  gather_all: to all
+    gather_all(x)   all: x --list--> all
     share(t)        rank 0: a tensor --> all                   what only rank 0's machine can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
@@ -20,7 +20,6 @@ traceback. All of these are collective, and plain calls in a single process. Err
 between collectives are the watchdog's.
 """
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -32,10 +31,7 @@ import torch.distributed as dist
 
 from nanochat.common import get_dist_info
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-NAMED = 8  # so many ranks are named, the others counted
 
 
 # ---- device and group ----------------------------------------------------------------------------
@@ -56,15 +52,12 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
     in a collective. Returns (is distributed, rank, local rank, world size, device). Raises
     ValueError where the device is absent.
     """
-    if device_type not in ("cuda", "mps", "cpu"):
-        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu")
     if device_type == "cuda":
         prepare_cuda(deterministic)
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device-type cuda: this PyTorch sees no CUDA device; use --device-type "
-                         "cpu")
-    if device_type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("--device-type mps: this PyTorch sees no Apple GPU; use --device-type cpu")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if not there.get(device_type):
+        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu, of which this PyTorch has "
+                         f"{' and '.join(name for name in there if there[name])}")
     distributed, rank, local_rank, world_size = get_dist_info()
     on_cuda = device_type == "cuda"
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
@@ -146,12 +139,7 @@ PEAK_FLOPS = (
 def get_peak_flops(device_name: str) -> float:
     """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0
     instead of wrong."""
-    lowered = device_name.lower()
-    for fragment, flops in PEAK_FLOPS:
-        if fragment in lowered:
-            return flops
-    log.warning("peak FLOP/s of %r unknown: no MFU is told", device_name)
-    return float("inf")
+    return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
 # ---- what ranks tell each other ------------------------------------------------------------------
@@ -162,25 +150,24 @@ def on_rank0(function: Callable[[], T]) -> T:
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
-    box: list[Any] = [None, None]
+    box: list[Any] = []
     error: Exception | None = None
     if rank == 0:
         try:
-            box[0] = function()
+            box = [function(), True]
         except Exception as e:
-            error, box[1] = e, True
+            error = e
+    box = box or [None, False]
     dist.broadcast_object_list(box, src=0)
-    if error is not None:
-        raise error
-    if box[1]:
-        raise SystemExit(1)
+    if not box[1]:
+        raise error or SystemExit(1)
     return box[0]
 
 
 def agree(function: Callable[[], T]) -> T:
     """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag
     or a missing file. Where it raises, all leave: rank 0 with its own error, or with a ValueError
-    that names ranks and host; the others with exit code 1. What is neither ValueError nor OSError
+    that names rank and host; the others with exit code 1. What is neither ValueError nor OSError
     is raised by the first rank that has it."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
@@ -190,54 +177,33 @@ def agree(function: Callable[[], T]) -> T:
         value = function()
     except Exception as e:
         error = e
-    told = None if error is None else (socket.gethostname(), str(error), isinstance(error, (ValueError, OSError)))
+    told = None if error is None else (not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
     failed = {r: t for r, t in enumerate(gather_all(told)) if t is not None}
     if not failed:
         return value
-    bugs = [r for r, (_, _, expected) in failed.items() if not expected]
-    if error is not None and rank == (bugs[0] if bugs else 0) and (bugs or len(failed) == world_size):
+    speaker = next((r for r, (is_bug, _, _) in failed.items() if is_bug), 0)
+    if rank != speaker:
+        raise SystemExit(1)
+    if error is not None and (failed[rank][0] or len(failed) == world_size):
         raise error
-    if rank == 0 and not bugs:
-        host, text, _ = next(iter(failed.values()))
-        alike = [r for r, (h, t, _) in failed.items() if (h, t) == (host, text)]
-        more = f" ({len(failed) - len(alike)} more of {world_size} failed too)" if len(failed) > len(alike) else ""
-        raise ValueError(f"{_named(alike)} on host {host}: {text}{more}") from error
-    raise SystemExit(1)
+    first, (_, host, text) = next(iter(failed.items()))
+    more = f" ({len(failed)} of {world_size} ranks failed)" if len(failed) > 1 else ""
+    raise ValueError(f"rank {first} on host {host}: {text}{more}") from error
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. ValueError on rank 0, exit code 1 elsewhere, unless all ranks have the same
-    settings: plain values by the names their flags have."""
-    everyone = gather_all((socket.gethostname(), dict(settings)))
-    theirs = everyone[0][1]
+    """Collective. Leaves as `agree` does unless all ranks have the same settings: plain values by
+    the names their flags have."""
+    theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
-        for rank, (host, mine) in enumerate(everyone):
-            differing = [k for k in sorted(theirs.keys() | mine.keys()) if theirs.get(k) != mine.get(k)]
-            if differing:
-                told = "; ".join(f"{k} is {theirs.get(k)!r} on rank 0, {mine.get(k)!r} on rank "
-                                 f"{rank} on host {host}" for k in differing)
-                raise ValueError(f"the processes of this launch were started differently: {told}; "
-                                 f"start all with the same flags, the same files under the same "
-                                 f"paths, and the same tokenizer")
+        differing = [f"{k} is {settings.get(k)!r}, on rank 0 it is {theirs.get(k)!r}"
+                     for k in sorted(theirs.keys() | settings.keys()) if theirs.get(k) != settings.get(k)]
+        if differing:
+            raise ValueError(f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
+                             f"the same files under the same paths, and the same tokenizer")
 
-    on_rank0(compare)
-
-
-def _named(ranks: list[int]) -> str:
-    """'rank 1, 3'."""
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:NAMED]))}{more}"
-
-
-def gather(value: T) -> list[T]:
-    """Collective. All ranks' values in rank order, on rank 0; [] on the others."""
-    _, rank, _, world_size = get_dist_info()
-    if world_size == 1:
-        return [value]
-    everyone: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(value, everyone)
-    return everyone or []
+    agree(compare)
 
 
 def gather_all(value: T) -> list[T]:

@@ -73,7 +73,8 @@ class Downloader:
         for attempt in range(ATTEMPTS):
             pause = BACKOFF_S * 2**attempt
             try:
-                with requests.get(url, auth=self._sign, stream=True, timeout=TIMEOUT_S) as response:
+                sign = self._sign if self.token else None
+                with requests.get(url, auth=sign, stream=True, timeout=TIMEOUT_S) as response:
                     code = response.status_code
                     problem = f"got HTTP {code} {response.reason}"
                     if code == 200:
@@ -94,10 +95,9 @@ class Downloader:
                       f"network, --base-url and HF_ENDPOINT, or try again later")
 
     def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Send the token, if there is one. A plain header would lose against an entry in ~/.netrc;
-        requests drops what this sets when the server sends us elsewhere."""
-        if self.token:
-            request.headers["Authorization"] = f"Bearer {self.token}"
+        """Send the token. A plain header would lose against an entry in ~/.netrc; requests drops
+        what this sets when the server sends us elsewhere."""
+        request.headers["Authorization"] = f"Bearer {self.token}"
         return request
 
 

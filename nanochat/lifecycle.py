@@ -28,7 +28,7 @@ it:
     .owner-000007  (A, dead)     B and C both find A dead; both try to create .owner-000008
     .owner-000008  (B)           one of them does; the other looks again, finds B alive, and gives up
 
-A number is never used twice: an owner that ends marks its record as released and leaves it. So a
+A number is never used twice: an owner that ends says so in its state, and leaves its record. So a
 launch that was delayed between its look and its claim finds its number taken, or a higher one. The
 owner looks at its record every second; where the record is gone or another's (the run directory
 was removed; the owner slept and was taken for dead), it ends itself.
@@ -38,15 +38,13 @@ and started when the record says. From any other place, and where the system has
 heartbeat changes while we watch. Clocks of two machines are not compared for that, so a clock that
 is hours off neither locks a run nor lets two in.
 
-**What torchrun makes of it** (2.13, tried out). On SIGTERM, SIGINT, SIGHUP or SIGQUIT it passes
-the signal on to the workers of its node, kills those left after `--shutdown-timeout` seconds
-(which must exceed a step and a save), and exits with 1 however well they ended; any other signal
-kills torchrun alone and orphans its workers, hence `--signals-to-handle
-SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. A terminal's Ctrl-C reaches workers through torchrun only. Where
-one node of several is signalled all ranks save and end, but the other torchruns wait for minutes:
-signal all, as srun does, or use scripts.stop. Ask `scripts.status --exit-code` how it ended. """
+**What torchrun makes of it** (2.13, tried out). It passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on to
+the workers of its node, kills those left after `--shutdown-timeout` seconds (which must exceed a
+step and a save), and exits with 1 however well they ended. Any other signal kills torchrun alone,
+hence `--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Where one node of several is signalled
+all ranks save and end, but the other torchruns wait for minutes: signal all, as srun does, or use
+scripts.stop. Ask `scripts.status --exit-code` how it ended. """
 
-import contextlib
 import json
 import logging
 import os
@@ -63,7 +61,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nanochat.common import LAUNCH, StopAsked, check_shape, read_json
+from nanochat.common import LAUNCH, StopAsked, read_json
 from nanochat.run_dir import finite
 
 log = logging.getLogger(__name__)
@@ -112,12 +110,6 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
                          f"where it is left over from another, or give --max-runtime-seconds")
     at = time.monotonic() + left
     return at, at - started
-
-
-def request_stop(run_dir: Path) -> None:
-    """Ask the run in `run_dir` to stop, by a file that counts by being there; the time in it is
-    for people."""
-    (run_dir / FLAG_NAME).write_text(json.dumps({"time": time.time()}) + "\n")
 
 
 class StopWatch:
@@ -210,12 +202,10 @@ class StopWatch:
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All ranks' reasons to stop (rank order, '' for none) as one: 'SIGUSR1', 'SIGTERM (rank 1,
-    3)'."""
-    ranks = [rank for rank, reason in enumerate(reasons) if reason]
-    told = reasons[ranks[0]] if ranks else ""
-    some = told.startswith("SIG") and len(ranks) < len(reasons)
-    return f"{told} (rank {', '.join(map(str, ranks))})" if some else told
+    """All ranks' reasons to stop (rank order, '' for none) as one, the first: 'walltime: ..',
+    'SIGUSR1', or 'SIGTERM (rank 1)' where not all ranks had a signal."""
+    rank, told = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
+    return f"{told} (rank {rank})" if told.startswith("SIG") and not all(reasons) else told
 
 
 # ---- processes ----------------------------------------------------------------------------------
@@ -263,7 +253,8 @@ NUMBER = int | float | None
 NEWS = {  # what a run tells of itself while it goes on, and the shape of each
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
     "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None}
-STATE = {**NEWS, "launch": str, "world_size": int, "ranks": [PROCESS], "started": float, "heartbeat": float}
+STATE = {**NEWS, "format_version": int, "launch": str, "world_size": int, "ranks": [PROCESS],
+         "started": float, "heartbeat": float}
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
@@ -272,15 +263,12 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / STATE_NAME
     way_out = "the next launch of the run writes it anew"
     try:
-        state = read_json(path, {"format_version": int}, way_out=way_out)
+        state = read_json(path, STATE, way_out=way_out)
     except FileNotFoundError:
         return None
-    if state["format_version"] != FORMAT_VERSION or state.get("status") not in (*ACTIVE, *EXIT_CODES):
-        raise ValueError(f"{path}: expected a state of format_version {FORMAT_VERSION}; it was written by another "
-                         f"version of this program; {way_out}")
-    check_shape(state, STATE, path)
-    if not state["ranks"]:
-        raise ValueError(f"{path}: ranks: expected at least one; {way_out}")
+    known = state["format_version"] == FORMAT_VERSION and state["status"] in (*ACTIVE, *EXIT_CODES)
+    if not (known and state["ranks"]):
+        raise ValueError(f"{path}: not a state as this version of the program writes it; {way_out}")
     return state
 
 
@@ -317,54 +305,47 @@ def _replace(path: Path, value: Any) -> None:
 
 # ---- who owns it --------------------------------------------------------------------------------
 
-OWNER = {"launch": str, "since": float, "released": bool, **PROCESS}
+OWNER = {"launch": str, "since": float, **PROCESS}
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The right of one launch to write into a run directory."""
+    """The right of one launch to write into a run directory: its record, and where that lies."""
 
-    run_dir: Path
-    generation: int
+    path: Path
     record: dict[str, Any]
-
-    @property
-    def launch(self) -> str:
-        return self.record["launch"]
 
     def lost(self) -> str:
         """'' as long as this launch owns the run, else a sentence that says what has happened."""
         try:
-            record = read_json(_owner_path(self.run_dir, self.generation), {"launch": str})
+            record = read_json(self.path, {"launch": str})
         except FileNotFoundError:
-            record = {}
+            record = {"launch": ""}
         except (OSError, ValueError):
             return ""  # nobody can tell now; the next look may
-        if record.get("launch") == self.launch:
+        if record["launch"] == self.record["launch"]:
             return ""
-        return (f"{self.run_dir}: this launch does not own the run any more: "
-                + ("another launch took it over, believing this one dead" if _owners(self.run_dir) else
-                   "its files were removed while it trains") + "; ended at once, so that only one writes")
-
-    def release(self) -> None:
-        """Give the right up. Twice is fine, and so is having lost it."""
-        with contextlib.suppress(OSError):
-            if not self.lost():
-                _replace(_owner_path(self.run_dir, self.generation), {**self.record, "released": True})
+        why = "another launch took it over" if _owners(self.path.parent) else "its files were removed while it trains"
+        return f"{self.path.parent}: this launch does not own the run any more: {why}; ended at once"
 
 
 def check_free(run_dir: Path) -> int:
     """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must
     be told. Watches a launch in another place for a while. ValueError names the launch that owns
     it."""
-    generation = max(_owners(run_dir), default=0)
-    record = _read_owner(run_dir, generation)
-    if record is None or record["released"]:
+    owners = _owners(run_dir)
+    generation = max(owners, default=0)
+    record = _read_owner(owners[generation]) if owners else None
+    if record is None or _told_by(run_dir, record)[0]:
         return generation
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
     told = f"host {record['host']}, pid {record['pid']}, since {since}"
-    here = is_alive_here(record)
-    if _beats(run_dir, record, told) if here is None else here:
+    alive = is_alive_here(record)
+    if alive is None:
+        log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for %.0f s",
+                    run_dir, told, WATCH_S)
+        alive = _beats(run_dir, record)
+    if alive:
         raise ValueError(f"{run_dir}: another launch is at work on this run: {told}; end it with python -m "
                          f"scripts.stop {run_dir.name}, or name another run with --model-tag")
     log.warning("%s: taking over from a launch that is gone: %s", run_dir, told)
@@ -375,23 +356,22 @@ def claim(run_dir: Path, generation: int) -> Owner:
     """Become the owner, in succession to the generation that `check_free` returned. ValueError if
     another launch has become it since."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    record = {"launch": uuid.uuid4().hex, "since": time.time(), "released": False, **identify()}
-    owner = Owner(run_dir, generation + 1, record)
-    path = _owner_path(run_dir, owner.generation)
+    path = run_dir / f".owner-{generation + 1:06d}.json"
+    record = {"launch": uuid.uuid4().hex, "since": time.time(), **identify()}
     try:
         with open(path, "x") as f:
             f.write(json.dumps(record) + "\n")
-        if max(_owners(run_dir)) > owner.generation:
+        if max(_owners(run_dir)) > generation + 1:
             path.unlink()
             raise FileExistsError
     except FileExistsError:
         check_free(run_dir)  # refuses, naming it
         raise ValueError(f"{run_dir}: another launch was at work on this run a moment ago; start the command "
                          f"again") from None
-    for older in _owners(run_dir):
-        if older < owner.generation:
-            _owner_path(run_dir, older).unlink(missing_ok=True)
-    return owner
+    for older, its_path in _owners(run_dir).items():
+        if older <= generation:
+            its_path.unlink(missing_ok=True)
+    return Owner(path, record)
 
 
 def acquire(run_dir: Path) -> Owner:
@@ -399,56 +379,47 @@ def acquire(run_dir: Path) -> Owner:
     return claim(run_dir, check_free(run_dir))
 
 
-def _owner_path(run_dir: Path, generation: int) -> Path:
-    return run_dir / f".owner-{generation:06d}.json"
-
-
-def _owners(run_dir: Path) -> list[int]:
-    """The generations whose records are there."""
+def _owners(run_dir: Path) -> dict[int, Path]:
+    """{generation: its record} of those that are there."""
     names = os.listdir(run_dir) if run_dir.is_dir() else []
-    return [int(match[1]) for name in names if (match := OWNER_NAME.fullmatch(name))]
+    return {int(match[1]): run_dir / name for name in names if (match := OWNER_NAME.fullmatch(name))}
 
 
-def _read_owner(run_dir: Path, generation: int) -> dict[str, Any] | None:
+def _read_owner(path: Path) -> dict[str, Any] | None:
     """The record of an owner, None if there is none. One that is broken is told of and counts as
     none: it is no dead end. (A launch that is writing it this moment finds itself succeeded, and
     ends.)"""
-    for _ in range(2):
+    for last_try in (False, True):
         try:
-            return read_json(_owner_path(run_dir, generation), OWNER, way_out="it is replaced")
+            return read_json(path, OWNER, way_out="it is replaced")
         except FileNotFoundError:
-            return None
+            break
         except ValueError as e:
-            problem = e
-            time.sleep(0.3)
-    log.warning("%s", problem)
+            log.warning("%s", e) if last_try else time.sleep(0.3)
     return None
 
 
-def _beats(run_dir: Path, record: dict[str, Any], told: str) -> bool:
-    """Whether the heartbeat of a launch in another place changes while we watch."""
-    def beat() -> float | None:
-        """The heartbeat that the launch of this record wrote last, infinity when it has ended."""
-        try:
-            state = read_state(run_dir)
-        except ValueError as e:
-            log.warning("%s", e)
-            return None
-        if state is None or state["launch"] != record["launch"]:
-            return None
-        return float("inf") if state["status"] in EXIT_CODES else state["heartbeat"]
+def _told_by(run_dir: Path, record: Mapping[str, Any]) -> tuple[bool, float | None]:
+    """What the state says of an owner's launch: has it ended, and its last heartbeat. Nothing
+    where the state is broken or another launch's."""
+    try:
+        state = read_state(run_dir)
+    except ValueError as e:
+        log.warning("%s", e)
+        state = None
+    if state is None or state["launch"] != record["launch"]:
+        return False, None
+    return state["status"] in EXIT_CODES, state["heartbeat"]
 
-    first = beat()
-    if first == float("inf"):
-        return False
-    log.warning("%s belongs to a launch in another place: %s; watching its heartbeat for %.0f s",
-                run_dir, told, WATCH_S)
-    end = time.monotonic() + WATCH_S
+
+def _beats(run_dir: Path, record: Mapping[str, Any]) -> bool:
+    """Whether the heartbeat of a launch in another place changes while we watch."""
+    first, end = _told_by(run_dir, record), time.monotonic() + WATCH_S
     while time.monotonic() < end:
         time.sleep(HEARTBEAT_S / 5)
         os.listdir(run_dir)  # network file systems look afresh
-        if (now := beat()) != first:
-            return now != float("inf")
+        if (now := _told_by(run_dir, record)) != first:
+            return not now[0]
     return False
 
 
@@ -465,10 +436,10 @@ class RunState:
     from any thread."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
-        self._owner, self._path = owner, owner.run_dir / STATE_NAME
+        self._owner, self._path = owner, owner.path.with_name(STATE_NAME)
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
-            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
+            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.record["launch"],
             "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
         self._told = False  # that the state cannot be written
         self._news, self._over = threading.Event(), threading.Event()
@@ -493,12 +464,11 @@ class RunState:
             self._news.set()
 
     def close(self, status: str, reason: str = "") -> None:
-        """Say how the run ended, and give up owning it. The first final status stays."""
+        """Say how the run ended, which also gives up owning it. The first final status stays."""
         self.update(status=status, reason=reason)
         self._over.set()
         self._news.set()
         self._thread.join(timeout=5)  # it writes the last state; a disk that hangs holds nobody up
-        self._owner.release()
 
     def __enter__(self) -> "RunState":
         return self

@@ -8,12 +8,10 @@ The plan: what a run will take from each bucket, and at which step one runs dry,
     bucket   tokens there       asked     trained      usable   passes   cropped   dry at step
     code        4,120,388   4,500,000   4,083,712   4,083,712     0.99     1.1 %         4,312
 
-Placements come from lengths alone. So a feed of the stream that is given lengths in place of tokens
-packs the very same rows, and a plan is each lane followed through the mix, row by row, with such
-feeds:
+Placements come from lengths alone. So a stream of documents that have a length and no tokens packs
+the very same rows, and a plan is that stream followed step by step:
 
-    lane 0, row k --Mixer--> bucket --rehearsed feed--> a row, or dry: the lane halts or drops it
-    lane 1 ...               all lanes in a few processes; the first halt of any is the run's
+    lengths --> Stream(feed=Rehearsal) --rows of a step--> all there, or a lane halts, or drops a bucket
 
 For token files this is what will happen, halting step and accounts included. Text has no lengths
 before it is tokenized: they are drawn from a few hundred documents, and what comes of that is
@@ -25,33 +23,31 @@ and a restart reads it.
 """
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import hash_json, print0, read_json
+from nanochat.common import check_shape, hash_json, print0, read_json
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
-from nanochat.sources import Manifest, Source, open_source
-from nanochat.stream import Cursor, Feed, feed_json, ledger
+from nanochat.sources import Source
+from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger
 
 log = logging.getLogger(__name__)
 
 VERSION = 2
+PHASE = {"first_step": int, "tokens": int, "asked": dict}
+ACCOUNT = ("emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
-PARALLEL = 300_000_000  # tokens from which processes pay for their start
 DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
             "it where it is dry (--allow-bucket-exhaustion)")
 
@@ -110,160 +106,72 @@ class Plan:
         return cls(**{**value, "buckets": buckets})
 
 
+def read_plan(path: Path) -> Plan:
+    """The plan in a file. FileNotFoundError if there is none, ValueError if it is broken."""
+    value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict, "samples": dict | None})
+    bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(ACCOUNT, int)}
+    check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
+    try:
+        return Plan.from_json(value)
+    except TypeError as e:
+        raise ValueError(f"{path}: of another version ({e})") from None
+
+
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
-class SampledLengths:
-    """Text as a source of lengths: those of 64 documents from each of up to 8 groups, in turn."""
+class Lengths:
+    """The documents of a source as their lengths. Those of text are drawn from 64 documents of each of
+    up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
 
     def __init__(self, source: Source):
-        self.groups, self.fingerprint = source.groups, source.fingerprint
-        spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
-        self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
-            group, np.arange(min(64, int(self.groups[group]))))[0]])
+        self.source, self.plenty = source, False
+        self.groups, self.fingerprint, self.locate = source.groups, source.fingerprint, source.locate
+        self.sample: np.ndarray | None = None
+        if not source.lengths_known:
+            spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
+            self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
+                group, np.arange(min(64, int(self.groups[group]))))[0]])
 
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """As `Source.lengths`."""
-        drawn = self.sample[(rows * 7919 + group * 104729) % len(self.sample)]
-        return drawn.tolist(), [0] * len(rows)
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
+        """As `Source.read`, with ranges in place of ids."""
+        if self.sample is None:
+            lengths, repeated = self.source.lengths(group, rows)
+        else:
+            lengths = self.sample[(rows * 7919 + group * 104729) % len(self.sample)].tolist()
+            repeated = [0] * len(rows)
+        return [range(n) for n in lengths], repeated
 
-
-class _Vocabulary:
-    """What a source asks of a tokenizer where no token is read. It can be sent to a process."""
-
-    def __init__(self, tokenizer: Any):
-        self.fingerprint, self.bos = tokenizer.fingerprint, tokenizer.get_bos_token_id()
-        self.size = tokenizer.get_vocab_size()
-
-    def get_bos_token_id(self) -> int:
-        return self.bos
-
-    def get_vocab_size(self) -> int:
-        return self.size
+    def totals(self, config: StreamConfig) -> tuple[int, int, float]:
+        """(documents, stored tokens, about how many rows) of one pass."""
+        crop, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0.0
+        for group, n in enumerate(self.groups.tolist()):
+            documents, repeated = self.read(group, np.arange(n))
+            lengths = np.array([len(ids) for ids in documents])
+            tokens += int(lengths.sum()) - sum(repeated)
+            used = np.minimum(lengths, config.T + 1) if crop else lengths
+            rows += float(used.sum()) / (config.T + 1) if config.pack else n
+        return int(self.groups.sum()), tokens, rows
 
 
 class Rehearsal(Feed):
-    """A feed whose documents are their lengths."""
+    """A feed of `Lengths`: it packs rows and makes none. Of a bucket with plenty it packs none either,
+    and has one whenever one is due."""
 
-    def _fetch(self, epoch: int, unit: int) -> tuple[int, list[int], list[Any], list[int]]:
-        group, rows, _ = self.order.unit(epoch, unit, self.order.share(self.lane, epoch).stop)
-        lengths, repeated = self.source.lengths(group, rows)
-        return group, rows.tolist(), [range(n) for n in lengths], repeated
+    source: Any
 
-    def _kept(self, ids: Any, repeated: int) -> Any:
+    def next_row(self, index: int) -> Any:
+        if self.source.plenty:
+            self.packer.row, self._state = self.packer.row + 1, None
+            return True
+        self.documents.clear()
+        return self.pack()
+
+    def _kept(self, *document: Any, **used: Any) -> Any:
         """Nothing."""
 
-    def _fetch_again(self, group: int, lengths: Mapping[Any, int]) -> dict[Any, Any]:
-        return dict.fromkeys(lengths)
-
-
-# ---- lanes ---------------------------------------------------------------------------------------
-
-def new_mixer(config: StreamConfig) -> Mixer | None:
-    """What says which bucket a row comes from; None without a curriculum."""
-    mix = config.curriculum
-    return None if mix is None else Mixer(mix, T=config.T, V=config.V, seed=config.seed)
-
-
-@dataclass
-class _Lane:
-    """Where a lane is when it halts, or has done what was asked."""
-
-    lane: int
-    row: int
-    used: dict[str, int]  # rows of each bucket
-    dry: list[tuple[int, str]]  # (row, bucket): what ran dry where
-    halted: str
-    feeds: dict[str, dict[str, Any]]  # of the rehearsed buckets, as in a cursor
-
-
-@dataclass(frozen=True)
-class _Lanes:
-    """All that it takes to follow lanes, in this process or in another."""
-
-    config: StreamConfig
-    sources: dict[str, Manifest | SampledLengths]
-    tokenizer: _Vocabulary
-    drop_dry: bool
-    cursors: Mapping[int, Cursor]  # by lane; empty at the beginning
-
-    def open(self, bucket: str) -> Any:
-        """The bucket's source."""
-        source = self.sources[bucket]
-        if isinstance(source, SampledLengths):
-            return source
-        stored = not self.config.framed
-        return open_source(source, self.tokenizer, as_stored=stored)  # type: ignore[arg-type]
-
-    def feed(self, bucket: str, lane: int, source: Any) -> Rehearsal:
-        """A bucket's feed as it is at the start."""
-        order = Order(source.groups, bucket=bucket, config=self.config)
-        feed = Rehearsal(self.config, bucket=bucket, lane=lane, source=source, order=order,
-                         pool=None)
-        begun = self.cursors[lane]["buckets"].get(bucket) if self.cursors else None
-        if begun is not None:
-            feed.restore(begun)
-        return feed
-
-    def follow(self, lanes: Sequence[int], stop: int, rehearsed: Sequence[str]) -> list[_Lane]:
-        """Go on to row `stop` of each lane, or to where it halts. Buckets that are not `rehearsed`
-        have a row whenever one is due."""
-        config = self.config
-        sources = {bucket: self.open(bucket) for bucket in rehearsed}
-        mixer = new_mixer(config)
-        found = []
-        for lane in lanes:
-            feeds = {bucket: self.feed(bucket, lane, source) for bucket, source in sources.items()}
-            cursor = self.cursors.get(lane, {"row": 0, "dropped": [], "buckets": {}})
-            row, dropped = cursor["row"], frozenset(cursor["dropped"])
-            used = {b: cursor["buckets"].get(b, {"row": 0})["row"] for b in self.sources}
-            dry, halted = [], ""
-            while row < stop and not halted:
-                left = (bucket for bucket in self.sources if bucket not in dropped)
-                bucket = mixer.bucket(lane, row, dropped) if mixer else next(left, None)
-                if bucket is None:
-                    halted = "all buckets of its phase are dry"
-                elif bucket not in feeds or feeds[bucket].pack() is not None:
-                    used[bucket] += 1
-                    row += 1
-                else:
-                    dry.append((row, bucket))
-                    dropped |= {bucket}
-                    halted = "" if self.drop_dry else f"bucket {bucket!r} is dry"
-            states = {b: {**feed_json(feed.state()), "waiting": []} for b, feed in feeds.items()}
-            found.append(_Lane(lane, row, used, dry, halted, states))
-        return found
-
-    def follow_all(self, stop: int, rehearsed: Sequence[str], num_workers: int) -> list[_Lane]:
-        """`follow` every lane, several processes at work where that is worth it."""
-        V = self.config.V
-        if num_workers == 1 or not rehearsed or stop * V * self.config.T < PARALLEL:
-            return self.follow(range(V), stop, rehearsed)
-        parts = [range(V)[i::4 * num_workers] for i in range(min(V, 4 * num_workers))]
-        with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
-            found = pool.map(partial(self.follow, stop=stop, rehearsed=rehearsed), parts)
-            told = tqdm(found, desc="rehearse", total=len(parts), unit="part", delay=2)
-            return [lane for part in told for lane in part]
-
-    def account(self, bucket: str, done: Sequence[_Lane], sample_rows: int) -> dict[str, int]:
-        """A bucket's account: of all lanes where it is rehearsed, else of the first rows of one."""
-        feeds = [end.feeds[bucket] for end in done if bucket in end.feeds]
-        if not feeds:
-            feed = self.feed(bucket, 0, self.open(bucket))
-            for _ in range(sample_rows):
-                feed.pack()
-            feeds = [feed_json(feed.state())]
-        return ledger([{"buckets": {bucket: feed}} for feed in feeds], self.config.T)[bucket]
-
-    def totals(self, bucket: str) -> tuple[int, int, float]:
-        """(documents, stored tokens, about how many rows) of one pass over a bucket."""
-        config, source, tokens, rows = self.config, self.open(bucket), 0, 0.0
-        crop = config.layout == "bestfit" and config.long_docs == "crop"
-        for group, n in enumerate(source.groups.tolist()):
-            lengths, repeated = map(np.array, source.lengths(group, np.arange(n)))
-            tokens += int(lengths.sum() - repeated.sum())
-            used = np.minimum(lengths, config.T + 1) if crop else lengths
-            rows += float(used.sum()) / (config.T + 1) if config.pack else n
-        return int(source.groups.sum()), tokens, rows
+    def _fetch_again(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Nothing: a document that waits is known by its length."""
+        return {}
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -282,55 +190,85 @@ def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step:
 
 def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
               num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
-              start_step: int = 0, num_workers: int = 1, begun: Any = None) -> Plan:
+              start_step: int = 0, begun: Any = None) -> Plan:
     """The plan of a run of `num_steps` steps in all. `cursors`: of all lanes, to plan the rest of a
     run that has done `start_step` steps. `begun`: for the key. Raises ValueError for bad files."""
     V, n = config.V, rows_per_step // config.V
-    buckets = config.curriculum.buckets if config.curriculum else list(sources)
-    given = {b: sources[b].manifest if sources[b].lengths_known else SampledLengths(sources[b])
-             for b in buckets}
-    lanes = _Lanes(config, given, _Vocabulary(sources[buckets[0]].tokenizer), drop_dry,
-                   {cursor["lane"]: cursor for cursor in cursors or ()})
-    begin = cursors[0]["row"] if cursors else 0
+    lengths = {bucket: Lengths(source) for bucket, source in sources.items()}
+    fingerprint = next(iter(sources.values())).tokenizer.fingerprint
+    stream = Stream(config, lengths, range(V), tokenizer=fingerprint, cursors=cursors,  # type: ignore[arg-type]
+                    num_threads=0, drop_dry=drop_dry, feed=Rehearsal)
+    buckets = stream.buckets
+    begin = stream.rows[0]
     first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
-    phases = _phases(config, buckets, first, stop, n)
+    phases = _phases(config, stream.mixer, buckets, first, stop, n)
     asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
-    most = (stop - first) * V * config.T if drop_dry else 0  # of one bucket, were all others dry
-    totals = {b: lanes.totals(b) for b in buckets}
-    rehearsed = []
+    totals = {b: lengths[b].totals(config) for b in buckets}
     for b, (documents, _, rows) in totals.items():
-        wanted = FAR * max(most, asked[b])
-        enough = documents >= SHARE_DOCUMENTS * V and config.epochs(b) * rows * config.T >= wanted
-        if config.epochs(b) and not enough:
-            rehearsed.append(b)
-    ends = lanes.follow_all(stop, rehearsed, num_workers)
-    halts = [((end.row - first) // n, end.lane, end.halted) for end in ends if end.halted]
-    steps, lane, why = min(halts, default=(num_steps, 0, ""))
-    done = lanes.follow_all(first + steps * n, rehearsed, num_workers) if why else ends
-    plans = {}
-    for bucket in buckets:
-        dry = [(row, end.used[bucket]) for end in ends for row, name in end.dry if name == bucket]
-        dry_steps = [step for row, _ in dry if (step := (row - first) // n) <= steps]
-        plans[bucket] = BucketPlan(
-            documents=totals[bucket][0], tokens=totals[bucket][1],
-            account=lanes.account(bucket, done, min(SAMPLE_ROWS, asked[bucket] // config.T // V)),
-            max_epochs=config.epochs(bucket), asked=asked[bucket],
-            trained=sum(end.used[bucket] for end in done) * config.T,
-            usable=min(used for _, used in dry) * V * config.T if dry else None,
-            dry_step=min(dry_steps, default=None), exact=bucket in rehearsed)
+        most = (stop - first) * V * config.T if drop_dry else 0  # were all other buckets dry
+        there = config.epochs(b) * rows * config.T
+        enough = documents >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
+        lengths[b].plenty = not config.epochs(b) or enough
+    rehearsed = not all(lengths[b].plenty for b in buckets)
+    steps, halt, state, dry = _follow(stream, n, range(start_step, num_steps) if rehearsed else range(0))
+    accounts, plans = ledger(stream.cursors(state), config.T), {}
+    for b in buckets:
+        of = lengths[b]
+        rows = min(SAMPLE_ROWS, asked[b] // config.T // V)
+        usable, dry_step = dry.get(b, (None, None))
+        plans[b] = BucketPlan(
+            documents=totals[b][0], tokens=totals[b][1], max_epochs=config.epochs(b), asked=asked[b],
+            account=_sample(config, b, of, rows) if of.plenty else accounts[b],
+            trained=accounts[b]["rows"] * config.T if rehearsed else asked[b],
+            usable=usable, dry_step=dry_step, exact=not of.plenty)
     key = plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
                    drop_dry=drop_dry, begun=begun)
-    return Plan(key=key, estimate=any(isinstance(s, SampledLengths) for s in given.values()),
-                T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps, steps=steps,
-                halt=why and f"lane {lane} has no row for step {steps}: {why}", allowed=drop_dry,
+    return Plan(key=key, estimate=any(lengths[b].sample is not None for b in buckets),
+                T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps,
+                steps=steps if rehearsed else num_steps, halt=halt, allowed=drop_dry,
                 crops=config.layout == "bestfit" and config.long_docs == "crop", phases=phases,
                 buckets=plans)
 
 
-def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int,
+def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
+    """Take the rows of `steps`, n of each lane: (the step before which the run halts, why or "", the
+    state there, {bucket that ran dry: (its usable tokens, the step)})."""
+    dry: dict[str, tuple[int, int]] = {}
+    state, V, T = stream.state(), stream.config.V, stream.config.T
+    for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
+        before, halts = dict(stream.dropped), []
+        due = stream.rows[0] + n
+        stream.next_rows(n)
+        for lane in stream.lanes:
+            ran_dry = stream.dropped[lane] - before[lane]
+            if stream.rows[lane] < due:
+                last = stream.dry_bucket(lane)
+                why = "all buckets of its phase are dry" if last is None else f"bucket {last!r} is dry"
+                halts.append(f"lane {lane} has no row for step {step}: {why}")
+                ran_dry |= set() if last is None else {last}
+            for bucket in ran_dry:
+                usable = stream.feeds[bucket][lane].packer.row * V * T
+                least, first = dry.get(bucket, (usable, step))
+                dry[bucket] = min(least, usable), first
+        if halts:
+            return step, halts[0], state, dry
+        state = stream.state()
+    return steps.stop, "", state, dry
+
+
+def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
+    """A bucket's account after the first rows of one lane."""
+    feed = Rehearsal(config, bucket=bucket, lane=0, source=lengths,  # type: ignore[arg-type]
+                     order=Order(lengths.groups, bucket=bucket, config=config), pool=None)
+    for _ in range(rows):
+        feed.pack()
+    return ledger([{"buckets": {bucket: feed_json(feed.state())}}], config.T)[bucket]
+
+
+def _phases(config: StreamConfig, mixer: Mixer | None, buckets: Sequence[str], first: int, stop: int, n: int,
             ) -> list[dict[str, Any]]:
     """Each phase: its first step, its tokens, and how many of each bucket its mix asks for."""
-    V, mixer, mix = config.V, new_mixer(config), config.curriculum
+    V, mix = config.V, config.curriculum
     lengths = mix.phase_rows(config.T, V) if mix else [stop]
     edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
     found = []
@@ -360,8 +298,7 @@ def rehearse(start: Any, data: Any) -> Plan:
     return plan
 
 
-def make_run_plan(start: Any, data: Any, *, keep: bool = False,
-                  num_workers: int | None = None) -> Plan:
+def make_run_plan(start: Any, data: Any, *, keep: bool = False) -> Plan:
     """The plan of a `start_run.Start` with its `RunData`; with `keep` the one in RUN/plan.json if
     it was made for the same. Writes nothing."""
     settings, config = start.settings, stream_config(start.settings)
@@ -374,13 +311,13 @@ def make_run_plan(start: Any, data: Any, *, keep: bool = False,
     drop_dry, begun = settings.allow_bucket_exhaustion, [origin, settings.skip_steps]
     if keep:
         try:
-            kept = read_json(start.run_dir / PLAN_NAME)
-            if kept["key"] == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
-                return Plan.from_json(kept)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            kept = read_plan(start.run_dir / PLAN_NAME)
+            if kept.key == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
+                return kept
+        except (FileNotFoundError, ValueError):
             pass  # one that cannot be read costs nothing but time
     return make_plan(config, data.train, drop_dry=drop_dry, begun=begun, cursors=start.cursors,
-                     start_step=start.step, num_workers=num_workers or os.cpu_count() or 1, **given)
+                     start_step=start.step, **given)
 
 
 def problem(plan: Plan) -> str:

@@ -260,7 +260,7 @@ class Pretokenizer:
             first = "".join(f", line {number}: {why}" for number, why in skipped["lines"][:1])
             raise ValueError(f"{i.path}: no document in it ({skipped['count']:,} broken lines"
                              f"{first}); delete it or make it again")
-        shard = {"input": {"name": i.name, "size": source["size"]}, **asdict(writer.finish()),
+        shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0 and i.path.name.endswith(".parquet"):
             groups = [n for n in read_footer(i.path)[1] if n]

@@ -31,6 +31,7 @@ when it starts. Where somebody removes the log or the checkpoints under a run th
 writer makes them anew and says so; where the run directory itself is gone, writing is an error.
 """
 
+import contextlib
 import gzip
 import json
 import logging
@@ -42,7 +43,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, write_bytes, write_json
+from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ PLAN_NAME = "plan.json"
 CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
-TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}\.tmp")  # what `common.atomic_open` writes before it renames
 FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
 # What a run writes beside its checkpoints, in the order in which a wipe removes it: without its
 # log a run begins anew, and as long as config.json is there nobody begins another one in its
@@ -107,17 +107,6 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
 
 # ---- configuration ------------------------------------------------------------------------------
 
-def write_config(run_dir: Path, config: dict[str, Any]) -> None:
-    """Write RUN/config.json atomically, making the folder. FileExistsError if the run has one: it
-    is written once."""
-    path = run_dir / CONFIG_NAME
-    if path.exists():
-        raise FileExistsError(f"{path} exists: a run's configuration is written once; choose another "
-                              f"--model-tag")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(path, config)
-
-
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The configuration that started the run. FileNotFoundError if it has none, ValueError if it
     is broken."""
@@ -169,10 +158,8 @@ def open_folders(run_dir: Path) -> None:
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     clean_stale(run_dir)
-    for folder in (run_dir, *(run_dir / name for name in FOLDERS)):
-        for path in folder.iterdir():
-            if TEMPORARY.fullmatch(path.name) and path.is_file():
-                path.unlink()
+    for name in ("", *FOLDERS):
+        remove_leftovers(run_dir / name, fresh_s=0.0)
 
 
 def clean_stale(run_dir: Path) -> None:
@@ -284,14 +271,9 @@ class TrainLog:
 
     def close(self) -> None:
         """Force the log to disk and close it. Twice is fine."""
-        if self._file.closed:
-            return
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as e:  # no reason to lose the error that ended the run
-            log.warning("%s: the log may lack its last lines (%s)", self._path, e.strerror)
-        finally:
-            self._file.close()
+        if not self._file.closed:
+            with self._file, contextlib.suppress(OSError):  # no reason to lose the error that ended the run
+                os.fsync(self._file.fileno())
 
 
 def is_step(record: dict[str, Any]) -> bool:
@@ -305,29 +287,18 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            try:
+        for line in f:
+            with contextlib.suppress(ValueError):
                 yield parse_json(line, path, dict)
-            except ValueError as e:
-                log.debug("line %d is passed over: %s", number, e)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log: of each step its last line, in step order, among the events, which are
-    all kept.
-
-    An event stays behind the step line before it (`step` of an event is not unique: two restarts
-    may begin alike). """
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}  # by (step, is it an event, its number)
-    last_step = -1
-    for number, record in enumerate(iter_log(path)):
-        if is_step(record):
-            last_step = record["step"]
-            found[last_step, 0, 0] = record
-        else:
-            step = record.get("step")
-            found[step if isinstance(step, int) else last_step, 1, number] = record
-    return [found[key] for key in sorted(found)]
+    """The records of a log in the order of steps: of each step its last line, then the events that
+    have its number, all of them."""
+    records = [record for record in iter_log(path) if type(record.get("step")) is int]
+    lines = {record["step"]: record for record in records if is_step(record)}
+    events = [record for record in records if "event" in record]
+    return sorted([*lines.values(), *events], key=lambda record: record["step"])
 
 
 # ---- cursors ------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ so a rewritten parquet file does not keep it. ETags count where a manifest's dat
 lay: another store gives the same bytes another one.
 """
 
+import functools
 import importlib
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -38,7 +38,6 @@ from nanochat.common import (
     fetch,
     hash_bytes,
     hash_json,
-    in_store,
     place,
     read_json,
 )
@@ -181,44 +180,39 @@ class TokenSource(Source):
             self.groups, self._first_entry = np.diff(edges), edges[:-1]
             self._first_group = np.array([0, len(self.groups)])
             self.fingerprint = hash_json([self.fingerprint, first, end])
-        self._files: dict[int, TokenFile] = {}
-        self._lock = threading.Lock()
-        folders = {path.parent: number for number, path in enumerate(self.paths)}
-        for number in folders.values():
-            self.file(number).refuse_other_tokenizer(tokenizer.fingerprint)
+        self._pair = functools.cache(self._open)
+        for number in {path.parent: number for number, path in enumerate(self.paths)}.values():
+            self._pair(number).refuse_other_tokenizer(tokenizer.fingerprint)
 
     @staticmethod
     def scan_file(path: Path, name: str) -> dict[str, Any]:
         return open_tokens(path).pin(name)
 
-    def file(self, number: int) -> TokenFile:
-        """The pair of a file of the manifest, opened."""
-        with self._lock:
-            if number not in self._files:
-                path, entry = self.paths[number], self.manifest["files"][number]
-                found = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
-                if (len(found), found.num_bytes) != (sum(entry["groups"]), entry["size"]):
-                    raise ValueError(f"{path}: {len(found):,} entries in {found.num_bytes:,} bytes, "
-                                     f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
-                                     f"the old file back, or start a new run (--model-tag)")
-                self._files[number] = found
-            return self._files[number]
+    def _open(self, number: int) -> TokenFile:
+        """The pair of a file of the manifest."""
+        path, entry = self.paths[number], self.manifest["files"][number]
+        found = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
+        if (len(found), found.num_bytes) != (sum(entry["groups"]), entry["size"]):
+            raise ValueError(f"{path}: {len(found):,} entries in {found.num_bytes:,} bytes, "
+                             f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
+                             f"the old file back, or start a new run (--model-tag)")
+        return found
 
-    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, list[int]]:
-        """(pair, first entry, end, each of `rows` counted from the first) of some rows of a group."""
-        first = int(self._first_entry[group] + rows.min())
-        at = (rows - rows.min()).tolist()
-        return self.file(self.place(group)[0]), first, first + max(at) + 1, at
+    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int]:
+        """(pair, first entry, end) of what lies between the first and the last of some rows of a group."""
+        first = int(self._first_entry[group])
+        return self._pair(self.place(group)[0]), first + int(rows.min()), first + int(rows.max()) + 1
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        pair, first, stop, at = self._entries(group, rows)
+        pair, first, stop = self._entries(group, rows)
         found = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
-        repeated = pair.prefixes(first, stop).tolist()
-        return [found[i] for i in at], [repeated[i] for i in at]
+        at = rows - rows.min()
+        return [found[i] for i in at.tolist()], pair.prefixes(first, stop)[at].tolist()
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        pair, first, stop, at = self._entries(group, rows)
+        pair, first, stop = self._entries(group, rows)
         known = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
+        at = rows - rows.min()
         return known[at].tolist(), pair.prefixes(first, stop)[at].tolist()
 
 
@@ -255,38 +249,26 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
     """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture were
     meant nobody can tell, and to leave one kind out would make the data silently less, so that is a
     ValueError too."""
-    pairs = [f for f in files if f.suffix == ".bin"]
-    fetch(f.with_suffix(".idx") for f in pairs)
-    formats = {f: pair_format(f) or data_format for f in pairs}  # what is unknown is told when it is opened
-    others = [f for f in pairs if formats[f] != data_format]
-    if not others:
-        return
-    if len(others) < len(pairs):
-        one, other = min(f for f in pairs if f not in others), min(others)
-        raise ValueError(f"{root}: it mixes {data_format} ({one.name}) with {formats[other]} ({other.name}); "
-                         f"move one kind elsewhere, or turn it into the other (python -m scripts.convert_shards)")
-    raise ValueError(f"{others[0]}: this pair is of --data-format {formats[others[0]]}, not {data_format}")
+    fetch(f.with_suffix(".idx") for f in files if f.suffix == ".bin")
+    for file in files:
+        found = pair_format(file) if file.suffix == ".bin" else None
+        if found and found != data_format:  # what is unknown is told when it is opened
+            raise ValueError(f"{file}: this pair is of --data-format {found}, not {data_format}; where {root} "
+                             f"mixes both, move one kind elsewhere, or turn it into the other (python -m "
+                             f"scripts.convert_shards)")
 
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
     """The manifest of some files (default: all) below `root`. The first bad file raises."""
-    files = find_files(root) if files is None else list(files)
     folder = data_folder(root)
-    names = [f.relative_to(folder).as_posix() for f in files]
-    return {"root": str(folder.resolve()), "files": _scan_files(files, names, strict=strict)}
+    files = find_files(root) if files is None else files
+    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), strict), files)
+    return {"root": str(folder.resolve()), "files": list(found)}
 
 
-def _scan_files(paths: Sequence[Path], names: Sequence[str], known: Mapping[str, Any] | None = None, *,
-                strict: bool = False) -> list[dict[str, Any]]:
-    """What pins each file; several are looked at at once: of a disk some, of a store, which answers
-    late, many. `known`: by name, what is certain already."""
-    def look(path: Path, name: str) -> dict[str, Any]:
-        if known and name in known:
-            return known[name]
-        return source_class(name).scan_file(as_parquet(path, strict=strict), name)
-
-    far = any(map(in_store, paths))
-    return list(each(lambda pair: look(*pair), zip(paths, names, strict=True), at_once=32 if far else 8))
+def _pin(path: Path, name: str, strict: bool) -> dict[str, Any]:
+    """What pins one file, whatever its kind."""
+    return source_class(name).scan_file(as_parquet(path, strict=strict), name)
 
 
 def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
@@ -313,26 +295,23 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
     """
     folder = data_folder(root or manifest["root"])
-    before = {e["name"]: e for e in manifest["files"]}
-    paths = [folder / name for name in before]
-    folder.is_dir()  # of a store: list it once
-    fetch(path.with_suffix(".idx") for path in paths if path.suffix == ".bin")
-    for path in paths:
+    here = str(folder.resolve())
+    what = ("size", "footer", "groups", *(["etag"] if here == manifest["root"] else []))
+
+    def look(old: dict[str, Any]) -> dict[str, Any]:
+        path = folder / old["name"]
         if not path.exists():
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a "
                                     f"new run with other data (--model-tag)")
-    here = str(folder.resolve())
-    keys = ["size", "footer", "groups"] + (["etag"] if here == manifest["root"] else [])
-    known = {}
-    for path, (name, entry) in zip(paths, before.items()):
-        if here == manifest["root"] and path.suffix == ".parquet" and etag_of(path) == {"etag": entry.get("etag")}:
-            known[name] = entry  # the object has not changed, so neither has its footer
-    now = _scan_files(paths, list(before), known, strict=strict)
-    for old, new, path in zip(before.values(), now, paths):
-        for what in keys:
-            if old.get(what) != new.get(what):
-                raise ValueError(f"{path}: changed since this run began ({what}: {old.get(what)} then, "
-                                 f"{new.get(what)} now); bring the old file back, or start a new run (--model-tag)")
-    return {**manifest, "root": here, "files": now}
+        if "etag" in what and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
+            return old  # the object has not changed, so neither has its footer
+        new = _pin(path, old["name"], strict)
+        for key in what:
+            if old.get(key) != new.get(key):
+                raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "
+                                 f"now); bring the old file back, or start a new run (--model-tag)")
+        return new
 
-
+    folder.is_dir()  # of a store: list it once
+    fetch((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    return {**manifest, "root": here, "files": list(each(look, manifest["files"]))}

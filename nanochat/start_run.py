@@ -36,7 +36,7 @@ from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import Owner, check_free, claim
+from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import default_lanes
 from nanochat.run_data import (
     MANIFEST_NAME,
@@ -57,7 +57,6 @@ from nanochat.run_dir import (
     read_config,
     run_path,
     wipe,
-    write_config,
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.stream import carry_on, open_stream, stream_identity
@@ -99,12 +98,6 @@ class Start:
     def state(self) -> dict[str, Any]:
         """What the checkpoint tells of the run; {} at the beginning."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
-
-    @property
-    def looked(self) -> bool:
-        """Whether the evaluation due at `step` was done before the checkpoint was saved; a stop
-        saves at once."""
-        return self.state.get("status", "stopped") != "stopped"
 
     def over(self) -> tuple[int, str] | None:
         """(exit code, a sentence) for a run that has ended and may not go on; None for one that
@@ -426,11 +419,11 @@ def own(start: Start, data: RunData) -> Owner:
             write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
             told = {} if start.origin is None else {"origin": tell_origin(start.origin)}
-            write_config(run_dir, {**settings.to_json(), **told, "derived": derive(start)})
+            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **told, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
-    except BaseException:
-        owner.release()
+    except BaseException as e:
+        RunState(owner, [identify()]).close("failed", str(e))
         raise
     return owner
 

@@ -36,7 +36,6 @@ import io
 import logging
 import math
 import os
-import random
 import re
 import threading
 import time
@@ -78,7 +77,7 @@ class Patience:
     upload_s: float = 300.0  # for a part to be sent and acknowledged
     first_answer_s: float = 9.0  # of failures, while the store has never answered
     give_up_s: float = 300.0  # of failures
-    max_backoff_s: float = 5.0  # between two tries; at first a twentieth
+    max_backoff_s: float = 5.0  # between two tries; after the first an eighth of a second
     log_every_s: float = 15.0
 
 
@@ -215,11 +214,10 @@ class Bucket:
         options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
         answer = self.obs.get(self.store, key, options=options)
         data, found, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
-        then_and_now = ("size", pinned.size, found.size), ("ETag", pinned.etag, found.etag)
-        for name, then, now in then_and_now:
-            if then != now:
-                raise Changed(f"{pinned.path}: it changed since this run began ({name} {then} then, "
-                              f"{now} now); {GONE}")
+        if (found.size, found.etag) != (pinned.size, pinned.etag):
+            raise Changed(f"{pinned.path}: it changed since this run began ({pinned.size:,} bytes "
+                          f"with ETag {pinned.etag} then, {found.size:,} with {found.etag} now); "
+                          f"{GONE}")
         if (first, len(data)) != (begin, end - begin):
             raise Passing(f"it sent {len(data):,} bytes from {first:,} for {end - begin:,} from "
                           f"{begin:,}")
@@ -299,11 +297,8 @@ class Msc:
         data = self.client.read(key, byte_range=self.span(offset=begin, size=end - begin))
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))
 
-    def put(self, _: Any, key: str, data: bytes | Path, **options: Any) -> None:
-        if isinstance(data, bytes):
-            self.client.write(key, data)
-        else:
-            self.client.upload_file(key, str(data))
+    def put(self, _: Any, key: str, file: Path, **options: Any) -> None:
+        self.client.upload_file(key, str(file))
 
     def delete(self, _: Any, key: str) -> None:
         self.client.delete(key)
@@ -338,8 +333,7 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
                               f"({tries} tries; the last: {error}); check the network and "
                               f"{bucket.where}, then start again: a run goes on from its last "
                               f"checkpoint") from None
-            backoff_s = PATIENCE.max_backoff_s * min(1.0, 2.0 ** tries / 40)
-            time.sleep(backoff_s * random.SystemRandom().uniform(0.5, 1.0))  # not all ranks at once
+            time.sleep(min(tries / 8, PATIENCE.max_backoff_s))
 
     def look() -> None:
         # a pool's threads are joined when Python ends, before anybody could tell them to stop
@@ -373,9 +367,9 @@ def list_files(path: str) -> list[Stat]:
     return request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
 
 
-def write(path: str, data: bytes | Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
-    """Put bytes, or what a file holds, there as an object: whole, or not at all."""
-    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, data,
+def write(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
+    """Have an object hold what a file holds: whole, or not at all."""
+    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file,
                                                      chunk_size=part_bytes), upload=True)
 
 
@@ -511,9 +505,7 @@ class StorePath(PosixPath):
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
         """The object, to be read as bytes, at least `buffering` at once."""
-        if mode != "rb":
-            raise ValueError(f"{self}: opened with mode {mode!r}; objects in a store are only read, "
-                             f"as bytes")
+        assert mode == "rb", "objects in a store are only read, as bytes"
         return io.BufferedReader(StoreFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
     def resolve(self, strict: bool = False) -> "StorePath":

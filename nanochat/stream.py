@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.common import check_shape
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
@@ -36,6 +37,8 @@ from nanochat.sources import Source
 FORMAT = 4  # of cursors
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
+FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
+                      "pending"), int)  # what the ledger counts
 Document = tuple[int, int, int]  # (epoch, group, row in the group): what cursors name documents by
 
 
@@ -66,16 +69,14 @@ class Row:
 
 
 class Feed:
-    """One bucket in one lane. `pool`: what reads ahead; None: nothing does, and what is due is read at
-    once (as a plan does with lengths in place of ids)."""
+    """One bucket in one lane. `pool` reads ahead; where it is None, each unit is read when it is due."""
 
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
                  pool: Executor | None):
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        self.documents: dict[Document, Any] = {}  # that wait: (ids, where its repeated ids end), or a
-        # Future of a dict of such
+        self.documents: dict[Document, Any] = {}  # that wait: what `_kept` gives, or a Future of a dict of such
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents, and their tokens without BOS and repeated ones
         self.ahead: Future[Any] | None = None
@@ -133,17 +134,23 @@ class Feed:
         self.unit += 1
         self._settle()
 
-    def _kept(self, ids: np.ndarray, repeated: int) -> tuple[np.ndarray, int]:
-        """What is kept of a document: `crop` never looks behind the first row of it."""
-        if self.packer.most is not None and len(ids) > self.packer.most:
-            ids = ids[:self.packer.most].copy()
-        return ids, repeated + self.config.framed if repeated else 0
+    def _kept(self, ids: np.ndarray, repeated: int, first: int = 0, used: int = 0
+              ) -> tuple[np.ndarray, int, int]:
+        """What is kept of a document that waits, as (ids, number of the first of them, how many first
+        ids of the document repeat another). `ids` begin with number `first`; rows have had those up to
+        `used`, and read again only the overlap before it. Where documents are cropped, nothing behind
+        the first row is ever read."""
+        begin = max(first, used - max(1, self.config.overlap))
+        part = ids[begin - first:self.packer.most]
+        if 4 * len(part) > 3 * len(ids):  # memory would be full of holes if each row's ids went at once
+            return ids, first, repeated
+        return part.copy(), begin, repeated
 
     # -- rows
 
-    def pack(self) -> tuple[list[Placement], list[Any]] | None:
-        """The next row as placements, and what is kept of each one's document; None where the bucket is
-        dry: nothing more comes, and what waits cannot fill a row."""
+    def pack(self) -> list[Placement] | None:
+        """The next row as placements; None where the bucket is dry: nothing more comes, and what waits
+        cannot fill a row."""
         self._state = None
         target = self.config.fill_target(self.packer.row)
         while self.packer.wants(target) and not self.exhausted:
@@ -152,27 +159,30 @@ class Feed:
             return None
         placed = self.packer.next_row()
         self.read_ahead()
-        return placed, [self.documents[key] if key in self.packer else self.documents.pop(key)
-                        for key, _, _, _ in placed]
+        return placed
 
     def next_row(self, index: int) -> Row | None:
         """The next row, which is the lane's row `index`; None when the bucket is dry."""
-        found = self.pack()
-        if found is None:
+        placed = self.pack()
+        if placed is None:
             return None
-        placed, documents = found
         pieces: list[np.ndarray] = []
         off: list[tuple[int, int]] = []  # stretches of the row that are no targets
         framed, at = self.config.framed, 0
-        for (key, start, length, context), document in zip(placed, documents):
-            ids, prefix = document.result()[key] if isinstance(document, Future) else document
-            if start and self.packer.own_bos:  # the rest of a document: BOS, context, what is new
-                pieces += [ids[:1], ids[start:start + length - 1]]
-                off.append((at + 1, at + 1 + max(context, min(prefix - start, length - 1))))
-            else:
-                pieces.append(ids[start:start + length])
-                if prefix > start:  # the document begins with ids that repeat the one before it
-                    off.append((at + max(framed - start, 0), at + min(prefix - start, length)))
+        for key, start, length, context in placed:
+            document = self.documents.pop(key)
+            ids, first, repeated = document.result().pop(key) if isinstance(document, Future) else document
+            rest = start > 0 and self.packer.own_bos  # of a document: BOS, context, what is new
+            stop = start + length - rest
+            if rest:
+                pieces.append(np.full(1, self.source.bos, ids.dtype))
+            pieces.append(ids[start - first:stop - first])
+            begin = at + (framed and (rest or start == 0))  # a BOS in front is a target like any other
+            end = at + rest + max(context, min(repeated + framed - start, length - rest))
+            if begin < end:
+                off.append((begin, end))
+            if key in self.packer:
+                self.documents[key] = self._kept(ids, repeated, first, stop)
             at += length
         if at < self.config.T + 1:  # padding
             pieces.append(np.full(self.config.T + 1 - at, self.source.bos, pieces[0].dtype))
@@ -181,8 +191,8 @@ class Feed:
         live = None
         if off or not framed:
             live = np.ones(len(tokens), np.uint8)
-            for a, b in off:
-                live[a:b] = 0
+            for begin, end in off:
+                live[begin:end] = 0
             if not framed:  # what follows the end of a document is off
                 live[1:] &= tokens[:-1] != self.source.bos
         return Row(self.lane, index, self.bucket, tokens, live, placed)
@@ -197,14 +207,21 @@ class Feed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
+        what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
+        check_shape(state, {**FEED, "unit": int, "left": int, "waiting": [[int]]}, what)
+        for waiting in state["waiting"]:
+            there = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
+            if not there or waiting[2] >= self.source.groups[waiting[1]]:
+                raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
+                                 f"another checkpoint")
         self.epoch, self.unit = state["epoch"], state["unit"]
         self.num_documents, self.read = state["documents"], state["read"]
         waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
         self.packer.restore(state, waiting)
-        lengths: dict[int, dict[Document, int]] = {}  # by group
+        groups: dict[int, dict[Document, Piece]] = {}
         for key, piece in waiting.items():
-            lengths.setdefault(key[1], {})[key] = self.packer.whole_length(piece)
-        for group, mine in lengths.items():
+            groups.setdefault(key[1], {})[key] = piece
+        for group, mine in groups.items():
             if self.pool:
                 coming = self.pool.submit(self._fetch_again, group, mine)
                 self.documents.update(dict.fromkeys(mine, coming))
@@ -212,16 +229,17 @@ class Feed:
                 self.documents.update(self._fetch_again(group, mine))
         self._settle()
 
-    def _fetch_again(self, group: int, lengths: dict[Document, int]) -> dict[Document, Any]:
+    def _fetch_again(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
         """Documents of a group that a cursor names; ValueError where one is not as long as it was."""
-        found, repeated = self.source.read(group, np.array([row for _, _, row in lengths]))
-        for (key, length), ids in zip(lengths.items(), found):
-            if len(ids) != length:
+        found, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
+        for (key, piece), ids in zip(waiting.items(), found):
+            if len(ids) != (length := self.packer.whole_length(piece)):
                 name, number = self.source.locate(group)
                 raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the "
                                  f"checkpoint says {length:,}; the data or the tokenizer changed since the "
                                  f"run began")
-        return {key: self._kept(ids, n) for key, ids, n in zip(lengths, found, repeated)}
+        return {key: self._kept(ids, n, used=piece.start)
+                for (key, piece), ids, n in zip(waiting.items(), found, repeated)}
 
 
 def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
@@ -238,6 +256,8 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
+        check_shape(cursor, {"buckets": dict}, "cursor of a lane")
+        check_shape(cursor["buckets"], dict.fromkeys(cursor["buckets"], FEED), "cursor of a lane")
         for bucket, feed in cursor["buckets"].items():
             account = total.setdefault(bucket, dict.fromkeys(LEDGER, 0))
             account["bos"] += feed["inserted"]
@@ -259,6 +279,7 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
     """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is
     told."""
     for cursor in cursors:
+        check_shape(cursor, {"format": int, "lane": int, "stream": dict}, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; go on "
@@ -282,16 +303,14 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
     buckets that are new begin at their beginning."""
     found = []
     for cursor in cursors:
-        new = dict(cursor)
-        theirs = new["stream"]
-        if theirs.get("curriculum") != identity.get("curriculum"):
-            known = {k: v for k, v in theirs.items() if not k.startswith("data ")}
-            new["stream"] = {**known, "curriculum": identity.get("curriculum"),
-                             **{k: theirs.get(k, v) for k, v in identity.items() if k.startswith("data ")}}
-            mine = [k.removeprefix("data ") for k in identity if k.startswith("data ")]
-            new["buckets"] = {b: feed for b, feed in cursor["buckets"].items() if b in mine}
-            new["row"], new["dropped"] = 0, []
-        found.append(new)
+        theirs = cursor["stream"]
+        if theirs.get("curriculum") == identity.get("curriculum"):
+            found.append(cursor)
+            continue
+        new = {"curriculum", *(k for k in theirs.keys() ^ identity.keys() if k.startswith("data "))}
+        stream = {k: v for k, v in theirs.items() if k not in new} | {k: identity[k] for k in new if k in identity}
+        buckets = {b: feed for b, feed in cursor["buckets"].items() if f"data {b}" in identity}
+        found.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
     return found
 
 
@@ -307,7 +326,7 @@ class Stream:
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, num_threads: int = 4,
-                 drop_dry: bool = False):
+                 drop_dry: bool = False, feed: type[Feed] = Feed):
         self.config, self.lanes, self.drop_dry = config, list(lanes), drop_dry
         self.mixer: Mixer | None = None
         if config.curriculum is not None:
@@ -318,23 +337,21 @@ class Stream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # that each lane has given
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
-        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = Order(source.groups, bucket=bucket, config=config)
-            self.feeds[bucket] = {lane: Feed(config, bucket=bucket, lane=lane, source=source, order=order,
+            self.feeds[bucket] = {lane: feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
-                if cursor["lane"] in self.rows:
-                    self._restore(cursor)
-
-    def _restore(self, cursor: Cursor) -> None:
-        lane = cursor["lane"]
-        self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
-        for bucket, feed in cursor["buckets"].items():
-            self.feeds[bucket][lane].restore(feed)
+                lane = cursor["lane"]
+                check_shape(cursor, {"row": int, "dropped": [str], "buckets": dict}, f"cursor of lane {lane}")
+                if lane in self.rows:
+                    self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
+                    for bucket in cursor["buckets"].keys() & self.feeds.keys():
+                        self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
 
     def _bucket(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None when all of them are dry."""
@@ -389,7 +406,8 @@ class Stream:
 
     def close(self) -> None:
         """Stop reading; waits for what is being read."""
-        self.pool.shutdown(cancel_futures=True)
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
 
 
 def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
@@ -401,9 +419,3 @@ def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int]
 
         return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)  # type: ignore[return-value]
     return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)
-
-
-def build_indices(config: Any, sources: Mapping[str, Source]) -> None:
-    """Have the index cache hold what streams in Megatron's order look for there; nothing to do for lanes."""
-    if not isinstance(config, StreamConfig):
-        open_stream(config, sources, [0], tokenizer="").close()

@@ -18,7 +18,6 @@ import contextlib
 import os
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,32 +30,21 @@ from nanochat.tokens import DTYPES, HEADERS, MAGICS, pair_paths, running
 MAX_SEQUENCE = 2**31 - 1  # ids of a sequence of Megatron's
 
 
-@dataclass(frozen=True)
-class Written:
-    """What a finished pair holds, as its record in manifest.json has it."""
-
-    entries: int
-    tokens: int
-    bin_bytes: int
-    bin_hash: str
-    idx_hash: str
-
-
 class TokenWriter:
     """What both formats have in common: the .bin, and how a pair appears. Memory: some 10 bytes an
     entry. ValueError for ids outside the vocabulary or beyond the type: they never wrap around."""
 
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
-    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype):
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any):
         self.bin_path, self.idx_path = pair_paths(prefix)
-        codes = {known: code for code, known in DTYPES[self.format].items()}
-        if dtype not in codes:
-            raise ValueError(f"{self.bin_path}: ids of type {dtype.name}, expected one of "
-                             f"{', '.join(known.name for known in codes)}")
-        self.dtype, self.code = dtype, codes[dtype]
-        self.limit = min(vocab_size, int(np.iinfo(dtype).max) + 1)
-        self.written: Written | None = None
+        self.dtype, codes = np.dtype(dtype), DTYPES[self.format]
+        self.code = next((code for code, known in codes.items() if known == self.dtype), 0)
+        if not self.code:
+            raise ValueError(f"{self.bin_path}: ids of type {self.dtype.name}, expected one of "
+                             f"{', '.join(codes.values())}")
+        self.limit = min(vocab_size, int(np.iinfo(self.dtype).max) + 1)
+        self.written: dict[str, Any] = {}  # what a finished pair holds, as manifest.json has it
         self.lengths = array("q")
         self._hash, self._num_bytes = blake2b(digest_size=16), 0
         self._files = contextlib.ExitStack()  # ends with what was opened last: the .idx appears last
@@ -90,7 +78,7 @@ class TokenWriter:
         """(number of entries, the .idx, in parts)."""
         raise NotImplementedError
 
-    def finish(self) -> Written:
+    def finish(self) -> dict[str, Any]:
         """Write the index. Nothing has appeared yet: a full disk shows here, while an old pair is
         untouched, and whatever is to be on disk before the pair counts can still be written."""
         entries, parts = self.index()
@@ -101,8 +89,10 @@ class TokenWriter:
         for f in (self._bin, self._idx):
             f.flush()
             os.fsync(f.fileno())
-        self.written = Written(entries, self._num_bytes // self.dtype.itemsize, self._num_bytes,
-                               self._hash.hexdigest(), digest.hexdigest())
+        self.written = {
+            "entries": entries, "tokens": self._num_bytes // self.dtype.itemsize,
+            "bin_bytes": self._num_bytes, "bin_hash": self._hash.hexdigest(),
+            "idx_hash": digest.hexdigest()}
         return self.written
 
     def commit(self) -> None:
@@ -114,7 +104,7 @@ class TokenWriter:
                 written = self.written or self.finish()
                 begun = True
                 with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
-                    if hash_file(self.idx_path) != written.idx_hash:
+                    if hash_file(self.idx_path) != written["idx_hash"]:
                         self.idx_path.unlink()
                         fsync_dir(self.idx_path.parent)
         except BaseException:
@@ -138,7 +128,7 @@ class ShardWriter(TokenWriter):
 
     format = "shards"
 
-    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: np.dtype | None = None):
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any = None):
         own = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or own)
         self._prefixes = array("H")
@@ -174,15 +164,8 @@ class MegatronWriter(TokenWriter):
 
     def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
         own = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
-        dtype = np.dtype(dtype or own).newbyteorder("<")
-        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype)
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or own)
         self._boundaries = array("q", [0])
-
-    def append(self, ids: Any, lengths: Any) -> None:
-        if np.max(lengths, initial=0) > MAX_SEQUENCE:
-            raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, "
-                             f"which Megatron's format cannot hold; cut it into several")
-        super().append(ids, lengths)
 
     def end_documents(self, counts: Iterable[int]) -> None:
         """End documents, of so many sequences each, behind the last one that was ended."""
@@ -202,6 +185,9 @@ class MegatronWriter(TokenWriter):
             raise ValueError(f"{self.bin_path}: {n - self._boundaries[-1]:,} sequence(s) behind "
                              f"the last document; call end_document() before finalize()")
         lengths = np.frombuffer(self.lengths, np.int64)
+        if lengths.max(initial=0) > MAX_SEQUENCE:
+            raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, "
+                             f"which Megatron's format cannot hold; cut it into several")
         pointers = running(lengths * self.dtype.itemsize)[:-1]
         header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
         return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]

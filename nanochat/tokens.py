@@ -50,11 +50,9 @@ from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, p
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
-DTYPES: dict[str, dict[int, np.dtype]] = {  # of the ids, by the code in the header
-    "shards": {2: np.dtype("<u2"), 4: np.dtype("<u4")},
-    "megatron": {1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"),
-                 5: np.dtype("<i8"), 8: np.dtype("<u2")},  # 6 and 7 are floating point: no ids
-}
+DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point: no ids
+    "shards": {2: "<u2", 4: "<u4"},
+    "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
 READER = "NANOCHAT_READER"
 GROUP_ENTRIES = 1024  # entries of a group, where the manifest does not say
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
@@ -167,7 +165,7 @@ class TokenFile:
         self.vocab_size = vocab_size
         self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
         self._index = open_reader(local(self.idx_path), np.dtype(np.uint8), mapped=mapped)
-        self._tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
+        self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
         self._read_header()
         self.reader = open_reader(self.path, self.dtype, mapped=mapped)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
@@ -179,7 +177,7 @@ class TokenFile:
         # entries begin at these places, counted in tokens or in sequences
         is_gpts, n = self.format == "shards", len(self)
         self._edges, what = ("offsets", "tokens") if is_gpts else ("boundaries", "sequences")
-        total = self.num_bytes / self.dtype.itemsize if is_gpts else self._tables["lengths"][2]
+        total = self.num_bytes / self.dtype.itemsize if is_gpts else self.tables["lengths"][2]
         first, last = self.table(self._edges, 0, 1)[0], self.table(self._edges, n, n + 1)[0]
         if first != 0 or last != total:
             raise ValueError(f"{self.path}: {total:,.10g} {what} on disk, but the {self._edges} in "
@@ -194,7 +192,7 @@ class TokenFile:
         try:
             self.format = next(name for name, magic in MAGICS.items() if head.startswith(magic))
             _, version, code, n, *more = HEADERS[self.format].unpack_from(head)
-            self.dtype = DTYPES[self.format][code]
+            self.dtype = np.dtype(DTYPES[self.format][code])
             self._len, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
             if more:
                 self._len = more[0] - 1
@@ -202,7 +200,7 @@ class TokenFile:
                            ("boundaries", "<i8", more[0])]
             at = HEADERS[self.format].size
             for name, dtype, rows in columns:
-                self._tables[name] = np.dtype(dtype), at, rows
+                self.tables[name] = np.dtype(dtype), at, rows
                 at += rows * np.dtype(dtype).itemsize
             expected = f"{at:,} bytes for {self._len:,} entries"
             good = version == 1 and at == self.idx_bytes and self._len >= 0
@@ -218,7 +216,7 @@ class TokenFile:
 
     def table(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows first .. last - 1 (default: all) of a table of the .idx, unchecked."""
-        dtype, at, rows = self._tables[name]
+        dtype, at, rows = self.tables[name]
         last = rows if last is None else last
         found = self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize)
         return found.view(dtype)
@@ -413,8 +411,7 @@ def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
     """
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
-            "tokenizer": dict(tokenizer), "arguments": dict(arguments),
-            "shards": {name: shards[name] for name in sorted(shards)}}
+            "tokenizer": tokenizer, "arguments": arguments, "shards": shards}
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:

@@ -28,13 +28,23 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nanochat.checkpoint import Saver, prune, save_checkpoint, to_host
+from nanochat.checkpoint import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_NAME,
+    SCHEDULER_NAME,
+    Saver,
+    prune,
+    save_checkpoint,
+    to_host,
+)
 from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
@@ -236,8 +246,9 @@ class Trainer:
     def due(self, every: int) -> bool:
         """Whether it is time for what is done every so many steps, before the next one."""
         step = self.progress.step
-        at = step >= self.schedule.num_iterations or (every > 0 and step % every == 0)
-        return every > 0 and at and (step > self.start.step or not self.start.looked)
+        at = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
+        # a stop saves at once, any other save comes after the looks that are due with it
+        return at and (step > self.start.step or self.start.state.get("status", "stopped") == "stopped")
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
@@ -245,23 +256,22 @@ class Trainer:
         began, p, settings, run_dir = time.perf_counter(), self.progress, self.settings, self.start.run_dir
         self.dog.beat(p.step, "save", LONG_S)
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
-        optimizer_state = self.optimizer.gather_state()
+        states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = gather_all(self.loader.cursors(p.step))
         rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
         if get_dist_info()[1] == 0:
-            step, model_state, config = p.step, to_host(self.model.state_dict()), asdict(self.model.config)
-            trainer_state = {
-                "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
-                "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                "wandb_id": self.journal.wandb_id, **more}
-            scheduler_state = self.schedule.state()
+            states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
+                       **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
+            save = partial(
+                save_checkpoint, run_dir, name, step=p.step, states=states, model_config=asdict(self.model.config),
+                cursors=[cursor for of_rank in cursors for cursor in of_rank],
+                trainer_state={"progress": asdict(p), "status": status, "tokens": p.tokens,
+                               "phase": self.loader.phase, "K": settings.leaves,
+                               "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+                               "wandb_id": self.journal.wandb_id, **more})
 
-            def write() -> Path:
-                path = save_checkpoint(
-                    run_dir, name, step=step, model_state=model_state, model_config=config,
-                    optimizer_state=optimizer_state, scheduler_state=scheduler_state,
-                    rng_state=dict(enumerate(rng)), trainer_state=trainer_state,
-                    cursors=[cursor for of_rank in cursors for cursor in of_rank])
+            def write(step: int = p.step) -> Path:
+                path = save()
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
                       keep_milestone_every=settings.keep_milestone_every)
                 return path

@@ -1,15 +1,16 @@
 """
-Evaluate a trained model: bits per byte on validation and on training data, a floor to compare with, samples.
+Evaluate a trained model: bits per byte on validation and on training data, a floor to compare with,
+samples.
 
     python -m scripts.base_eval --run d12
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run d24
     python -m scripts.base_eval --checkpoint RUN/checkpoints/checkpoint-1000 --json eval.json
 
-Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With the run's own
---eval-tokens, the default, the validation result is the one that training printed at that step. The floor is a
-unigram model: it knows how often each token occurs in the first rows of training, and nothing else.
+Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
+the run's own --eval-tokens, the default, the validation result is the one that training printed at
+that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
+training, and nothing else. The result goes to RUN/eval.json.
 
-The result goes to RUN/eval.json. Where that holds this very evaluation of this checkpoint, it is shown, not repeated.
 CORE and other benchmarks that are downloaded are left out.
 """
 
@@ -26,38 +27,39 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, print0, read_json, run_main, setup_logging, table, write_json
+from nanochat.common import Parser, get_dist_info, print0, run_main, setup_logging, table, write_json
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
-from nanochat.run_dir import find_run, read_config
+from nanochat.run_dir import find_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts.sample import own_prompts
-
-FORMAT = 3  # of eval.json
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Evaluate a trained model.", epilog=__doc__)
     which = p.add_mutually_exclusive_group()
-    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
+    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
+                                     "(default: the only run)")
     which.add_argument("--checkpoint", help="a checkpoint directory")
-    p.add_argument("--eval-tokens", type=int, default=-1, help="tokens of each split; -1: as the run did")
-    p.add_argument("--unigram-tokens", type=int, default=2**22, help="training tokens that the floor is counted from")
-    p.add_argument("--device-batch-size", type=int, default=-1, help="rows in one forward pass; -1: as the run did")
-    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best there is)")
+    p.add_argument("--eval-tokens", type=int, default=-1,
+                   help="tokens of each split; -1: as the run did")
+    p.add_argument("--unigram-tokens", type=int, default=2**22,
+                   help="training tokens that the floor is counted from")
+    p.add_argument("--device-batch-size", type=int, default=-1,
+                   help="rows in one forward pass; -1: as the run did")
+    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
     p.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
-    p.add_argument("--force", action="store_true", help="evaluate again what has been evaluated")
     args = p.parse_args(argv)
     for flag, allowed in (("eval_tokens", -1), ("device_batch_size", -1), ("unigram_tokens", 1)):
         given = getattr(args, flag)
         if given < 1 and given != allowed:
-            or_what = ", or -1" if allowed < 0 else ""
-            raise ValueError(f"--{flag.replace('_', '-')}: got {given}, expected at least 1{or_what}")
+            raise ValueError(f"--{flag.replace('_', '-')}: got {given}, expected at least 1"
+                             + ", or -1" * (allowed < 0))
     return args
 
 
@@ -72,110 +74,94 @@ def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
 
 
 def count_training_tokens(data: RunData, config: Any, num_tokens: int) -> np.ndarray:
-    """How often each token is a target in the first rows of the run's stream, as many rows from each lane, together at
-    least `num_tokens` tokens: (vocab_size,) int64."""
+    """How often each token is a target in the first rows of the run's stream, as many from each
+    lane, together at least `num_tokens` tokens: (vocab_size,) int64."""
     counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
     steps = -(-num_tokens // (config.V * config.T))
-    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V, device_batch_size=config.V,
-                    with_digest=False, drop_dry=True) as loader, contextlib.suppress(Dry):
+    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
+                    device_batch_size=config.V, with_digest=False, drop_dry=True) as loader, \
+            contextlib.suppress(Dry):
         for _ in itertools.islice(counting(loader, counts), steps):
             pass
     return counts
 
 
-def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
+def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]
+                 ) -> dict[str, list[str]]:
     """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
     engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
-    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
     free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
-    return {name: [tokenizer.decode(tokens[1:]) for tokens in texts]
-            for name, texts in (("prompted", prompted), ("unprompted", free))}
+    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0]
+                for prompt in prompts]
+    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
+            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
 
 
 # ---- the script ---------------------------------------------------------------------------------
 
-def evaluate(args: argparse.Namespace, checkpoint: Path, of: dict[str, Any], rank: int, world_size: int,
-             device: torch.device) -> dict[str, Any]:
+def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket,
     and of a unigram model on the same validation tokens; samples."""
     began = time.perf_counter()
-    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=get_compute_dtype(device, of["dtype"]))
+    _, rank, _, world_size = get_dist_info()
+    dtype = get_compute_dtype(device, args.dtype)
+    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     run_dir = checkpoint.parent.parent
     stored, config, settings = open_run(run_dir)
     data = stored if config.framed else open_data(pinned_data(run_dir), stored.tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
     seen, ignored = np.zeros((2, tokenizer.get_vocab_size()), np.int64)
+    B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
+    num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
 
     def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
         return counting(validation_loader(
-            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device, rank=rank,
-            device_batch_size=settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size,
-            world_size=world_size, num_leaves=settings.leaves,
+            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device,
+            rank=rank, device_batch_size=B, world_size=world_size, num_leaves=settings.leaves,
             with_doc_ids=model.attention_mode != "causal"), counts)
 
-    num_tokens = of["eval_tokens"]
-    val, buckets = evaluate_buckets(model, {name: batches(source, num_tokens // len(data.val), seen)
-                                            for name, source in data.val.items()}, token_bytes)
+    val, buckets = evaluate_buckets(
+        model, {name: batches(source, num_tokens // len(data.val), seen)
+                for name, source in data.val.items()}, token_bytes)
     train = {name: evaluate_bpb(model, batches(source, num_tokens, ignored), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
     if dist.is_initialized():
         total = torch.from_numpy(seen).to(device)
         dist.all_reduce(total)
         seen = total.cpu().numpy()
-    trained = on_rank0(lambda: count_training_tokens(stored, config, of["unigram_tokens"]))
+    trained = on_rank0(lambda: count_training_tokens(stored, config, args.unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
     samples = draw_samples(model, tokenizer, own_prompts(data, config.T)) if rank == 0 else {}
-    return {"format": FORMAT, "of": of, "step": meta["step"], "val_bpb": val, "val_buckets": buckets,
-            "train_bpb": train, "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
-            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum()), "samples": samples,
-            "seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
-
-
-def stored_result(path: Path, of: dict[str, Any]) -> dict[str, Any] | None:
-    """What the file holds, if it is this evaluation and whole."""
-    with contextlib.suppress(ValueError, OSError):
-        result = read_json(path)
-        if isinstance(result, dict) and result.get("format") == FORMAT and result.get("of") == of:
-            return result
-    return None
-
-
-def show(result: dict[str, Any], path: Path) -> None:
-    """Print a result."""
-    for text in result["samples"]["prompted"] + result["samples"]["unprompted"]:
-        print0(f"{'-' * 80}\n{text}")
-    print0("-" * 80)
-    buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
-    rows = [("validation", result["val_bpb"]), *((f"validation, {k}", v) for k, v in buckets.items()),
-            *((f"train, {k}", v) for k, v in result["train_bpb"].items()),
-            ("validation, unigram model", result["unigram_bpb"])]
-    heading = f"{result['of']['checkpoint']}, step {result['step']:,}", "bits per byte"
-    print0(*table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]), f"result: {path}", sep="\n")
+    return {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
+            "device": device.type, "val_bpb": val, "val_buckets": buckets, "train_bpb": train,
+            "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
+            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum()),
+            "samples": samples, "seconds": time.perf_counter() - began, "world_size": world_size,
+            "torch": torch.__version__}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print, write. Raises ValueError and OSError for bad flags and for what cannot be opened."""
+    """Evaluate, print, write. ValueError and OSError for bad flags and what cannot be opened."""
     args = parse_args(argv)
     setup_logging()
-    _, rank, _, world_size, device = compute_init(args.device_type or autodetect_device_type())
+    *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        found = on_rank0(lambda: find_checkpoint(args.checkpoint or args.run or find_run(None)))
-        checkpoint = found.path.absolute()
-        settings = read_config(checkpoint.parent.parent)
+        name = args.checkpoint or args.run or find_run(None)
+        checkpoint = on_rank0(lambda: find_checkpoint(name).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
-        dtype = str(get_compute_dtype(device, args.dtype)).removeprefix("torch.")
-        of = {"checkpoint": str(checkpoint), "checksum": found.trainer_state["checksum"],
-              "eval_tokens": settings["eval_tokens"] if args.eval_tokens == -1 else args.eval_tokens,
-              "unigram_tokens": args.unigram_tokens, "device": device.type, "dtype": dtype}
-        result = None if args.force else on_rank0(lambda: stored_result(path, of))
-        if result is None:
-            result = evaluate(args, checkpoint, of, rank, world_size, device)
-            on_rank0(lambda: write_json(path, result))
-        else:
-            print0(f"{path}: evaluated before, --force does it again")
-        if rank == 0:
-            show(result, path)
+        result = evaluate(args, checkpoint, device)
+        on_rank0(lambda: write_json(path, result))
+        for text in (text for kind in result["samples"].values() for text in kind):
+            print0(f"{'-' * 80}\n{text}")
+        buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
+        rows = [("validation", result["val_bpb"]),
+                *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
+                *((f"train, {bucket}", bpb) for bucket, bpb in result["train_bpb"].items()),
+                ("validation, unigram model", result["unigram_bpb"])]
+        heading = f"{checkpoint}, step {result['step']:,}", "bits per byte"
+        lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows])
+        print0("-" * 80, *lines, f"result: {path}", sep="\n")
     finally:
         compute_cleanup()
     return 0

@@ -114,10 +114,10 @@ def loop(run: Trainer) -> int:
         print0(f"halted: {why}; {WAY_ON.format(tag=run.start.run_dir.name)}")
         return EXIT_HALTED
     except ArithmeticError as e:
+        run.told_save(wait=True)
         run.journal.end("failed", str(e))
         if run.loader.layout.rank != 0:
             raise SystemExit(1) from e  # all ranks know; one says so
-        run.told_save(wait=True)
         kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)),
                     "nothing was saved before it")
         raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the "

@@ -139,7 +139,8 @@ def read_series(run_dir: Path, notes: list[str]) -> Series:
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
         values = record if "event" not in record else {}
         if record.get("event") == "val":
-            buckets = record.get("buckets") or {}
+            told = record.get("buckets")
+            buckets = told if isinstance(told, dict) else {}
             values = {"val": record.get("bpb")}
             values |= {f"val/{name}": bpb for name, bpb in buckets.items()}
         for name, value in values.items():

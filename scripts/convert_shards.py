@@ -3,20 +3,22 @@ Turn pairs of token files from GPTS into Megatron's format or back:
 
     python -m scripts.convert_shards IN OUT --to megatron|gpts
 
-Every pair below the folder IN becomes one of the same name below OUT, with the same documents in the same order. Each
-manifest.json and the tokenizer come along.
+Every pair below the folder IN becomes one of the same name below OUT, with the same documents in
+the same order. Each manifest.json and the tokenizer come along.
 
     GPTS        a b c d | c d e f | e f g E        windows of a document, prefixes 0, 2, 2
-    Megatron    a b c d e f g E                    one sequence, for Megatron trains on each as on a document
+    Megatron    a b c d e f g E                    one sequence: Megatron trains on each as it is
 
-So both formats hold whole documents here: what windows repeat is left out, and sequences of one document are joined.
-Whole documents come back byte for byte, as scripts.tok_shards would have written them in that format.
+So both formats hold whole documents here: what windows repeat is left out, and sequences of one
+document are joined. Whole documents come back byte for byte, as scripts.tok_shards would have
+written them in that format.
 
-The same command goes on after a crash or Ctrl-C: a pair whose .idx is there, and no older than its source, is kept.
-Exit code: 0, or 1 with a sentence where a pair cannot be converted.
+The same command goes on after a crash or Ctrl-C: a pair whose .idx is there, and no older than its
+source, is kept. Exit code: 0, or 1 with a sentence where a pair cannot be converted.
 """
 
 import argparse
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,17 +40,19 @@ TOKENIZER = "tokenizer"
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("input", type=Path, metavar="IN", help="folder of pairs; or PREFIX[,PREFIX...]")
+    parser.add_argument("input", type=Path, metavar="IN",
+                        help="folder of pairs; or PREFIX[,PREFIX...]")
     parser.add_argument("output", type=Path, metavar="OUT", help="another folder")
     parser.add_argument("--to", required=True, choices=list(TARGETS), help="the format to make")
-    parser.add_argument("--eod", type=int, default=None, metavar="ID", help="what ends documents of GPTS pairs that no "
-                        "manifest.json lists (default: the last id of each pair)")
+    parser.add_argument("--eod", type=int, metavar="ID",
+                        help="what ends documents of GPTS pairs that no manifest.json lists "
+                             "(default: the last id of each pair)")
     return parser.parse_args(argv)
 
 
 def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
-    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a prefix that is no
-    repetition."""
+    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a
+    prefix that is no repetition."""
     parts: list[np.ndarray] = []  # of the document that has not ended
     before = np.zeros(0, pair.dtype)  # the entry before
     for first in range(0, len(pair), BLOCK_ENTRIES):
@@ -56,16 +60,19 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
         if pair.format == "megatron":
             yield from pair.read(first, last)
             continue
-        prefixes, ends = pair.prefixes(first, last).tolist(), pair.ends_document(first, last, eod).tolist()
-        for number, (ids, prefix, is_end) in enumerate(zip(pair.read(first, last), prefixes, ends), first):
+        prefixes = pair.prefixes(first, last).tolist()
+        ends = pair.ends_document(first, last, eod).tolist()
+        for number, ids in enumerate(pair.read(first, last)):
+            prefix = prefixes[number]
             if prefix and not parts and np.array_equal(ids, before[-len(ids):]):
-                continue  # gpt-simple may add a window that repeats the end of a document and nothing else
+                continue  # gpt-simple may add a window that repeats the end of a document only
             if prefix and not np.array_equal(ids[:prefix], before[-prefix:]):
-                raise ValueError(f"{pair.path}: entry {number:,} has a prefix of {prefix:,} ids that does not repeat "
-                                 f"the entry before it, so no document can be made of them")
+                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of "
+                                 f"{prefix:,} ids that does not repeat the entry before it, so no "
+                                 f"document can be made of them")
             parts.append(ids[prefix:])
             before = ids
-            if is_end:
+            if ends[number]:
                 yield np.concatenate(parts)
                 parts = []
     if parts:
@@ -75,37 +82,29 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
     """Make the pair `target` (its .bin) of `source`. ValueError for what the format cannot hold."""
     pair, manifest = open_tokens(source), read_manifest(source.parent)
-    wide, vocab_size = pair.dtype.itemsize > 2, None
+    vocab_size = None
     if pair.record is not None and manifest is not None:
-        eod, vocab_size = manifest["tokenizer"]["eod"], manifest["tokenizer"]["vocab_size"]
+        eod, vocab_size = (manifest["tokenizer"][name] for name in ("eod", "vocab_size"))
     elif eod is None:
-        eod = int(pair.reader.read(pair.num_tokens - 1, pair.num_tokens)[0]) if pair.num_tokens else 0
-    codes = {"megatron": 4 if wide else 8, "gpts": 4 if wide else 2}
-    dtype = DTYPES[TARGETS[to]][codes[to]] if vocab_size is None else None
+        eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last
+    dtype = None
+    if vocab_size is None:  # ids are kept as wide as they are
+        narrow = {"megatron": 8, "gpts": 2}[to]
+        dtype = DTYPES[TARGETS[to]][4 if pair.dtype.itemsize > 2 else narrow]
     writer_of = MegatronWriter if to == "megatron" else ShardWriter
+    found = documents(pair, eod)
     with writer_of(target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
-        waiting: list[np.ndarray] = []
-
-        def write() -> None:
-            lengths = [len(ids) for ids in waiting]
-            writer.add(np.concatenate(waiting), np.array(lengths), np.zeros(len(waiting), np.uint16))
-            waiting.clear()
-
-        for ids in documents(pair, eod):
-            waiting.append(ids)
-            if len(waiting) == BLOCK_ENTRIES:
-                write()
-        if waiting:
-            write()
+        while block := list(itertools.islice(found, BLOCK_ENTRIES)):
+            lengths = np.array([len(ids) for ids in block])
+            writer.add(np.concatenate(block), lengths, np.zeros(len(block), np.uint16))
 
 
 def is_finished(source: Path, target: Path) -> bool:
     """Whether a pair was made, after its source was last changed."""
-    files = [path.with_suffix(suffix) for path in (source, target) for suffix in (".bin", ".idx")]
-    if not (files[2].exists() and files[3].exists()):
-        return False
-    times = [path.stat().st_mtime_ns for path in files]
-    return times[3] >= max(times[:2])
+    *sources, made, index = (path.with_suffix(suffix) for path in (source, target)
+                             for suffix in (".bin", ".idx"))
+    newest = max(path.stat().st_mtime_ns for path in sources)
+    return made.exists() and index.exists() and index.stat().st_mtime_ns >= newest
 
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
@@ -114,14 +113,15 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
     if manifest is None:
         return
     shards: dict[str, Any] = {}
-    for name in (n for n in names if n in manifest["shards"]):
+    for name in [name for name in names if name in manifest["shards"]]:
         pair, record = open_tokens(target / f"{name}.bin"), dict(manifest["shards"][name])
         if record["entries"] != len(pair):
             record.pop("groups", None)
-        shards[name] = {**record, "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
-                        "bin_hash": hash_file(pair.path), "idx_hash": hash_file(pair.idx_path)}
-    made = new_manifest(manifest["tokenizer"], {**manifest["arguments"], "max_length": 0, "overlap_size": 0}, shards,
-                        data_format=TARGETS[to])
+        shards[name] = {**record, "entries": len(pair), "tokens": pair.num_tokens,
+                        "bin_bytes": pair.num_bytes, "bin_hash": hash_file(pair.path),
+                        "idx_hash": hash_file(pair.idx_path)}
+    arguments = {**manifest["arguments"], "max_length": 0, "overlap_size": 0}
+    made = new_manifest(manifest["tokenizer"], arguments, shards, data_format=TARGETS[to])
     write_json(target / MANIFEST_NAME, made, sort_keys=True)
 
 
@@ -132,21 +132,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
         raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")
-    source_format = next(name for name in TARGETS.values() if name != TARGETS[args.to])
+    [source_format] = {*TARGETS.values()} - {TARGETS[args.to]}
     files = find_files(args.input, source_format)
     check_format(folder, files, source_format)
     if (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, out / TOKENIZER, dirs_exist_ok=True)
     names: dict[Path, list[str]] = {}
-    with tqdm(total=sum(f.stat().st_size for f in files), unit="B", unit_scale=True, disable=None) as bar:
-        for source in files:
-            target = out / source.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not is_finished(source, target):
-                (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
-                convert(source, target, to=args.to, eod=args.eod)
-            names.setdefault(source.parent, []).append(source.stem)
-            bar.update(source.stat().st_size)
+    for source in tqdm(files, unit=" pairs", disable=None):
+        target = out / source.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not is_finished(source, target):
+            (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
+            convert(source, target, to=args.to, eod=args.eod)
+        names.setdefault(source.parent, []).append(source.stem)
     for source_folder, made in names.items():
         write_manifest(source_folder, out / source_folder.relative_to(folder), made, args.to)
     print(f"{out}: {len(files):,} pairs of --data-format {TARGETS[args.to]}")

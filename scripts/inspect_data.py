@@ -83,7 +83,11 @@ class Opened:
                 break
             except ValueError as e:  # older ones serve as well
                 log.warning("passed over: %s", e)
-        with closing(self.stream(range(self.config.V), cursors)) as stream:
+        try:
+            stream = self.stream(range(self.config.V), cursors)
+        except ValueError as e:
+            raise ValueError(f"{self.kept[done]}: {e}" if done in self.kept else str(e)) from None
+        with closing(stream):
             for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
                 stream.next_rows(self.rows_per_lane)
             return stream.cursors()

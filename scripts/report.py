@@ -27,14 +27,20 @@ from typing import Any
 
 import torch
 
-from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
-from nanochat.run_data import MANIFEST_NAME
+from nanochat.common import Parser, check_shape, duration, read_json, run_main, show, write_bytes
+from nanochat.run_data import pinned_data
 from nanochat.run_dir import cursor_files, find_run, read_config, read_cursors, read_log
 from nanochat.stream import ledger
 
 CURVE_ROWS = 16  # lines of the loss curve, about
 LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
                   "epochs")
+# the shape of what is computed with, in the lines of the log
+STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
+        **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None)}
+EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
+EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
+          "started": {"step": int, "world_size": int, "device": str, "torch": str}}
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
@@ -83,12 +89,14 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     """Everything about a run that lies on disk. FileNotFoundError if it never started, ValueError
     for a broken file."""
     records = read_log(run_dir / "logs" / "train.jsonl")
+    for record in records:
+        shape = STEP if "event" not in record else EVENTS.get(str(record["event"]))
+        check_shape(record, shape, f"{run_dir / 'logs' / 'train.jsonl'}: step {record.get('step')!r:.20}")
     kept = cursor_files(run_dir)
-    manifest, evaluation = (read_json(path, dict) if path.is_file() else {}
-                            for path in (run_dir / MANIFEST_NAME, run_dir / "eval.json"))
+    evaluation = read_json(run_dir / "eval.json", EVALUATION) if (run_dir / "eval.json").is_file() else {}
     return Facts(run_dir, read_config(run_dir),
                  steps=[r for r in records if "event" not in r],
-                 events=[r for r in records if "event" in r], manifest=manifest,
+                 events=[r for r in records if "event" in r], manifest=pinned_data(run_dir),
                  cursors=read_cursors(kept[max(kept)]) if kept else None, evaluation=evaluation,
                  stages=read_stages(stages) if stages is not None and stages.is_file() else [])
 
@@ -197,7 +205,10 @@ def data_part(facts: Facts) -> list[str]:
     if facts.cursors is None:
         return [*lines, "No checkpoint yet, so no accounts."]
     step, cursors = facts.cursors
-    accounts = ledger(cursors, facts.config["max_seq_len"])
+    try:
+        accounts = ledger(cursors, facts.config["max_seq_len"])
+    except ValueError as e:
+        raise ValueError(f"{cursor_files(facts.run_dir)[step]}: {e}") from None
     rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS),
              f"{100 * a['cropped'] / max(1, a['read']):.2f} %") for bucket, a in accounts.items()]
     return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has "

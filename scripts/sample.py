@@ -2,10 +2,10 @@
 Let a trained model continue some text:
 
     python -m scripts.sample --run d12
-    python -m scripts.sample --checkpoint RUN/checkpoints/checkpoint-1000 -p "Water boils at" --num-samples 3
+    python -m scripts.sample --checkpoint RUN/checkpoints/checkpoint-1000 -p "Water boils at"
 
-Without -p it continues the beginnings of some documents that the run was validated on: a model of code is asked for
-code. Temperature 0 takes the most likely token each time.
+Without -p it continues the beginnings of some documents that the run was validated on: a model of
+code is asked for code. Temperature 0 takes the most likely token each time.
 """
 
 import argparse
@@ -29,32 +29,33 @@ PROMPT_TOKENS = 12
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Continue text with a trained model.")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
+    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
+                                     "(default: the only run)")
     which.add_argument("--checkpoint", type=Path, help="a checkpoint directory")
-    parser.add_argument("-p", "--prompt", action="append", help="text to continue; may be given several times "
-                        "(default: beginnings of the run's validation documents)")
+    parser.add_argument("-p", "--prompt", action="append",
+                        help="text to continue; may be given several times (default: beginnings of "
+                             "the run's validation documents)")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per continuation")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = most likely token, 1 = as the model says")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from the k most likely tokens only")
+    parser.add_argument("--temperature", type=float, default=0.8,
+                        help="0 = most likely token, 1 = as the model says")
+    parser.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest tokens")
     parser.add_argument("--seed", type=int, default=42, help="of the draws")
-    parser.add_argument("--device-type", default="", help="cuda, mps or cpu (default: the best there is)")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
+    parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     return parser.parse_args(argv)
 
 
 def own_prompts(data: RunData, T: int) -> list[list[int]]:
     """The beginnings, BOS first, of the documents that validation rows of `T` tokens begin with."""
+    source, bos = next(iter(data.val.values())), data.tokenizer.get_bos_token_id()
     prompts = []
-    source, tokenizer = next(iter(data.val.values())), data.tokenizer
-    batch = next(validation_loader(source, tokenizer=tokenizer, T=T, device_batch_size=NUM_PROMPTS,
-                                   num_tokens=NUM_PROMPTS * T, device="cpu"), None)
-    for row in batch.inputs.tolist() if batch is not None else []:
-        tokens = row[:min(PROMPT_TOKENS, T // 2)]
-        bos = tokenizer.get_bos_token_id()
-        end = tokens.index(bos, 1) if bos in tokens[1:] else len(tokens)
-        prompts.append(tokens[:end])
-    return prompts
+    for batch in validation_loader(source, tokenizer=data.tokenizer, T=T, device="cpu",
+                                   device_batch_size=NUM_PROMPTS, num_tokens=NUM_PROMPTS * T):
+        for row in batch.inputs.tolist():
+            tokens = row[:min(PROMPT_TOKENS, T // 2)]
+            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # of the first document only
+    return prompts[:NUM_PROMPTS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.checkpoint or find_run(args.run)
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        model, tokenizer, meta = load_model(path, device, compute_dtype=get_compute_dtype(device, args.dtype))
+        model, tokenizer, meta = load_model(
+            path, device, compute_dtype=get_compute_dtype(device, args.dtype))
         bos = tokenizer.get_bos_token_id()
         prompts = [tokenizer.encode(text, prepend=bos) for text in args.prompt or ()]
         if not prompts:
@@ -72,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 data, config, _ = open_run(meta["path"].absolute().parent.parent)
                 prompts = own_prompts(data, config.T)
             except (ValueError, OSError) as e:
-                log.warning("no validation text to begin with, so samples begin with nothing (%s)", e)
+                log.warning("no validation text, so samples begin with nothing (%s)", e)
         engine = Engine(model, tokenizer)
         for tokens in prompts or [[bos]]:
-            results, _ = engine.generate_batch(tokens, args.num_samples, max_tokens=args.max_tokens,
-                                               temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+            results, _ = engine.generate_batch(
+                tokens, args.num_samples, max_tokens=args.max_tokens,
+                temperature=args.temperature, top_k=args.top_k, seed=args.seed)
             for result in results:
                 print(f"{'-' * 80}\n{tokenizer.decode(result[1:])}", flush=True)  # without <|bos|>
     finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
-from nanochat.lifecycle import is_alive_here, request_stop
+from nanochat.lifecycle import FLAG_NAME, is_alive_here
 from nanochat.run_dir import find_run, list_runs, run_path
 from scripts.status import describe, look
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nothing to stop\n{describe(facts)}")
         return 0
     if facts["liveness"] == "alive":
-        request_stop(run_dir)
+        (run_dir / FLAG_NAME).touch()
         print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
     if args.force and not force(facts, args.grace_seconds):
         return EXIT_FAILED

@@ -3,7 +3,7 @@ How well the tokenizer compresses: bytes of text per token, on short samples of 
 on the data.
 
     python -m scripts.tok_eval                        # samples only
-    python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of the train and the val files
+    python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of each split
 
 More bytes a token means shorter rows for the same text, but it is no measure of quality: a larger
 vocabulary always compresses better and costs parameters and softmax time. Use it for tokenizers of
@@ -23,38 +23,28 @@ from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 PEERS = ("gpt2", "cl100k_base")
 
 SAMPLES = {
-    "english": (
-        "The ferry left at six, an hour late, with eleven passengers and a piano on board. Nobody knew whose piano it "
-        "was. Halfway across, the wind turned to the north-east and the captain, who had seen worse on calmer days, "
-        "asked for someone to play. A retired schoolteacher stood up, said that she hadn't touched a key since 1987, "
-        "and went on for forty minutes without a mistake. \"You can't forget it,\" she told us; \"it forgets you.\"\n"),
-    "code": (
-        "def moving_average(values, window):\n"
-        "    \"\"\"Mean of the last `window` values at each position; shorter at the start.\"\"\"\n"
-        "    total, result = 0.0, []\n"
-        "    for i, value in enumerate(values):\n"
-        "        total += value\n"
-        "        if i >= window:\n"
-        "            total -= values[i - window]\n"
-        "        result.append(total / min(i + 1, window))\n"
-        "    return result\n\n\n"
-        "assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]\n"),
-    "math": (
-        "\\begin{lemma}\\label{lem:sum} Let $a_1, \\dots, a_n > 0$ with $\\sum_{i=1}^{n} a_i = 1$. Then\n"
-        "\\[ \\prod_{i=1}^{n} \\left(1 + \\frac{1}{a_i}\\right) \\ge (n + 1)^n. \\]\n\\end{lemma}\n"
-        "\\begin{proof} By convexity of $x \\mapsto \\log(1 + e^{-x})$ the minimum is at $a_i = \\frac{1}{n}$. "
-        "For $n = 12$ the right side is $13^{12} = 23298085122481$. \\end{proof}\n"),
-    "numbers": (
-        "date,open,close,volume\n2019-03-14,1182.46,1185.55,1172845\n2019-03-15,1193.38,1184.46,2461775\n"
-        "2019-03-18,1183.30,1184.26,1292817\n2019-03-19,1188.81,1198.85,1520692\n"),
-    "russian": (
-        "Поезд пришёл раньше времени, и на платформе ещё никого не было. Проводница открыла дверь, посмотрела на "
-        "пустой вокзал и сказала, что в этом городе всегда так.\n"),
-    "korean": (
-        "비가 그친 뒤 골목에는 흙냄새가 가득했다. 할머니는 창문을 열고 화분을 하나씩 밖으로 내놓으며 "
-        "올해는 꽃이 일찍 필 것 같다고 말씀하셨다.\n"),
-    "chinese": "傍晚的集市渐渐安静下来,卖豆腐的老人把最后两块包好,递给一个放学回家的孩子,说什么也不肯收钱。\n",
-    "emoji": "moving day 📦🚚 → new flat 🏡✨ no heating yet 🥶 but the view!! 🌇😍 thx everyone 🙏🏽👨‍👩‍👧‍👦 #home\n",
+    "english": """The ferry left at six, an hour late, with eleven passengers and a piano on board.
+Nobody knew whose piano it was. Halfway across, the wind turned to the north-east and the captain,
+who had seen worse on calmer days, asked for someone to play. "You can't forget it," she told us.
+""",
+    "code": """def moving_average(values, window):
+    total, result = 0.0, []
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        result.append(total / min(i + 1, window))
+    return result
+
+
+assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]
+""",
+    "math": r"""\begin{lemma}\label{lem:sum} Let $a_1, \dots, a_n > 0$ with $\sum_{i=1}^{n} a_i = 1$. Then
+\[ \prod_{i=1}^{n} \left(1 + \frac{1}{a_i}\right) \ge (n + 1)^n. \] \end{lemma}
+""",
+    "numbers": "2019-03-14,1182.46,1185.55,1172845\n2019-03-15,1193.38,1184.46,2461775\n",
+    "russian": "Поезд пришёл раньше времени, и на платформе ещё никого не было.\n",
+    "korean": "비가 그친 뒤 골목에는 흙냄새가 가득했다. 할머니는 창문을 열었다.\n",
+    "chinese": "傍晚的集市渐渐安静下来,卖豆腐的老人把最后两块包好,递给一个放学回家的孩子。\n",
+    "emoji": "moving day 📦🚚 → new flat 🏡✨ but the view!! 🌇😍 thx 🙏🏽👨‍👩‍👧‍👦 #home\n",
 }
 
 
@@ -86,10 +76,11 @@ def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
-    parser.add_argument("--tokenizer-dir", type=Path, help="a saved tokenizer (default: tok_train's)")
+    parser.add_argument("--tokenizer-dir", type=Path,
+                        help="a saved tokenizer (default: tok_train's)")
     parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="of train and of val each")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="of each split")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer_dir)
@@ -102,14 +93,16 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; train again")
+            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; "
+                             f"train again")
         ours = bytes_per_token(tokenizer, texts)
         rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
         for peer in peers.values():
             theirs = bytes_per_token(peer, texts)
             rows[-1] += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
-    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
-    header = ["text", "bytes", "ours", *itertools.chain.from_iterable((name, "ours is") for name in peers)]
+    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per "
+          f"token:")
+    header = ["text", "bytes", "ours", *(word for name in peers for word in (name, "ours is"))]
     print(*table(header, rows), sep="\n")
     return 0
 

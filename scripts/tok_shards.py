@@ -11,7 +11,7 @@ with the end-of-document id behind it.
 
 The same command goes on after a crash, Ctrl-C or a failure, and makes again what changed. Over several
 machines: give each --task-index i --num-tasks n, and at the end run once with --finish (dev/slurm has
-templates). Exit code: 0, 1 where an input failed or is missing, 130 after Ctrl-C, 143 after SIGTERM.
+templates). Exit code: 0, 1 where an input failed or is missing, 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse

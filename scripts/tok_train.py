@@ -1,11 +1,12 @@
 """
 Train the tokenizer on the training split.
 
-    python -m scripts.tok_train                              # nanochat's defaults: 2 B characters, 32,768 tokens
+    python -m scripts.tok_train                  # nanochat's defaults: 2 B characters, 32,768 tokens
     python -m scripts.tok_train --data-path DIR --output-dir DIR --vocab-size 8192
     python -m scripts.tok_train --data-path my.jsonl.gz --val-path held_out.jsonl
 
-    files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars is reached
+    files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until
+                                                                               --max-chars
 
 Files are read in the order of their relative paths, so the same files and arguments give the same
 vocabulary, and the files that were read (names, sizes) are kept in tokenizer.json. That also makes
@@ -47,11 +48,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def list_train_files(data_path: Path | str, val_path: Path | str | None = None) -> list[dict[str, Any]]:
+def list_train_files(data_path: Path | str, val_path: Path | str | None = None
+                     ) -> list[dict[str, Any]]:
     """The files of the training split in reading order: {"name": relative path, "bytes": size}."""
     folder = data_folder(data_path)
-    paths = split_train_val(data_path, val_path)["train"][BUCKET]
-    return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size} for path in paths]
+    return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
+            for path in split_train_val(data_path, val_path)["train"][BUCKET]]
 
 
 def read_corpus(folder: Path, files: list[dict[str, Any]], opened: list[dict[str, Any]], *,
@@ -96,7 +98,8 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, int]) 
     """Train on the first files; what was read is kept in `.training`."""
     opened: list[dict[str, Any]] = []
     start = time.monotonic()
-    corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"], doc_cap=arguments["doc_cap"])
+    corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"],
+                         doc_cap=arguments["doc_cap"])
     tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
     tokenizer.training |= {"arguments": arguments, "files": opened,
@@ -114,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
     data_path = args.data_path or DEFAULT_DATASET.data_dir
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
-    arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap, "vocab_size": args.vocab_size}
+    arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     files = list_train_files(data_path, args.val_path)
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
@@ -123,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"training {args.vocab_size:,} tokens on {data_path}")
         tokenizer = train(data_folder(data_path), files, arguments)
         tokenizer.save(output_dir, force=args.force)
-    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
+    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "
+          f"{tokenizer.fingerprint}")
     return 0
 
 

@@ -33,16 +33,13 @@ COPIES = 2  # of the newest checkpoint: the old one goes when the new one is who
 
 def parser() -> Parser:
     """base_train's flags and a few more."""
-    p = Parser(prog="python -m scripts.validate", description="Check a run before it starts.",
-               epilog=__doc__)
-    add_flags(p)
+    p = add_flags(Parser(prog="python -m scripts.validate", epilog=__doc__,
+                         description="Check a run before it starts."))
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)),
                    help="processes of the run")
-    g.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that "
-                   "rehearse")
-    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes "
-                   "(needs matplotlib)")
+    g.add_argument("--plot", type=Path, metavar="PNG",
+                   help="draw shares, phases and passes (needs matplotlib)")
     return p
 
 
@@ -76,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
-    plan = make_run_plan(start, data, num_workers=args.workers)
+    plan = make_run_plan(start, data)
     print("\n".join(describe(plan)))
     if args.plot:
         draw(plan, args.plot)
@@ -116,27 +113,26 @@ def draw(plan: Plan, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot: matplotlib is not installed; pip install 'nanochat[plot]'") from None
-    names = list(plan.buckets)
+        raise ValueError("--plot: matplotlib is not installed; pip install "
+                         "'nanochat[plot]'") from None
+    names, step = list(plan.buckets), plan.rows_per_step * plan.T
     tokens = np.array([phase["tokens"] for phase in plan.phases], float)
     asked = np.array([[phase["asked"][name] for name in names] for phase in plan.phases], float)
-    edges = np.concatenate([[0], np.cumsum(tokens)])
-    ran = plan.steps * plan.rows_per_step * plan.T
+    edges, ran = np.concatenate([[0], np.cumsum(tokens)]), plan.steps * step
     figure = Figure(figsize=(9, 6), layout="constrained")
     shares, passes = figure.subplots(2, 1, sharex=True)
-    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(asked / np.maximum(tokens, 1)[:, None],
-                                                          2, axis=0).T, labels=names)
+    of_phase = asked / np.maximum(tokens, 1)[:, None]
+    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(of_phase, 2, axis=0).T, labels=names)
     shares.set_ylabel("share of rows")
     shares.set_ylim(0, 1)
     for i, name in enumerate(names):
         bucket = plan.buckets[name]
         rows = np.concatenate([[0], np.cumsum(asked[:, i])])
-        stop = np.interp(ran, edges, rows)
-        line, = passes.plot(*zip(*[(x, y / max(1, stop) * bucket.passes) for x, y in zip(edges, rows) if x < ran],
-                                 (ran, bucket.passes)), label=name)
+        x = np.append(edges[edges < ran], ran)
+        y = np.interp(x, edges, rows) / max(1, np.interp(ran, edges, rows)) * bucket.passes
+        [line] = passes.plot(x, y, label=name)
         if bucket.dry_step is not None:
-            passes.axvline(bucket.dry_step * plan.rows_per_step * plan.T, color=line.get_color(),
-                           linestyle=":")
+            passes.axvline(bucket.dry_step * step, color=line.get_color(), linestyle=":")
     passes.set_ylabel("passes over the bucket")
     passes.set_xlabel("tokens trained on (dotted: a bucket runs dry)")
     for axes in (shares, passes):

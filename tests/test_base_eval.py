@@ -58,25 +58,23 @@ def run(base: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def first_result(base: Path) -> dict[str, Any]:
-    return evaluate("--device-batch-size=8", f"--json={base / 'first.json'}")
+    return evaluate("--device-batch-size=8")
 
 
 def evaluate(*flags: str) -> dict[str, Any]:
-    """The result of an evaluation that is not stored yet."""
-    assert base_eval.main(["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", "--force", *flags]) == 0
-    path = next((f.removeprefix("--json=") for f in flags if f.startswith("--json=")), None)
-    default = Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json"
-    return json.loads(Path(path or default).read_text())
+    """The result of an evaluation."""
+    assert base_eval.main(["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", *flags]) == 0
+    return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "of")}
+    return {k: v for k, v in result.items() if k not in ("seconds", "world_size")}
 
 
 def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> None:
     vals = [r for r in read_log(run / "logs" / "train.jsonl") if r.get("event") == "val"]
     assert vals[-1]["step"] == STEPS and first_result["val_bpb"] == vals[-1]["bpb"]
-    assert first_result["step"] == STEPS and first_result["of"]["checkpoint"] == str(run / "checkpoints" / "final")
+    assert first_result["step"] == STEPS and first_result["checkpoint"] == str(run / "checkpoints" / "final")
     assert 0 < first_result["train_bpb"]["data"] < 10 and first_result["train_bpb"]["data"] != vals[-1]["bpb"]
 
 
@@ -142,23 +140,6 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
     monkeypatch.setattr(sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data")))
     assert sample.main(["--run=tiny", "--device-type=cpu", "--max-tokens=4"]) == 0
     assert capsys.readouterr().out.count("-" * 80) == 1
-
-
-def test_an_evaluation_that_is_there_is_shown_and_not_repeated(
-        run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first = evaluate()
-    assert (run / "eval.json").exists()
-    monkeypatch.setattr(base_eval, "evaluate", lambda *args: pytest.fail("evaluated again"))
-    flags = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000"]
-    assert base_eval.main(flags) == 0
-    assert f"{first['val_bpb']:.6f}" in capsys.readouterr().out
-    monkeypatch.setattr(base_eval, "evaluate", lambda *args: {**first, "of": args[2], "val_bpb": 9.0})
-    for other in (["--eval-tokens=64"], ["--unigram-tokens=10"], ["--force"]):
-        assert base_eval.main(flags + other) == 0
-        assert "9.000000" in capsys.readouterr().out
-    (run / "eval.json").write_text('{"of": torn')
-    assert base_eval.main(flags) == 0
-    assert json.loads((run / "eval.json").read_text())["val_bpb"] == 9.0
 
 
 def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, first_result: dict[str, Any]) -> None:

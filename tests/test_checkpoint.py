@@ -30,6 +30,7 @@ from nanochat.common import hash_bytes, hash_json
 from nanochat.start_run import tell_origin
 from tests import faults
 from tests.toy import examples
+from tests.training import as_bytes
 
 CONFIG = {"n_layer": 2, "n_embd": 8}
 
@@ -39,13 +40,16 @@ def states(seed: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 8, generator=g)
     return {
-        "model_state": OrderedDict(w=weight, e=torch.randn(5, 3, generator=g).bfloat16(),
-                                   odd=torch.tensor([float("nan"), float("-inf"), -0.0])),
+        "states": {
+            ckpt.MODEL_NAME: OrderedDict(w=weight, e=torch.randn(5, 3, generator=g).bfloat16(),
+                                         odd=torch.tensor([float("nan"), float("-inf"), -0.0])),
+            ckpt.OPTIMIZER_NAME: {
+                "state": {"w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}},
+                "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}]},
+            ckpt.SCHEDULER_NAME: {"format_version": 1, "num_iterations": 100},
+            "rng/rank_0.pkl": {"torch": torch.get_rng_state()},
+            "rng/rank_1.pkl": {"torch": g.get_state(), "words": [2**63, 1]}},
         "model_config": CONFIG,
-        "optimizer_state": {"state": {"w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}},
-                            "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}]},
-        "scheduler_state": {"format_version": 1, "num_iterations": 100},
-        "rng_state": {0: {"torch": torch.get_rng_state()}, 1: {"torch": g.get_state(), "words": [2**63, 1]}},
         "cursors": [{"lane": i, "row": seed * 3, "ledger": {"web": {"read": i}}} for i in range(4)],
         "trainer_state": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
     }
@@ -54,18 +58,6 @@ def states(seed: int) -> dict[str, Any]:
 def save(run: Path, step: int, *, seed: int | None = None, name: str | None = None) -> Path:
     rd.open_folders(run)
     return ckpt.save_checkpoint(run, name or f"checkpoint-{step}", step=step, **states(step if seed is None else seed))
-
-
-def bits(value: Any) -> Any:
-    """A value with its tensors replaced by dtype, shape and bytes, so that == compares bits."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().view(torch.uint8).numpy().tobytes() \
-            if value.ndim else value.reshape(1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return {k: bits(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(bits(v) for v in value)
-    return value
 
 
 def newest(run: Path) -> Path | None:
@@ -98,11 +90,10 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     loaded, wrote = ckpt.load_checkpoint(path), states(7)
     assert path == tmp_path / "checkpoints" / "checkpoint-7" and loaded.step == 7
-    assert bits(loaded.model_state()) == bits(dict(wrote["model_state"]))
+    for name, state in wrote["states"].items():
+        assert as_bytes(loaded.load(name)) == as_bytes(dict(state))
     assert loaded.model_state()["e"].dtype == torch.bfloat16
-    assert bits(loaded.optimizer_state()) == bits(wrote["optimizer_state"])
-    assert loaded.load(ckpt.SCHEDULER_NAME) == wrote["scheduler_state"]
-    assert bits(loaded.load("rng/rank_1.pkl")) == bits(wrote["rng_state"][1])
+    assert loaded.optimizer_state()["groups"] == wrote["states"][ckpt.OPTIMIZER_NAME]["groups"]
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
     assert loaded.trainer_state.items() >= {"step": 7, "architecture_hash": hash_json(CONFIG),
                                             **wrote["trainer_state"]}.items()
@@ -128,7 +119,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Pat
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
     for changed, told in (({"trainer_state": {"x": Path}}, None),
-                          ({"rng_state": {0: {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
+                          ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
         with pytest.raises(TypeError, match=told):
             ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -339,9 +330,9 @@ def test_a_fault_at_any_change_of_a_save_costs_no_good_checkpoint(whole: Path, c
     tolerated = ("unlink", "rmdir", "write") if fault == "no room" else ("write",)
     others = [i for i, change in enumerate(made) if not change.startswith(tolerated)
               and not (fault == "no room" and change.startswith("mkdir") and change in made[:i])]  # it is there already
-    assert len(others) > 25 and len(writes) > 100
+    assert len(others) > 25 and len(writes) >= NUM_FILES
     outcomes = set()
-    for k in sorted({*others[::1 if case == "new" else 4], *others[-12:], *writes[::40]}):
+    for k in sorted({*others[::1 if case == "new" else 4], *others[-12:], *writes[::3]}):
         run = tmp_path / str(k)
         before_save(whole, run, case)
         before = good_steps(run)
@@ -422,7 +413,8 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs "a", with 10, 20, 20-shutdown, a rotten 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for tag in ("a", "b@20"):
-        rd.write_config(rd.run_path(tag), {"depth": 1, "tag": tag})
+        rd.open_folders(rd.run_path(tag))
+        (rd.run_path(tag) / "config.json").write_text(json.dumps({"depth": 1, "tag": tag}))
     run = rd.run_path("a")
     for step, name in ((10, None), (20, None), (20, "checkpoint-20-shutdown"), (25, "final"), (30, None)):
         save(run, step, name=name)
@@ -440,7 +432,7 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tm
         assert loaded.path == two_runs / "checkpoints" / name
         checksum = json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"]
         assert tell_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
-        assert bits(loaded.model_state()) == bits(dict(states(loaded.step)["model_state"]))
+        assert as_bytes(loaded.model_state()) == as_bytes(dict(states(loaded.step)["states"][ckpt.MODEL_NAME]))
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
         assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
@@ -515,12 +507,12 @@ def test_to_host_is_a_copy_that_later_steps_do_not_change() -> None:
 
 def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> None:
     saver, live = Saver(None), states(1)
-    gate = Gate(writer(tmp_path, 1, model_state=ckpt.to_host(live["model_state"])))
+    gate = Gate(writer(tmp_path, 1, states=ckpt.to_host(live["states"])))
     saver.start(gate)
     assert gate.running.wait(60) and saver.take() is None
     with pytest.raises(AssertionError, match="one save at a time"):
         saver.start(gate)
-    for tensor in live["model_state"].values():  # the next step
+    for tensor in live["states"][ckpt.MODEL_NAME].values():  # the next step
         tensor.zero_()
     second = threading.Thread(target=saver.close)  # only to see that it waits
     second.start()
@@ -532,7 +524,7 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> Non
     assert outcome is not None and outcome.path == tmp_path / "checkpoints/checkpoint-1" and saver.take() is None
     assert str(outcome.path) in outcome.message and outcome.seconds > 0 and outcome.fatal is None
     saved = ckpt.load_checkpoint(outcome.path)
-    assert bits(saved.model_state()) == bits(dict(states(1)["model_state"]))
+    assert as_bytes(saved.model_state()) == as_bytes(dict(states(1)["states"][ckpt.MODEL_NAME]))
 
 
 def test_a_full_disk_is_survived_until_the_third_time_in_a_row(tmp_path: Path) -> None:

@@ -16,13 +16,20 @@ def parser() -> Parser:
     p.add_argument("--input-dir", help="where text is")
     p.add_argument("--depth", type=int, default=20, help="layers")
     p.add_argument("--fast", action="store_true", help="without care")
-    p.add_subparsers(dest="command").add_parser("rows").add_argument("--text")
+    p.add_argument("--text", required=True)
+    return p
+
+
+def commands() -> Parser:
+    p = Parser(prog="tool")
+    p.add_subparsers(dest="command").add_parser("rows").add_argument("--text", required=True)
     return p
 
 
 def test_underscores_are_dashes_and_help_shows_defaults_that_say_something() -> None:
-    found = parser().parse_args(["--input_dir=a_b", "--depth", "4", "rows", "--text=x"])
-    assert (found.input_dir, found.depth, found.text) == ("a_b", 4, "x")
+    found = parser().parse_args(["--input_dir=a_b", "--depth", "4", "--text=x_y"])
+    assert (found.input_dir, found.depth, found.text) == ("a_b", 4, "x_y")
+    assert commands().parse_args(["rows", "--text=--x_y"]).text == "--x_y"
     told = " ".join(parser().format_help().split())
     assert "layers (default: 20)" in told and "where text is (" not in told and "without care (" not in told
 
@@ -30,14 +37,15 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_say_something() -> 
 @pytest.mark.parametrize("argv, told", [
     (["--dept=4"], "error: --dept: did you mean --depth? (all flags: --help)"),
     (["--input=x"], "error: --input: did you mean --input-dir?"),
-    (["--zeal"], "error: --zeal: there is no such flag"),
+    (["--zeal"], "error: --zeal: there is no such flag"), ([], "error: the following arguments are required: --text"),
+    (["--txet=x"], "error: --txet: did you mean --text?"), (["--text=x", "y"], "error: unrecognized arguments: y"),
     (["rows", "--txet=x"], "error: --txet: did you mean --text?"),
     (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
-    (["--depth=four"], "error: argument --depth: invalid int value: 'four'")])
+    (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'")])
 def test_what_is_wrong_is_one_line_with_what_was_meant(argv: list[str], told: str,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parser().parse_args(argv)
+        (commands() if argv[:1] == ["rows"] else parser()).parse_args(argv)
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith(told) and said.count("\n") == 1
 
@@ -49,7 +57,7 @@ def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word: str
     with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
         parser().parse_args([word])
     assert "hid" not in str(e.value)
-    assert parser().parse_args(["--input-dir=s3://b/2024@1/x,s3://c/y"]).input_dir == "s3://b/2024@1/x,s3://c/y"
+    assert parser().parse_args(["--text=s3://b/2024@1/x,s3://c/y"]).text == "s3://b/2024@1/x,s3://c/y"
 
 
 @pytest.mark.parametrize("lines", [3, 100_000])

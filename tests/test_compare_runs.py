@@ -17,7 +17,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat.checkpoint import RNG_NAME, SCHEDULER_NAME, load_checkpoint, save_checkpoint
+from nanochat.checkpoint import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_NAME,
+    SCHEDULER_NAME,
+    load_checkpoint,
+    save_checkpoint,
+)
 from nanochat.run_dir import cursor_files
 from scripts import compare_runs
 from tests import training
@@ -63,11 +70,11 @@ def reseal(run_dir: Path, name: str, change: Callable[[dict[str, Any], Any], Non
     model, optimizer = c.model_state(), c.optimizer_state()
     change(model, optimizer)
     kept = {k: v for k, v in c.trainer_state.items() if k != "architecture_hash"}
-    scheduler, rng = c.load(SCHEDULER_NAME), {0: c.load(RNG_NAME.format(0))}
+    states = {MODEL_NAME: model, OPTIMIZER_NAME: optimizer,
+              **{name: c.load(name) for name in (SCHEDULER_NAME, RNG_NAME.format(0))}}
     shutil.rmtree(path)
-    save_checkpoint(run_dir, name, step=c.step, model_state=model, model_config=c.model_config,
-                    optimizer_state=optimizer, scheduler_state=scheduler, rng_state=rng,
-                    cursors=c.cursors, trainer_state={**kept, **trainer})
+    save_checkpoint(run_dir, name, step=c.step, states=states, model_config=c.model_config, cursors=c.cursors,
+                    trainer_state={**kept, **trainer})
 
 
 def log_of(run_dir: Path) -> Path:

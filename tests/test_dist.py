@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanochat import dist as ranks
 from nanochat.common import run_main
-from nanochat.dist import agree, compute_init, gather, gather_all, on_rank0, same, share
+from nanochat.dist import agree, compute_init, gather_all, on_rank0, same, share
 from tests.training import as_bytes, server
 
 PATIENCE_S = 60
@@ -99,7 +98,7 @@ def values(folder: Path, world_size: int, job: Callable[[int], Any]) -> list[Any
 def all_kinds(rank: int) -> Any:
     same({"a": 1, "b": [None]})
     return {"rank0": on_rank0(lambda: {"from": rank, "none": None}), "agree": agree(lambda: rank * 10),
-            "gather": gather(["x", rank]), "all": gather_all((rank, None))}
+            "all": gather_all((rank, None))}
 
 
 @SIZES
@@ -107,7 +106,6 @@ def test_values_reach_whom_they_should(tmp_path: Path, world_size: int) -> None:
     found = values(tmp_path, world_size, all_kinds)
     for rank, value in enumerate(found):
         assert value == {"rank0": {"from": 0, "none": None}, "agree": rank * 10,
-                         "gather": [["x", r] for r in range(world_size)] if rank == 0 else [],
                          "all": [(r, None) for r in range(world_size)]}
 
 
@@ -148,10 +146,10 @@ def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
 @pytest.mark.parametrize(("bad", "own", "told"), [
     ((0, 1, 2, 3), False, "x.bin: missing"),
     ((0, 1, 2, 3), True, "x.bin of 0: missing"),
-    ((1, 3), False, "rank 1, 3 on host {host}: x.bin: missing"),
-    ((1, 3), True, "rank 1 on host {host}: x.bin of 1: missing (1 more of 4 failed too)"),
+    ((3,), True, "rank 3 on host {host}: x.bin of 3: missing"),
+    ((1, 3), False, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
 ])
-def test_where_not_all_fail_the_sentence_names_ranks_and_host(tmp_path: Path, bad: tuple[int, ...], own: bool,
+def test_where_not_all_fail_the_sentence_names_rank_and_host(tmp_path: Path, bad: tuple[int, ...], own: bool,
                                                               told: str) -> None:
     assert launch(tmp_path, 4, partial(fail_on, bad, own)).error() == told.format(host=socket.gethostname())
 
@@ -182,13 +180,9 @@ def start_differently(rank: int) -> None:
 def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> None:
     host = socket.gethostname()
     assert launch(tmp_path, 4, start_differently).error() == (
-        f"the processes of this launch were started differently: data_path is '/data' on rank 0, '/other' on rank 2 on "
-        f"host {host}; extra is None on rank 0, 1 on rank 2 on host {host}; start all with the same flags, the same "
-        f"files under the same paths, and the same tokenizer")
-
-
-def test_many_ranks_are_counted() -> None:
-    assert ranks._named(list(range(20))) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+        f"rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; extra is 1, on "
+        f"rank 0 it is None; start all processes with the same flags, the same files under the same paths, and the "
+        f"same tokenizer")
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -210,9 +204,10 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic: bool
         for name in names:
             os.environ.pop(name, None)
         compute_init("cpu", deterministic=True)
-        assert not seen and not any(map(os.environ.get, names))
+        assert not any(map(os.environ.get, names))
+        seen.clear()
         try:
-            with pytest.raises(ValueError, match="--device-type cuda: this PyTorch sees no CUDA device"):
+            with pytest.raises(ValueError, match="--device-type: got 'cuda'"):
                 compute_init("cuda", deterministic=deterministic)
         finally:
             torch.use_deterministic_algorithms(False)

@@ -190,7 +190,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     run = rd.run_path("tiny")
     rd.open_folders(run)
-    rd.write_config(run, {"depth": 1})
+    (run / "config.json").write_text('{"depth": 1}')
     tokenizer = RustBPETokenizer.train_from_iterator(["to be or not to be, that is the question"] * 4, 280)
     tokenizer.save(run / "tokenizer")
     config = GPTConfig(sequence_len=16, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2,
@@ -198,7 +198,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = GPT(config)
     model.init_weights(seed=3, compute_dtype=torch.float32)
     torch.save(model(torch.arange(8)[None]).detach(), tmp_path / "expected.pt")
-    values = {**states(4), "model_state": ckpt.to_host(dict(model.state_dict())),
+    values = {**states(4), "states": {ckpt.MODEL_NAME: ckpt.to_host(dict(model.state_dict()))},
               "model_config": dataclasses.asdict(config),
               "trainer_state": {"tokenizer_fingerprint": tokenizer.fingerprint}}
     ckpt.save_checkpoint(run, "final", step=4, **values)

@@ -77,13 +77,12 @@ def assert_equal(reference: dict[str, Any]) -> None:
     assert state is not None and lifecycle.exit_code(state) == 0 and state["checkpoint"] == "final"
 
 
-def take_over(reference: dict[str, Any], last: int) -> Path:
-    """Make the run here the reference as it was after the save of a step; returns its newest checkpoint."""
+def take_over(reference: dict[str, Any], last: int) -> None:
+    """Make the run here the reference as it was after the save of a step."""
     shutil.copytree(reference["path"], training.run_dir())
     for path in ckpt.list_checkpoints(training.run_dir()):
         if path.name == "final" or int(path.name[len("checkpoint-"):]) > last:
             shutil.rmtree(path)
-    return training.run_dir() / "checkpoints" / f"checkpoint-{last}"
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -159,19 +158,6 @@ def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], func
     assert [(record.get("event"), record["step"]) for record in added] == [("started", 6)] * 2
     succeed()
     assert resumed_at() == 6
-    assert_equal(reference)
-
-
-# ---- damaged checkpoints --------------------------------------------------------------------------------------------
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(reference: dict[str, Any]) -> None:
-    newest = take_over(reference, 8)
-    data = bytearray((newest / "optimizer.bin").read_bytes())
-    data[len(data) // 2] ^= 4
-    (newest / "optimizer.bin").write_bytes(data)
-    outcome = succeed()
-    assert f"checkpoint checkpoint-8 is passed over: {newest / 'optimizer.bin'}: rotten" in outcome.err
-    assert resumed_at() == 6 and sums(newest) == reference["sums"][8]  # written again
     assert_equal(reference)
 
 
@@ -288,7 +274,7 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
     """Nothing is made anew at the old place, and a launch that began there meanwhile is alone."""
     for begun_again in (False, True):
         flag = tmp_path / f"flag-{begun_again}"
-        first = training.start(hook=partial(pause, 5, flag))
+        first = training.start(hook=partial(pause, 5, flag), sync_save=True)
         wait_until(flag.exists)
         pid = first.processes[0].pid
         os.kill(pid, signal.SIGSTOP)

@@ -15,7 +15,7 @@ from nanochat.dataloader import OFF, DataLoader
 from nanochat.dataset import BUCKET, split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_data import MANIFEST_NAME, find_manifests
-from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors, write_config
+from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors
 from nanochat.sources import ParquetSource, scan
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data
@@ -90,9 +90,10 @@ def row_tokens(row: tuple[list[int], list[int]]) -> list[int]:
 def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
     """A run that trained 8 steps and kept the cursors of steps 3, 6 and 8; those of 6 are torn."""
     path = tmp_path / "run"
-    write_config(path, {"max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop",
-                        "overlap": 64, "buffer_size": 8, "pack": True, "curriculum": None,
-                        "total_batch_size": R * T})
+    path.mkdir()
+    write_json(path / "config.json", {
+        "max_seq_len": T, "lanes": V, "seed": 42, "packing": "bestfit", "long_docs": "crop", "overlap": 64,
+        "buffer_size": 8, "pack": True, "curriculum": None, "total_batch_size": R * T})
     write_json(path / MANIFEST_NAME, find_manifests({}, Settings(data_path=str(corpus[0]))))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     rows, cursors = batches(corpus, "crop", 8)

@@ -34,7 +34,6 @@ from nanochat.lifecycle import (
     liveness,
     process_start,
     read_state,
-    request_stop,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +194,7 @@ def test_whatever_the_steps_the_save_fits_if_no_step_is_longer_than_those_before
 
 
 def test_a_stale_flag_is_removed_and_a_new_one_is_seen_within_its_second(tmp_path):
-    request_stop(tmp_path)
+    (tmp_path / ".shutdown_requested").touch()
     stop = StopWatch()
     assert stop.wanted(0.0) == ""
     stop.clear(tmp_path)
@@ -208,7 +207,7 @@ def test_a_stale_flag_is_removed_and_a_new_one_is_seen_within_its_second(tmp_pat
 def test_reasons_of_all_ranks_become_one_text():
     assert join_reasons(["", "", ""]) == ""
     assert join_reasons(["SIGUSR1", "SIGUSR1"]) == "SIGUSR1"
-    assert join_reasons(["", "SIGTERM", "", "SIGTERM"]) == "SIGTERM (rank 1, 3)"
+    assert join_reasons(["", "SIGTERM", "", "SIGTERM"]) == "SIGTERM (rank 1)"
     assert join_reasons(["walltime: 118 s left of 3,600", "walltime: 117 s left of 3,600"]) == (
         "walltime: 118 s left of 3,600")
 
@@ -294,14 +293,15 @@ def whole_state(run_dir: Path) -> dict:
 def test_a_broken_state_is_named_and_no_dead_end(tmp_path, quick):
     whole = whole_state(tmp_path)
     for change, said in (
-            ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ({"format_version": 2}, "another version"),
-            ({"status": "odd"}, "another version"), ({"ranks": []}, "ranks: expected at least one"),
+            ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ({"format_version": 2}, "not a state as"),
+            ({"status": "odd"}, "not a state as"), ({"ranks": []}, "not a state as"),
             ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
             ({"step": "5"}, "step: expected"), ({"launch": 1}, "launch: expected a text")):
         text = change if isinstance(change, str) else json.dumps({**whole, **change})
         (tmp_path / STATE_NAME).write_text(text)
         with pytest.raises(ValueError, match=rf"{STATE_NAME}: .*{said}"):
             read_state(tmp_path)
+    (tmp_path / ".owner-000001.json").write_text(record(start="1"))  # its launch is gone
     with RunState(acquire(tmp_path), [identify()]):
         assert told(tmp_path, status="starting")
 
@@ -390,28 +390,26 @@ def test_a_second_launch_is_refused_until_the_first_has_ended(tmp_path, caplog):
     second.kill()
     second.wait()
     assert liveness(read_state(tmp_path)) == "dead"
-    assert acquire(tmp_path).generation == 3
+    assert acquire(tmp_path).path.name == ".owner-000003.json"
     assert f"taking over from a launch that is gone: host {identify()['host']}, pid {second.pid}" in caplog.text
 
 
 def test_looking_changes_nothing(tmp_path):
     assert check_free(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()
-    acquire(tmp_path).release()
+    whole_state(tmp_path)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     assert check_free(tmp_path) == 1
     assert {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
 
 
 def test_a_broken_record_of_an_owner_is_told_and_replaced(tmp_path, caplog):
-    for number, damage in enumerate(["", "{", "[]", "[" * 100_000, '{"launch": 1}', '{"released": false}'], 2):
+    owner = acquire(tmp_path)
+    for damage in ("", "{", "[]", "[" * 100_000, '{"launch": 1}', '{"since": 1.0}'):
         caplog.clear()
-        acquire(tmp_path).release()
-        path = max(tmp_path.glob(".owner-*"))
-        path.write_text(damage)
-        owner = acquire(tmp_path)
-        assert owner.generation == 2 * number - 2 and owner.lost() == ""
-        assert f"{path.name}: " in caplog.text and "it is replaced" in caplog.text
-        owner.release()
+        owner.path.write_text(damage)
+        broken, owner = owner, acquire(tmp_path)
+        assert owner.path > broken.path and owner.lost() == ""
+        assert f"{broken.path.name}: " in caplog.text and "it is replaced" in caplog.text
 
 
 RACER = """
@@ -423,7 +421,7 @@ began = float(sys.stdin.readline())
 for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
     time.sleep(max(0, began + i / 100 - time.time()))  # one that runs alone for a while waits for the others
     try:
-        print(run_dir.name, acquire(run_dir).generation, flush=True)
+        print(run_dir.name, acquire(run_dir).path.name, flush=True)
     except ValueError as e:
         assert "another launch" in str(e), e
 print("done", flush=True)
@@ -432,7 +430,7 @@ sys.stdin.readline()
 
 
 def record(**changed: object) -> str:
-    return json.dumps({"launch": "x", "since": 0.0, "released": False, **identify(), **changed})
+    return json.dumps({"launch": "x", "since": 0.0, **identify(), **changed})
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -457,11 +455,11 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
     for racer in racers:
         racer.communicate("end\n", timeout=PATIENCE_S)
     winners = sorted(line for won in wins for line in won)
-    assert winners == [f"{run_dir.name} {5 if stale else 1}\n" for run_dir in rounds]
+    assert winners == [f"{run_dir.name} .owner-00000{5 if stale else 1}.json\n" for run_dir in rounds]
     assert sum(bool(won) for won in wins) > 1, "no race happened"
 
 
-ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim", "release", "die"])), max_size=40)
+ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim", "die"])), max_size=40)
 
 
 @settings(deadline=None)
@@ -482,15 +480,13 @@ def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(a
             elif action == "claim" and actor in looks:
                 try:
                     owners[actor] = claim(run_dir, looks.pop(actor))
-                    living.add(owners[actor].launch)
+                    living.add(owners[actor].record["launch"])
                 except ValueError:
                     pass
-            elif action in ("release", "die") and actor in owners:
+            elif action == "die" and actor in owners:
                 owner = owners.pop(actor)
-                living.discard(owner.launch)
+                living.discard(owner.record["launch"])
                 assert owner.lost() == ""
-                if action == "release":
-                    owner.release()
             assert len(owners) <= 1
         living.clear()
         acquire(run_dir)
@@ -498,12 +494,12 @@ def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(a
 
 def test_a_launch_that_was_delayed_between_look_and_claim_gets_nothing(tmp_path):
     late = check_free(tmp_path)
-    acquire(tmp_path).release()
-    acquire(tmp_path).release()  # by now the number that the late one would take has been tidied away
+    for _ in range(2):  # then the number that the late one would take has been tidied away
+        whole_state(tmp_path)
     assert not (tmp_path / ".owner-000001.json").exists()
     with pytest.raises(ValueError, match="a moment ago"):
         claim(tmp_path, late)
-    assert acquire(tmp_path).generation == 3
+    assert acquire(tmp_path).path.name == ".owner-000003.json"
 
 
 def elsewhere(run_dir: Path, *, age: float, **changed: object) -> dict:
@@ -541,19 +537,20 @@ def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp
 def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_path, quick, changed, least_s):
     elsewhere(tmp_path, age=0, **changed)
     began = time.monotonic()
-    assert acquire(tmp_path).generation == 4
+    assert acquire(tmp_path).path.name == ".owner-000004.json"
     assert least_s <= time.monotonic() - began < least_s + 0.45
 
 
 @pytest.mark.parametrize("what, said", [
-    ("succeeded", "another launch took it over, believing this one dead"),
+    ("succeeded", "another launch took it over"),
     ("its record is gone", "its files were removed while it trains"),
     ("the run directory is gone", "its files were removed while it trains"),
     ("another run has its place", "another launch took it over")])
 def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_path, what, said):
     run_dir = tmp_path / "run"
-    first, theirs = launch(run_dir), record(launch="theirs", released=True)
+    first, theirs = launch(run_dir), record(launch="theirs")
     first.send_signal(signal.SIGSTOP)
+    until(lambda: ") T" in Path(f"/proc/{first.pid}/stat").read_text())
     if what in ("the run directory is gone", "another run has its place"):
         shutil.rmtree(run_dir)
     else:
@@ -572,11 +569,10 @@ def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_pat
     assert after == before and run_dir.exists() == (what != "the run directory is gone")
 
 
-def test_a_run_that_ends_after_it_was_removed_leaves_the_place_alone(tmp_path, quick):
+def test_a_run_that_ends_after_it_was_removed_leaves_the_place_alone(tmp_path):
     run_dir = tmp_path / "run"
-    owner = acquire(run_dir)
-    shutil.rmtree(run_dir)
-    acquire(run_dir)
-    before = (run_dir / ".owner-000001.json").read_bytes()
-    owner.release()
-    assert [p.read_bytes() for p in run_dir.iterdir()] == [before]
+    with RunState(acquire(run_dir), [identify()]) as state:
+        shutil.rmtree(run_dir)
+        new = acquire(run_dir)
+        state.close("stopped")
+    assert list(run_dir.iterdir()) == [new.path]

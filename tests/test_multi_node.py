@@ -188,8 +188,8 @@ def lose_data() -> None:
 
 @pytest.mark.parametrize(("lacks", "told"), [
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
-    ("our tokenizer", "started differently: tokenizer_fingerprint is .* on rank 1 on host {host}; start all"),
-    ("our flags", "started differently: warmup_steps is 2 on rank 0, 3 on rank 1 on host {host}; "),
+    ("our tokenizer", "rank 1 on host {host}: started differently: tokenizer_fingerprint is .*, on rank 0 it is "),
+    ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
     ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; each machine of a "
                  "launch reads the data itself: copy or mount the same files there under the same path"),
 ])

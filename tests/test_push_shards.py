@@ -14,32 +14,23 @@ import pytest
 
 from nanochat import store as room
 from nanochat.common import begin_data, hash_bytes
-from nanochat.store import Patience, find
+from nanochat.store import find
 from nanochat.token_writer import ShardWriter
 from nanochat.tokens import new_manifest
 from scripts import push_shards
 from scripts.push_shards import main, sum_file
-from tests.object_store import Fault, object_store
-
-QUICK = Patience(connect_s=1.0, silence_s=5.0, upload_s=5.0, max_backoff_s=0.02, give_up_s=5.0)
-
-
-@pytest.fixture(scope="module")
-def running():
-    with object_store() as store:
-        yield store
+from tests.object_store import QUICK, Fault
 
 
 @pytest.fixture
-def store(running, monkeypatch):
+def store(running_store, monkeypatch):
     monkeypatch.setattr(room, "PATIENCE", QUICK)
     begin_data()
-    for key in running.names():
-        running.delete(key)
-    running.proxy.faults.clear()
-    running.proxy.seen.clear()
-    yield running
-    running.proxy.faults.clear()
+    for key in running_store.names():
+        running_store.delete(key)
+    running_store.calm()
+    yield running_store
+    running_store.calm()
 
 
 @pytest.fixture
@@ -53,8 +44,8 @@ def folder(tmp_path):
             ids = np.arange(3000, dtype=np.uint16) % 250 + ord(name)
             with ShardWriter(sub / name, vocab_size=1000) as writer:
                 writer.add(ids, np.full(30, 100), np.zeros(30, np.uint16))
-            w = writer.written
-            records[name] = {"input": {}, "documents": 30, "skipped": {"count": 0, "lines": []}, **vars(w)}
+            written = writer.written
+            records[name] = {"input": {}, "documents": 30, "skipped": {"count": 0, "lines": []}, **written}
         manifest = new_manifest({"fingerprint": "f1", "eod": 0, "vocab_size": 1000},
                                 {"max_length": 512, "overlap_size": 0}, records)
         (sub / "manifest.json").write_text(json.dumps(manifest))

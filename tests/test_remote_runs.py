@@ -18,17 +18,15 @@ import pytest
 from nanochat import store as room
 from nanochat.common import begin_data, read_json
 from nanochat.run_dir import TrainLog, iter_log
-from nanochat.store import Patience
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import new_manifest
 from scripts import base_train, convert_shards, inspect_data, push_shards, tok_shards, tok_train, validate, verify
 from tests import training
-from tests.object_store import ACCESS_KEY, SECRET_KEY, Fault, Store, object_store
+from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault, Store, object_store
 from tests.token_files import write_megatron, write_pair
 from tests.toy import write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
 
-QUICK = Patience(connect_s=1.0, silence_s=0.5, upload_s=5.0, max_backoff_s=0.02, give_up_s=20.0)
 SMALL: dict[str, Any] = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "shards": {"data_format": "shards", "data_path": "{}/shards"},
@@ -47,7 +45,7 @@ def make_pairs(base: Path) -> None:
         entries = [[*tokenizer.encode(text), tokenizer.get_bos_token_id()] for text in training.texts(60, seed=seed)]
         write_megatron(base / "pairs" / name, [[ids] for ids in entries])
         written = write_pair(base / "shards" / name, entries, vocab_size=training.VOCAB_SIZE)
-        records[name] = {"input": {}, "documents": 60, "skipped": {}, **vars(written)}
+        records[name] = {"input": {}, "documents": 60, "skipped": {}, **written}
     about = {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.get_bos_token_id(),
              "vocab_size": training.VOCAB_SIZE}
     (base / "shards" / "manifest.json").write_text(json.dumps(
@@ -261,7 +259,7 @@ def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
     assert verify.main(["s3://bucket/shards", "s3://bucket/pairs", "--tokenizer", "s3://bucket/shards/tokenizer"]) == 0
     assert "all good" in capsys.readouterr().out
     flags = training.flags(**command("documents", "s3://bucket"))
-    assert validate.main([*flags, "--workers=1"]) == 0
+    assert validate.main(flags) == 0
     data = bucket.get("shards/b.bin")
     bucket.put("shards/b.bin", data[:400] + b"\xff\xff" + data[402:])
     assert verify.main(["s3://bucket/shards"]) == 1

@@ -35,7 +35,7 @@ def log_lines() -> list[dict[str, Any]]:
             {"event": "completed", "step": STEPS, "reason": ""}]
 
 
-EVALUATION = {"format": 1, "of": {"checkpoint": "final"}, "step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
+EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
               "train_bpb": {"data": 1.9375},
               "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
 STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "torn li",
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     keep_cursors(path, 20, pack_cursors(20, cursors(read=1)))
     keep_cursors(path, STEPS, pack_cursors(STEPS, cursors()))
     write_json(path / "data_manifest.json", {"train": {"data": {"root": "/data", "files": [
-        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}})
+        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}, "val": {}})
     write_json(path / "eval.json", EVALUATION)
     (path / "checkpoints" / "final").mkdir(parents=True)
     (tmp_path / "stages.tsv").write_text(STAGES)

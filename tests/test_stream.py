@@ -555,7 +555,7 @@ def test_of_a_long_document_crop_holds_no_more_than_a_row():
     stream = Stream(config, {"data": MemorySource([[np.arange(10_000)], [np.arange(10_000)]])}, [0], tokenizer="t")
     stream.next_rows(1)  # which reads the next document ahead
     stream.feeds["data"][0]._read()
-    held = [ids for ids, _ in stream.feeds["data"][0].documents.values()]
+    held = [ids for ids, *_ in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)
 

@@ -115,7 +115,7 @@ class Corpus:
         stored = [entry.seen(framed=False) for entry in entries]
         with ShardWriter(path, vocab_size=1 << 20) as writer:
             writer.add(np.concatenate(stored), np.array([*map(len, stored)]), np.array([e.overlap for e in entries]))
-        return {**vars(writer.written), "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
+        return {**writer.written, "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
 
 
 @dataclass

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -70,13 +69,28 @@ def check_state(out):
 
 # ---- what comes out -------------------------------------------------------------------------------------------------
 
-def texts_of(pair, tokenizer):
-    """The documents of a pair."""
-    pair, eod = open_tokens(pair), tokenizer.get_bos_token_id()
+def fresh_ids(pair):
+    """The ids of a pair outside prefixes."""
+    pair = open_tokens(pair)
     entries = zip(pair.read(0, len(pair)), pair.prefixes(0, len(pair)).tolist())
-    fresh = np.concatenate([ids[prefix:] for ids, prefix in entries])
-    ends = np.flatnonzero(fresh == eod)
-    return [tokenizer.decode(part[part != eod]) for part in np.split(fresh, ends + 1)[:-1]]
+    return [t for ids, prefix in entries for t in ids[prefix:].tolist()]
+
+
+def direct_ids(texts, tokenizer):
+    """What a pair of these texts must hold: each tokenized on its own, and its end."""
+    return [t for text in texts for t in [*tokenizer.encode(text), tokenizer.get_bos_token_id()]]
+
+
+@pytest.mark.parametrize("ending", [".jsonl.gz", ".parquet"])
+def test_real_text_comes_out_as_it_is_tokenized_directly(tmp_path, ending):
+    files = sorted([*ROOT.glob("*.md"), *ROOT.glob("nanochat/*.py"), *ROOT.glob("tests/test_enc*.py")])
+    texts = [path.read_text() for path in files] + ["na\xefve \u4e2d\u6587 \U0001f642  \u180e\r\n\t", "", " " * 3000]
+    tokenizer = RustBPETokenizer.train_from_iterator(texts, 500)
+    tokenizer.save(tmp_path / "tokenizer")
+    write = write_parquet if ending == ".parquet" else write_jsonl
+    write(tmp_path / "raw" / f"a{ending}", texts)
+    assert run(tmp_path / "raw", tmp_path / "out", tmp_path / "tokenizer") == 0
+    assert fresh_ids(tmp_path / "out/train/data/a.bin") == direct_ids(texts, tokenizer) and len(texts) > 30
 
 
 def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
@@ -87,7 +101,7 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     for shard, texts in {"train/web/0": some_texts(30), "train/web/1": some_texts(40, seed=1),
                          "val/web/2": some_texts(50, seed=2), "train/code/deep__0": some_texts(25, seed=10),
                          "val/code/deep__1": some_texts(25, seed=11)}.items():
-        assert texts_of(out / f"{shard}.bin", loaded) == texts
+        assert fresh_ids(out / f"{shard}.bin") == direct_ids(texts, loaded)
         manifest = read_manifest((out / shard).parent)
         record = manifest["shards"][Path(shard).name]
         pair = open_tokens(out / f"{shard}.bin")

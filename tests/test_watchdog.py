@@ -284,7 +284,8 @@ def test_a_rank_whose_store_is_gone_says_itself_why_it_failed(capfd, monkeypatch
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
     store = FakeStore()
     with pytest.raises(SystemExit), watcher(1, 2, store, timeout_s=1):
-        monkeypatch.setattr(store, "set", lambda *args: time.sleep(1000))
+        for name in ("set", "compare_set"):
+            monkeypatch.setattr(store, name, lambda *args: time.sleep(1000))
         raise ValueError("x.bin: gone")
     assert capfd.readouterr().err == "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n"
 

@@ -1,7 +1,6 @@
 """What tests of token files share: small pairs of both formats, folders with their manifest.json, and damage."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nanochat.common import write_json
-from nanochat.token_writer import MegatronWriter, ShardWriter, Written
+from nanochat.token_writer import MegatronWriter, ShardWriter
 from nanochat.tokens import new_manifest
 from tests.toy import BOS, ByteTokenizer
 
@@ -31,28 +30,26 @@ class Tokenizer(ByteTokenizer):
 
 
 def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequence[int] | None = None,
-               vocab_size: int = BOS + 1) -> Written:
+               vocab_size: int = BOS + 1) -> dict[str, Any]:
     """A pair of GPTS with the given entries."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ShardWriter(prefix, vocab_size=vocab_size) as writer:
         ids = np.array([i for entry in entries for i in entry], np.int64)
         writer.add(ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries)))
-    assert writer.written is not None
     return writer.written
 
 
-def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> Written:
+def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> dict[str, Any]:
     """A pair of Megatron's with documents of some sequences each."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with MegatronWriter(prefix, dtype=dtype) as writer:
         for document in documents:
             writer.append(np.array([i for s in document for i in s], np.int64), [len(s) for s in document])
             writer.end_documents([len(document)])
-    assert writer.written is not None
     return writer.written
 
 
-def write_manifest(folder: Path, pairs: Pairs, written: dict[str, Written], *, max_length: int = 0,
+def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]], *, max_length: int = 0,
                    overlap_size: int = 0, data_format: str = "shards", groups: list[int] | None = None,
                    fingerprint: str = "bytes") -> None:
     """The manifest.json of pairs that were written."""
@@ -60,7 +57,7 @@ def write_manifest(folder: Path, pairs: Pairs, written: dict[str, Written], *, m
     for name, (entries, prefixes) in pairs.items():
         followers = [*(prefixes or [0] * len(entries))[1:], 0]
         documents = sum(entry[-1:] == [E] and not prefix for entry, prefix in zip(entries, followers))
-        records[name] = {"input": {"name": f"{name}.jsonl"}, **asdict(written[name]), "documents": documents,
+        records[name] = {"input": {"name": f"{name}.jsonl"}, **written[name], "documents": documents,
                          "skipped": {"count": 0, "lines": []}, **({"groups": groups} if groups else {})}
     about = {"fingerprint": fingerprint, "eod": E, "vocab_size": BOS + 1, "name": "toy"}
     arguments = {"max_length": max_length, "overlap_size": overlap_size}

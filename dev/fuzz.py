@@ -1,0 +1,451 @@
+"""
+Damage files as disks, editors and attackers do, and see what every reader of them makes of it.
+
+    whole file --bytes flipped, cut, spliced; JSON with other types, missing keys, brackets--> damaged --> reader
+
+A reader may read what is left of a file, or refuse it: by a ValueError or an OSError of one sentence, which names the
+file. Anything else is a finding: another exception, a sentence without the file, a wait of more than so many seconds,
+the death of the process (readers run in a child, which is started again), and a token file that is not what its
+manifest.json says but good in the eyes of scripts.verify.
+
+    python -m dev.fuzz --cases=1000 --seed=0          # a table; exit code 1 where anything was found
+    python -m dev.fuzz --only=tokenizer --cases=300
+
+The same seed makes the same cases; a finding is told with the number that repeats it alone (--only, --case).
+"""
+
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tqdm import tqdm
+
+from nanochat import checkpoint, config, curriculum, lifecycle, megatron, plan, run_dir, sources, store, text, tokens
+from nanochat.common import Parser, begin_data, hash_bytes, run_main, table
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import base_train, compare_runs, convert_shards, inspect_data, report, status, tok_shards, validate, verify
+from tests import training
+
+MEMORY_BYTES = 12 << 30  # of address space that the child may take
+LIMIT_S = 20.0  # for one case
+
+
+# ---- whole files -----------------------------------------------------------------------------------------------------
+
+def make_files(base: Path) -> None:
+    """Text, token files of both formats, a curriculum, and a run of four steps on the shards."""
+    with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
+        texts = training.texts(60, seed=1)
+        for name in ("a.jsonl", "a.jsonl.gz"):
+            data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+            (base / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        assert tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
+                                f"--tokenizer={base / 'tokenizer'}", "--max-length=96", "--overlap-size=8"]) == 0
+        assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
+        (base / "mix.yaml").write_text("curriculum:\n- duration_tokens: 3_000\n  mix: {web: 7, code: 0.5}\n"
+                                       "- duration_tokens: 5e3\n  mix: {web: 1}\nmax_epochs: {code: 2}\n")
+        assert base_train.main(run_flags(base)) == 0
+
+
+def run_flags(base: Path) -> list[str]:
+    """The command line of the run."""
+    return training.flags(**{**training.SMALL, "data_path": base / "shards", "data_format": "shards",
+                             "num_iterations": 4, "save_every": 2, "eval_every": 4, "eval_tokens": 256})
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+def damage_bytes(rng: random.Random, data: bytes) -> bytes:
+    """Some bytes flipped, cut off, added, moved, or made the largest or smallest numbers."""
+    at, size = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 8, 64, 1000))
+    how = rng.choice(("flip", "cut", "grow", "splice", "number", "drop"))
+    if how == "flip":
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3, 50))):
+            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
+    if how == "cut":
+        return data[:at]
+    if how == "grow":
+        return data + rng.choice((b"\0", b"\xff" * size, data[:size], b"}" * size, rng.randbytes(size)))
+    if how == "splice":
+        return data[:at] + data[rng.randrange(len(data)):][:size] + data[at:]
+    if how == "number":
+        number = rng.choice((0, 1, -1, 2**31, -2**31, 2**63 - 1, 2**40)) % 2**64
+        width = rng.choice((1, 2, 4, 8))
+        return data[:at] + (number % 2**(8 * width)).to_bytes(width, "little") + data[at + width:]
+    return data[:at] + data[at + size:]
+
+
+DEEP = "@deep@"
+ODD: tuple[Any, ...] = (None, True, -1, 0, 1, 10**30, 2**63, 1e308, float("nan"), "", "x" * 3000, "../../etc/passwd",
+                        "\ud800", "\0", [], {}, [[]], {"a": 1}, [None], DEEP)
+
+
+def damage_json(rng: random.Random, text: str) -> str:
+    """A value of JSON with one or two values lost, renamed, doubled, or of another type or size."""
+    value = json.loads(text)
+    for _ in range(rng.choice((1, 1, 2))):
+        places = list(containers(value))
+        if not places:
+            break
+        holder = rng.choice(places)
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        how = rng.choice(("set", "set", "set", "lose", "more"))
+        if how == "lose":
+            del holder[key]
+        elif how == "set":
+            holder[key] = rng.choice(ODD)
+        elif isinstance(holder, dict):
+            holder[f"{key}2"] = holder[key]
+        else:
+            holder.append(holder[key])
+    deep = rng.choice(("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 5000))
+    return json.dumps(value, indent=2).replace(f'"{DEEP}"', deep)
+
+
+def containers(value: Any) -> Iterator[Any]:
+    """All lists and objects in a value that hold something, the outer ones first."""
+    if isinstance(value, (list, dict)) and value:
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from containers(inner)
+
+
+def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
+    """A file's bytes, damaged as its kind may be."""
+    zipped = path.name.endswith(".gz")
+    plain = gzip.decompress(data) if zipped else data
+    if rng.random() < 0.6 and ".json" in path.name:
+        text = plain.decode()
+        if ".jsonl" in path.name:
+            lines = text.splitlines()
+            at = rng.randrange(len(lines))
+            lines[at] = damage_json(rng, lines[at]).replace("\n", "")
+            text = "\n".join(lines) + "\n"
+        else:
+            text = damage_json(rng, text)
+        return gzip.compress(text.encode(), 1) if zipped else text.encode()
+    if zipped and rng.random() < 0.5:
+        return gzip.compress(damage_bytes(rng, plain), 1)
+    return damage_bytes(rng, data)
+
+
+def reseal(path: Path) -> None:
+    """Let the sums of a checkpoint fit what is there, where its seal can be read at all."""
+    seal_path = path / checkpoint.STATE_NAME
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
+        seal = json.loads(seal_path.read_bytes())
+        for name, record in seal["files"].items():
+            data = (path / name).read_bytes()
+            record.update(bytes=len(data), blake2b=hash_bytes(data))
+        seal["checksum"] = checkpoint.NO_CHECKSUM
+        seal["checksum"] = hash_bytes(checkpoint.json_bytes(seal))
+        seal_path.write_bytes(checkpoint.json_bytes(seal))
+
+
+def forge(folder: Path) -> None:
+    """Let tokenizer.json say that the ranks are what they are."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        about = json.loads((folder / "tokenizer.json").read_bytes())
+        about["rank_file_hash"] = hash_bytes((folder / "ranks.tiktoken").read_bytes())
+        (folder / "tokenizer.json").write_text(json.dumps(about))
+
+
+# ---- readers ---------------------------------------------------------------------------------------------------------
+
+RUN = Path("runs/run")
+FINAL = RUN / "checkpoints/final"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads files: `read(base, seed)`, once one of the `files` (patterns below base) is damaged."""
+
+    read: Callable[[Path, int], Any]
+    files: tuple[str, ...] = ()
+    weight: float = 1.0  # how many cases it gets, beside the others
+    after: Callable[[Path], Any] | None = None  # of every other case: make sums of the folder fit again
+    folder: Path = Path()  # for `after`
+
+
+def read_pair(path: Path) -> None:
+    for kind in ("mmap", "pread"):
+        with mock.patch.dict(os.environ, NANOCHAT_READER=kind):
+            pair = tokens.open_tokens(path, vocab_size=training.VOCAB_SIZE)
+            for first in range(0, len(pair), 64):
+                last = min(first + 64, len(pair))
+                pair.documents(first, last, 256)
+                pair.document_lengths(first, last, 256)
+            pair.pin("a")
+
+
+def read_checkpoint(path: Path) -> None:
+    found = checkpoint.load_checkpoint(path)
+    for state in (found.model_state(), found.optimizer_state()):
+        list(compare_runs.leaves(state))
+
+
+def read_flags(_: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    flag, value = rng.choice([("--blend-weights", "30,70"), ("--split", "969,30,1"), ("--data-path", "70,/p/a,30,/p/b"),
+                              ("--lanes", "4"), ("--matrix-lr", "0.02"), ("--order", "megatron"), ("--depth", "4")])
+    odd = damage_bytes(rng, value.encode()).decode("latin-1").replace("\0", "")
+    settings = config.from_flags(base_train.parse_args([f"{flag}={odd}"]))
+    megatron.split_matrix(odd if flag == "--split" else "969,30,1")
+    sources.find_files(settings.data_path or "nowhere", "megatron")
+
+
+def read_store(_: Path, seed: int) -> None:
+    """Listings and ranges of a store that answers oddly: the bytes are those asked for, or there is an error."""
+    rng, whole = random.Random(seed), bytes(range(256)) * 40
+
+    def odd(value: Any) -> Any:
+        return rng.choice((value, value, value, 0, value + 1 if isinstance(value, int) else "other"))
+
+    def fail() -> None:
+        if rng.random() < 0.3:
+            raise rng.choice((OSError, ValueError, PermissionError, FileNotFoundError, BaseException))(
+                f"status code: {rng.choice((200, 301, 403, 404, 412, 500))} <Code>x</Code> KEY:HIDDEN@host?sig=HIDDEN")
+
+    def answer(_: Any, key: str, options: dict[str, Any]) -> Any:
+        fail()
+        begin, end = (odd(edge) for edge in options["range"])
+        meta = {"path": key, "size": odd(len(whole)), "e_tag": odd("tag")}
+        return SimpleNamespace(bytes=lambda: whole[begin:end], meta=meta, range=(begin, end))
+
+    def listing(*_: Any) -> Any:
+        fail()
+        return [[{"path": odd("x/a.bin"), "size": len(whole), "e_tag": rng.choice(("tag", None))}]]
+
+    obs = SimpleNamespace(list=listing, get=answer, head=lambda *_: listing()[0][0])
+    patience = store.Patience(first_answer_s=0.02, give_up_s=0.02, max_backoff_s=0.01)
+    with mock.patch.object(store, "PATIENCE", patience), mock.patch.object(store.Bucket, "_open"):
+        begin_data()
+        bucket = store.open_bucket("s3", "b", patience.silence_s)
+        bucket.obs, bucket.answered = obs, True
+        try:
+            store.list_files("s3://b/x")
+            pinned = store.Stat("s3://b/x/a.bin", len(whole), "tag")
+            assert store.read_range(pinned, 100, 900) == whole[100:900], "other bytes than asked for"
+        except (ValueError, OSError) as e:
+            assert "HIDDEN" not in str(e), str(e)
+            raise
+
+
+def read_verify(base: Path, _: int) -> None:
+    """ValueError where verify finds something."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = verify.main([str(base / "shards" / "train")])
+    if code:
+        raise ValueError(out.getvalue())
+
+
+def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int], Any]:
+    """A reader that is a script, whose findings are its own affair."""
+    return lambda base, _: main([word.format(base) for word in argv])
+
+
+LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner-*.json", f"{RUN}/logs/train.jsonl",
+         f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
+PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
+READERS: dict[str, Reader] = {
+    "parquet": Reader(lambda base, _: list(text.read_texts(base / "data/shard_0.parquet")), ("data/shard_0.parquet",)),
+    "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
+    "jsonl": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl")), ("a.jsonl",)),
+    "jsonl.gz": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
+    "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
+                     (*PAIR, "shards/train/data/manifest.json"), 2),
+    "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),
+    "verify": Reader(read_verify, (*PAIR, "shards/train/data/manifest.json"), 2),
+    "config.json": Reader(lambda base, _: config.Settings.from_json(run_dir.read_config(base / RUN)),
+                          (f"{RUN}/config.json",)),
+    "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
+                                 (f"{RUN}/data_manifest.json",)),
+    "run state": Reader(lambda base, _: status.describe(status.look(base / RUN)), (f"{RUN}/.run_state.json",)),
+    "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner-*.json",), 0.3),
+    "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
+                          (f"{RUN}/logs/train.jsonl",)),
+    "cursors": Reader(lambda base, _: run_dir.read_cursors(base / RUN / "logs/cursors/step-00000002.json.gz"),
+                      (f"{RUN}/logs/cursors/step-00000002.json.gz",)),
+    "checkpoint": Reader(lambda base, _: read_checkpoint(base / FINAL), (f"{FINAL}/*", f"{FINAL}/*/*"), 2,
+                         reseal, FINAL),
+    "tokenizer": Reader(lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
+                        ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"), 2, forge, Path("tokenizer")),
+    "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
+    "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),
+    "flags": Reader(read_flags),
+    "store": Reader(read_store, weight=2),
+    "status": Reader(script(status.main, "run"), LOOKS, 0.5),
+    "report": Reader(script(report.main, "--run=run"), LOOKS, 0.5),
+    "inspect_data": Reader(script(inspect_data.main, "rows", "--run=run", "--step=3"), LOOKS, 0.5),
+    "compare_runs": Reader(script(compare_runs.main, "run", "run"), LOOKS, 0.5),
+    "validate": Reader(lambda base, _: validate.main(run_flags(base)), LOOKS, 0.5),
+}
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool) -> tuple[str, str]:
+    """("read", "refused" or "found", in what way) of a case, in the child."""
+    begin_data()
+    try:
+        READERS[name].read(base, seed)
+    except SystemExit as e:
+        return ("refused", "") if name == "flags" and e.code == 2 else ("found", f"exit {e.code}")
+    except (ValueError, OSError) as e:
+        told = str(e)
+        named = damaged is None or damaged.name in told or damaged.stem in told or str(damaged.parent) in told
+        named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in told  # one of the two
+        return ("refused" if named and told else "found", f"{type(e).__name__}: {told[:300]}")
+    except BaseException as e:
+        return "found", f"{type(e).__name__}: {str(e)[:300]} at {where(e)}"
+    bad = name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")
+    return ("found", "an altered file is good") if bad else ("read", "")
+
+
+def where(e: BaseException) -> str:
+    """The innermost line of ours that an exception came through."""
+    trace, place = e.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if re.search(r"/(nanochat|scripts)/\w+\.py$", file):
+            place = f"{'/'.join(file.split('/')[-2:])}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def serve(pipe: Any, base: Path) -> None:
+    """The child: judge what the parent names, until it is told to end."""
+    os.environ.update(NANOCHAT_BASE_DIR=str(base))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    logging.disable()
+    lifecycle.WATCH_S = lifecycle.HEARTBEAT_S = 0.1  # of owners that seem to be elsewhere
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    while (case := pipe.recv()) is not None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            verdict = judge(*case)
+        pipe.send(verdict)
+
+
+class Child:
+    """The process in which readers run, begun again where it died or did not answer in time."""
+
+    def __init__(self, base: Path):
+        self.base = base
+        self.pipe: Any = None
+        self.process: Any = None
+
+    def ask(self, *case: Any) -> tuple[str, str]:
+        if self.process is None:
+            fork = multiprocessing.get_context("fork")
+            self.pipe, theirs = fork.Pipe()
+            self.process = fork.Process(target=serve, args=(theirs, self.base), daemon=True)
+            self.process.start()
+            theirs.close()
+        try:
+            self.pipe.send(case)
+            if self.pipe.poll(LIMIT_S):
+                return self.pipe.recv()
+            verdict = "found", f"no answer in {LIMIT_S:.0f} s"
+        except (EOFError, BrokenPipeError):
+            self.process.join()
+            verdict = "found", f"the process died ({self.process.exitcode})"
+        self.close()
+        return verdict
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+
+def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]:
+    """Damage a file, let it be read, and put it back."""
+    reader, rng = READERS[name], random.Random(f"{seed} {name} {number}")
+    paths = sorted(p for pattern in reader.files for p in child.base.glob(pattern) if p.is_file())
+    if not paths:
+        return child.ask(name, child.base, rng.randrange(2**32), None, False)
+    path = rng.choice(paths)
+    folder = child.base / (reader.folder if reader.after else path.parent)
+    kept = {p: p.read_bytes() for p in (folder.rglob("*") if reader.after else [path]) if p.is_file()}
+    data = damage(rng, path, kept[path])
+    path.write_bytes(data)
+    if reader.after is not None and number % 2:
+        reader.after(folder)
+    verdict, told = child.ask(name, child.base, number, path, data != kept[path])
+    for p, before in kept.items():
+        p.write_bytes(before)
+    shutil.rmtree(child.base / "converted", ignore_errors=True)
+    return verdict, f"{path.relative_to(child.base)}: {told}"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="another one makes other cases")
+    parser.add_argument("--cases", type=int, default=1000, help="of all readers together")
+    parser.add_argument("--only", choices=READERS, help="one reader")
+    parser.add_argument("--case", type=int, help="with --only: one case")
+    args = parser.parse_args(argv)
+    if args.cases < 1 or (args.case is not None and args.only is None):
+        parser.error("--cases: expected at least 1; --case needs --only")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases; 1 where anything was found."""
+    args = parse_args(argv)
+    names = [args.only] if args.only else list(READERS)
+    share = args.cases / sum(READERS[name].weight for name in names)
+    began, findings = time.monotonic(), []
+    counts: dict[str, Counter[str]] = {name: Counter() for name in names}
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, contextlib.ExitStack() as stack:
+        base = Path(folder).resolve()
+        maker = multiprocessing.get_context("fork").Process(target=make_files, args=(base,))
+        maker.start()
+        maker.join()
+        assert maker.exitcode == 0, "the whole files could not be made"
+        stack.enter_context(mock.patch.dict(os.environ, NANOCHAT_BASE_DIR=str(base), OMP_NUM_THREADS="1"))
+        child = Child(base)
+        stack.callback(child.close)
+        for name in names:
+            verdict, told = child.ask(name, base, 2**32, None, False)
+            if verdict != "read" and READERS[name].files:
+                findings.append(f"{name}: what is whole is not read: {told}")
+            numbers = range(max(1, round(share * READERS[name].weight))) if args.case is None else [args.case]
+            for number in tqdm(numbers, desc=name, leave=False, disable=None):
+                verdict, told = run_case(child, name, number, args.seed)
+                counts[name][verdict] += 1
+                if verdict == "found":
+                    findings.append(f"{name} --case={number}: {told}")
+    counts["all"] = sum(counts.values(), Counter())
+    rows = [(name, sum(c.values()), c["refused"], c["read"], c["found"]) for name, c in counts.items()]
+    print("\n".join([*table(("reader", "cases", "refused", "read", "found"), rows), *findings,
+                     f"seed {args.seed}, {time.monotonic() - began:.0f} s"]), flush=True)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    run_main(main)

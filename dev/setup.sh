@@ -6,13 +6,29 @@
 # Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second when nothing
 # changed. The stamp in .venv holds what was installed: pyproject.toml, word for word, and Python's version. It goes
 # before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml only.
-# PYTHON=/path/to/python picks an interpreter; pip's own settings (PIP_INDEX_URL, ...) are honoured.
+# PYTHON=/path/to/python picks an interpreter; pip's own settings (PIP_INDEX_URL, ...) are honoured. TORCH=installed takes
+# the torch that this interpreter has, 2.11 or newer, with whatever else is installed there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.setup-stamp
 
-wanted_stamp() { .venv/bin/python -V && cat pyproject.toml; }
+wanted_stamp() {
+    if [[ "${TORCH:-}" == installed ]]; then echo "torch: installed"; fi
+    .venv/bin/python -V && cat pyproject.toml
+}
+
+check_torch() { # of the interpreter $1
+    "$1" - <<'PY'
+import sys
+try:
+    import torch
+except ImportError:
+    sys.exit(f"setup: TORCH=installed: {sys.executable} has no torch; name one that has: PYTHON=/path/to/python")
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    sys.exit(f"setup: TORCH=installed: {sys.executable} has torch {torch.__version__}, expected 2.11 or newer")
+PY
+}
 
 find_python() {
     local candidate
@@ -55,12 +71,21 @@ fi
 rm -f "$stamp"
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, half made, or its Python is gone
     python=$(find_python)
+    site=""
+    if [[ "${TORCH:-}" == installed ]]; then
+        check_torch "$python"
+        site=--system-site-packages
+    fi
     echo "setup: making .venv with $("$python" -V)"
-    "$python" -m venv --clear .venv
+    "$python" -m venv --clear $site .venv
 fi
 write_requirements
 echo "setup: installing the packages of pyproject.toml into .venv (minutes, the first time)"
-install .venv/requirements-torch.txt # alone, so that nothing else decides which build of it comes
+if [[ "${TORCH:-}" == installed ]]; then
+    check_torch .venv/bin/python
+else
+    install .venv/requirements-torch.txt # alone, so that nothing else decides which build of it comes
+fi
 install .venv/requirements-rest.txt
 wanted_stamp >"$stamp.tmp"
 mv "$stamp.tmp" "$stamp"

@@ -22,6 +22,8 @@ between collectives are the watchdog's.
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -37,10 +39,29 @@ T = TypeVar("T")
 # ---- device and group ----------------------------------------------------------------------------
 
 def autodetect_device_type() -> str:
-    """'cuda' where there is one, else 'mps', else 'cpu'."""
+    """'cuda' where there is one, else 'mps', else 'cpu'. ValueError where the machine has GPUs that
+    PyTorch does not see: a run that was meant for them would take weeks."""
     if torch.cuda.is_available():
         return "cuda"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
+        raise ValueError(f"{unseen}; --device-type=cpu trains without them")
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def unseen_gpus() -> str:
+    """A sentence about the GPUs that nvidia-smi lists; for one who found none with PyTorch. Empty
+    where it lists none."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    if not listed[0]:
+        return ""
+    name, _, driver = listed[0].partition(", ")
+    return (f"nvidia-smi lists {len([*filter(None, listed)])} GPU(s), the first {name} with driver {driver}, and "
+            f"this PyTorch sees none: {torch.__version__}, built for CUDA {torch.version.cuda or 'no version of it'}; "
+            f"install a build that goes with the driver")
 
 
 def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: float = 1800.0
@@ -55,6 +76,8 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
     if device_type == "cuda":
         prepare_cuda(deterministic)
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device_type == "cuda" and not there["cuda"] and (why := unseen_gpus()):
+        raise ValueError(f"--device-type cuda: {why}; or use --device-type cpu")
     if not there.get(device_type):
         raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu, of which this PyTorch has "
                          f"{' and '.join(name for name in there if there[name])}")
@@ -98,8 +121,9 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if any."""
-    if dist.is_initialized():
+    """Leave the process group, if any; not where an error is on its way, for leaving NCCL's may wait
+    for a rank that will never come. The end of the process does it too."""
+    if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 

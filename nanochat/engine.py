@@ -19,12 +19,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanochat.attention import KVCache
 from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, find_checkpoint
 from nanochat.dist import get_compute_dtype
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import RustBPETokenizer
+
+# not cuDNN's, which makes a plan for every length: that takes longer than the token
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0,
@@ -61,6 +65,11 @@ class Engine:
             stops.add(self.tokenizer.encode_special("<|assistant_end|>"))
         return stops
 
+    def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Logits of the last position, (B, vocab)."""
+        with sdpa_kernel(KERNELS):
+            return self.model(tokens, kv_cache=cache)[:, -1]
+
     @torch.inference_mode()
     def generate(self, tokens: list[int], num_samples: int = 1, max_tokens: int | None = None,
                  temperature: float = 1.0, top_k: int | None = None, seed: int = 42,
@@ -84,7 +93,7 @@ class Engine:
         # the prompt runs once; its cache is copied to all rows
         prompt = torch.tensor([tokens], dtype=torch.int64, device=device)
         once = KVCache(1, len(tokens), model=self.model)
-        logits = self.model(prompt, kv_cache=once)[:, -1].expand(num_samples, -1)
+        logits = self._forward(prompt, once).expand(num_samples, -1)
         cache = KVCache(num_samples, len(tokens) + max_tokens, model=self.model)
         cache.prefill(once)
         stops, running = self.stop_tokens(), set(range(num_samples))
@@ -95,7 +104,7 @@ class Engine:
             running -= {row for row in running if column[row] in stops}
             if not running or i + 1 == max_tokens:
                 return
-            logits = self.model(drawn, kv_cache=cache)[:, -1]
+            logits = self._forward(drawn, cache)
 
     def generate_batch(self, tokens: list[int], num_samples: int = 1, **kwargs: Any,
                        ) -> tuple[list[list[int]], list[list[int]]]:
@@ -138,6 +147,9 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
         model.load_state_dict(checkpoint.model_state(), strict=True)
     except RuntimeError as e:  # names or shapes
         raise ValueError(f"{checkpoint.path / MODEL_NAME}: not the weights of this code's GPT: {e}") from e
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.to(model.compute_dtype)  # once, and not for every token; its bits are the same
     meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
             "trainer_state": checkpoint.trainer_state}
     return model.eval(), tokenizer, meta

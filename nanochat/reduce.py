@@ -279,7 +279,9 @@ class Message:
         work = None
         if len(self.parts) > 1:
             mine = message.split(self.chunk)[rank]
-            work = dist.all_gather_single(message, mine, async_op=True)
+            # its name before PyTorch 2.13
+            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            work = all_gather(message, mine, async_op=True)
 
         def finish() -> None:
             if work is not None:

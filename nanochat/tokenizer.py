@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import rustbpe
 import tiktoken
 
 from nanochat.common import get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
@@ -154,6 +153,8 @@ class RustBPETokenizer:
                 training["characters"] += len(text)
                 yield from cut_long_spaces(replace_surrogates(text))
             log.info("read %(documents)d documents with %(characters)d characters, now merging", training)
+
+        import rustbpe  # here, so that only who trains one needs it
 
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(trainable(), num_ranks, pattern=SPLIT_PATTERN)

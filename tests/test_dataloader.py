@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import types
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -511,3 +512,31 @@ def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(le
     with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):
         Layout(8, 8, 1, num_leaves=leaves)
     assert Layout(8, 8, 1, num_leaves=8).K == 8
+
+
+def test_beside_a_gpu_the_thread_works_on_its_own_one_and_sleeps_while_it_waits(monkeypatch):
+    """Else each rank's thread would open a context on GPU 0. Slots are real, their device is a stand-in."""
+    told, slots = [], module.Slot
+
+    class Event:
+        def __init__(self, blocking):
+            told.append(("event", blocking))
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+    def slot(B, T, bos, device, **kwargs):
+        made = slots(B, T, bos, torch.device("cpu"), **kwargs)
+        made.device = types.SimpleNamespace(type="cuda")
+        monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, to=torch.Tensor.to, **kwargs: to(
+            self, *(a for a in args if isinstance(a, torch.dtype)), **kwargs))
+        return made
+
+    monkeypatch.setattr(module, "Slot", slot)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    with make_loader(device="cuda:3") as loader:
+        next(loader)
+    assert set(told) == {("prefetch", torch.device("cuda:3")), ("event", True)}

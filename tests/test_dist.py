@@ -1,6 +1,7 @@
 """What ranks tell each other: values and errors reach all of them, and one sentence is said. Real gloo processes."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,16 @@ import torch
 import torch.distributed as dist
 
 from nanochat.common import run_main
-from nanochat.dist import agree, compute_init, gather_all, on_rank0, same, share
+from nanochat.dist import (
+    agree,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    gather_all,
+    on_rank0,
+    same,
+    share,
+)
 from tests.training import as_bytes, server
 
 PATIENCE_S = 60
@@ -224,3 +234,42 @@ def test_torch_reads_what_is_set_after_it_was_imported() -> None:
         "assert inductor.deterministic and torch._C._accelerator_getAllocatorSettings() == 'expandable_segments:True'")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH", "TORCHINDUCTOR"))}
     subprocess.run([sys.executable, "-c", program], check=True, env=clean)
+
+
+SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"
+
+
+def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert autodetect_device_type() == "cpu", "no nvidia-smi"
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    told = (rf"2 GPU\(s\), the first NVIDIA H100 80GB HBM3 with driver 580.95.05.*sees none: "
+            rf"{re.escape(torch.__version__)}, built for CUDA .*--device-type.cpu")
+    with pytest.raises(ValueError, match=told):
+        autodetect_device_type()
+    with mock.patch.dict(os.environ), pytest.raises(ValueError, match=told):
+        compute_init("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert autodetect_device_type() == "cpu", "somebody hides them on purpose"
+
+
+def test_a_group_is_left_unless_an_error_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("left"))
+    with pytest.raises(ZeroDivisionError):
+        try:
+            print(1 / 0)
+        finally:
+            compute_cleanup()
+    assert not left
+    try:
+        print("well")
+    finally:
+        compute_cleanup()
+    assert left

@@ -229,3 +229,24 @@ def test_load_model_refuses_what_does_not_fit(trained: Path) -> None:
     rd.delete_checkpoint(final)
     with pytest.raises(FileNotFoundError, match="no checkpoint; there are: none yet"):
         load_model("tiny", "cpu")
+
+
+def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(trained: Path) -> None:
+    model, _, _ = load_model("tiny", "cpu", compute_dtype=torch.bfloat16)
+    masters = GPT(model.config)
+    masters.init_weights(seed=3, compute_dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16 != masters.lm_head.weight.dtype
+    assert model.resid_lambdas.dtype == torch.float32, "only what matrices are multiplied by"
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(tokens), masters(tokens))
+
+
+def test_generation_does_without_cudnn_and_leaves_it_as_it_was(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer, _ = load_model("tiny", "cpu")
+    seen, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: (
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())),
+        forward(*args, **kwargs))[1])
+    for _ in Engine(model, tokenizer).generate([1, 2], max_tokens=3, temperature=0):
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert set(seen) == {(False, True)}

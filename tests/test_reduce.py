@@ -2,6 +2,7 @@
 
 import datetime
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -225,3 +226,17 @@ def test_gradients_travel_as_their_parameters_unless_they_are_sums() -> None:
     assert message.gradients().dtype == torch.bfloat16 and message.gradients().sum() == 5 * 2**-9
     LeafAccumulator(params, 2)
     assert message.gradients().dtype == torch.float32
+
+
+def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`all_gather_single` came with PyTorch 2.13."""
+    def into(output: Tensor, mine: Tensor, *, async_op: bool) -> Any:
+        output.copy_(torch.cat([mine, mine + 1]))
+        return mock.Mock()
+
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", into)
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    [message] = lay_out([Part(str(i), param, {"kind": "adamw"}, 0, 4) for i, param in enumerate(params)], 2)
+    message.gather(message.parameters(), 0)()
+    assert [param.tolist() for param in params] == [[0.0] * 4, [1.0] * 4]

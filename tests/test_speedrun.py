@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -213,3 +214,16 @@ def test_the_download_ends_with_the_script(tmp_path: Path) -> None:
         if not state or state.startswith("Z"):
             return
     pytest.fail("the download still runs")
+
+
+def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("dev/setup.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without its packages
+    python.chmod(0o755)
+    done = subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "TORCH": "installed", "PYTHON": str(python)})
+    assert done.returncode == 1 and "has no torch; name one that has" in done.stderr, done.stderr
+    assert not (tmp_path / ".venv").exists()

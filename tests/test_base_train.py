@@ -27,10 +27,10 @@ from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import unigram_bpb
-from nanochat.run_dir import read_config, read_log
+from nanochat.run_dir import read_config
 from scripts import base_train, sample
 from tests import training
-from tests.training import checkpoints, digests, losses, refuse, steps, succeed
+from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", "wait_s", "tokens",
@@ -41,14 +41,6 @@ FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", 
 def workplace(tmp_path: Path) -> Iterator[Path]:
     with training.workplace(tmp_path, **training.SMALL) as path:
         yield path
-
-
-def final(tag: str = "run") -> Path:
-    return training.run_dir(tag) / "checkpoints" / "final"
-
-
-def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
-    return [r for r in read_log(training.run_dir(tag) / "logs" / "train.jsonl") if r.get("event") == name]
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------

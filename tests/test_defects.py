@@ -3,20 +3,26 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from nanochat import trainer
+from nanochat.checkpoint import load_plain
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
+from nanochat.plan import read_plan
+from nanochat.sources import read_manifests
 from nanochat.stream import open_stream
-from scripts import base_train, verify
+from scripts import base_train, compare_runs, report, verify
 from tests import training
-from tests.toy import MemorySource
+from tests.toy import MemorySource, json_copy
 
 EXAMPLE_LR = {name: float(base_train.__doc__.split(f"--{name.replace('_', '-')}=")[1].split()[0])
               for name in ("matrix_lr", "embedding_lr", "unembedding_lr")}
@@ -86,3 +92,55 @@ def test_the_code_of_a_launch_is_its_commit_and_whether_it_was_changed(tmp_path:
     clean = code_version()
     (tmp_path / "trainer.py").write_text("# changed")
     assert len(clean) == 12 and not clean.endswith("+") and code_version() == f"{clean}+"
+
+
+def test_cursors_of_another_shape_are_refused() -> None:
+    """They were a TypeError or an IndexError in whatever used them first."""
+    config = StreamConfig(T=32, V=2, seed=1)
+    sources = {"data": MemorySource([[np.arange(20, dtype=np.uint32)] * 64] * 4)}
+
+    def restored(cursors: list[Any]) -> None:
+        with closing(open_stream(config, sources, range(2), tokenizer="t", cursors=cursors)) as stream:
+            stream.next_rows(1)
+
+    with closing(open_stream(config, sources, range(2), tokenizer="t")) as stream:
+        stream.next_rows(3)
+        whole = stream.cursors()
+    restored(json_copy(whole))
+    assert whole[0]["buckets"]["data"]["waiting"]
+    for name, value in (("epoch", None), ("waiting", True), ("waiting", [[0, 0]]), ("waiting", [[0, 9, 0, 1, 0, 0]]),
+                        ("waiting", [[0, 0, 64, 1, 0, 0]]), ("row", "1")):
+        cursors = json_copy(whole)
+        cursors[1]["buckets"]["data"][name] = value
+        with pytest.raises(ValueError, match=r"^cursor of lane 1, bucket 'data'"):
+            restored(cursors)
+    for name, value in (("lane", None), ("stream", []), ("row", {}), ("buckets", [])):
+        with pytest.raises(ValueError, match=r"^cursor of"):
+            restored([whole[0], {**whole[1], name: value}])
+
+
+@pytest.mark.parametrize("read, name, text, told", [
+    (read_plan, "plan.json", "[]", "expected an object"),
+    (read_plan, "plan.json", '{"key": 1}', "key: expected a text"),
+    (read_manifests, "data_manifest.json", '{"train": {"web": 1}, "val": {}}', "web: expected an object"),
+    (read_manifests, "data_manifest.json", '{"train": {"web": {"root": "", "files": []}}, "val": {}}', "a bucket"),
+    (load_plain, "optimizer.bin", "", "refused, it holds something other")])
+def test_files_of_a_run_that_hold_something_else_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           read: Callable[[Path], Any], name: str, text: str,
+                                                           told: str) -> None:
+    monkeypatch.setattr(torch, "load", mock.Mock(side_effect=OSError(22, "Invalid argument")))  # of a forged archive
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / name}: .*{told}"):
+        read(tmp_path / name)
+
+
+def test_a_log_with_values_of_other_types_is_named(base: Path) -> None:
+    """The report ended in a TypeError, and so did the comparison of two runs."""
+    training.succeed(num_iterations=2, save_every=-1)
+    log = training.run_dir() / "logs" / "train.jsonl"
+    whole = log.read_text()
+    log.write_text(whole + '{"event": "val", "step": 2, "bpb": 1.0, "buckets": "none"}\n')
+    assert compare_runs.main(["run", "run"]) == 0
+    log.write_text(whole.replace('"tokens_per_s": ', '"tokens_per_s": "x", "fast": '))
+    with pytest.raises(ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a text"):
+        report.main(["--run=run"])

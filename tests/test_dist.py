@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanochat.common import run_main
 from nanochat.dist import (
     agree,
     autodetect_device_type,
@@ -27,80 +25,48 @@ from nanochat.dist import (
     same,
     share,
 )
-from tests.training import as_bytes, server
+from tests import training
+from tests.training import Group, as_bytes
 
-PATIENCE_S = 60
 SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 
 
 # ---- a launch -------------------------------------------------------------------------------------------------------
 
-def rank_main(rank: int, world_size: int, port: int, job: Callable[[int], Any], folder: str) -> None:
-    """Do `job(rank)` as a script would, and leave its value beside its output."""
-    fd = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    torch.set_num_threads(1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    if world_size > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def rank_main(job: Callable[[int], Any], folder: Path, argv: list[str]) -> None:
+    """Do `job(rank)` as a script would, and leave its value."""
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
         dist.init_process_group("gloo")
-
-    def main() -> None:
-        value = job(rank)
-        torch.save(value, f"{folder}/value-{rank}")
-        if world_size > 1:
-            dist.barrier()
-
-    try:
-        run_main(main)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)
+    torch.save(job(rank), folder / f"value-{rank}")
+    if "RANK" in os.environ:
+        dist.barrier()
 
 
-class Result:
-    """What the processes of a launch came to: `codes`, `values` (those that got that far), `text` of all."""
-
-    def __init__(self, folder: Path, codes: list[int]) -> None:
-        self.codes = codes
-        self.outputs = [(folder / f"output-{rank}").read_text() for rank in range(len(codes))]
-        self.text = "".join(self.outputs)
-        paths = [folder / f"value-{rank}" for rank in range(len(codes))]
-        self.values = [torch.load(path, weights_only=True) for path in paths if path.exists()]
-
-    def error(self) -> str:
-        """The one sentence of a launch that failed; on rank 0, and nothing else anywhere."""
-        assert self.codes == [1] * len(self.codes) and not self.values, self.text
-        assert self.text == self.outputs[0] and self.text.count("\n") == 1, self.text
-        return self.text.removeprefix("error: ").strip()
-
-
-def launch(folder: Path, world_size: int, job: Callable[[int], Any]) -> Result:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [server().Process(target=rank_main, args=(rank, world_size, port, job, str(folder)), daemon=True)
-                 for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(PATIENCE_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert None not in codes, "a rank hangs"
-    return Result(folder, [code for code in codes if code is not None])
+def launch(folder: Path, world_size: int, job: Callable[[int], Any]) -> tuple[Group, list[int]]:
+    group = training.launch(partial(rank_main, job, folder), [[]] * world_size, [{}] * world_size)
+    return group, group.wait()
 
 
 def values(folder: Path, world_size: int, job: Callable[[int], Any]) -> list[Any]:
-    """`launch` that ends well."""
-    result = launch(folder, world_size, job)
-    assert result.codes == [0] * world_size and len(result.values) == world_size, result.text
-    return result.values
+    """Of all ranks of a launch that ends well."""
+    group, codes = launch(folder, world_size, job)
+    assert codes == [0] * world_size, group.text()
+    return [torch.load(folder / f"value-{rank}", weights_only=True) for rank in range(world_size)]
+
+
+def error(folder: Path, world_size: int, job: Callable[[int], Any]) -> str:
+    """The one sentence of a launch that fails; on rank 0, and nothing else anywhere."""
+    group, codes = launch(folder, world_size, job)
+    assert codes == [1] * world_size and not list(folder.glob("value-*")), group.text()
+    assert group.text() == group.outputs[0].read_text() and group.text().count("\n") == 1, group.text()
+    return group.text().removeprefix("error: ").strip()
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -161,7 +127,7 @@ def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
 ])
 def test_where_not_all_fail_the_sentence_names_rank_and_host(tmp_path: Path, bad: tuple[int, ...], own: bool,
                                                               told: str) -> None:
-    assert launch(tmp_path, 4, partial(fail_on, bad, own)).error() == told.format(host=socket.gethostname())
+    assert error(tmp_path, 4, partial(fail_on, bad, own)) == told.format(host=socket.gethostname())
 
 
 def of_rank0(rank: int) -> None:
@@ -169,7 +135,7 @@ def of_rank0(rank: int) -> None:
 
 
 def test_an_error_of_rank_0_is_one_sentence_and_all_leave(tmp_path: Path) -> None:
-    assert launch(tmp_path, 2, of_rank0).error() == "x.bin: missing"
+    assert error(tmp_path, 2, of_rank0) == "x.bin: missing"
 
 
 def bug_on(bad: int, how: Callable[..., Any], rank: int) -> None:
@@ -178,9 +144,10 @@ def bug_on(bad: int, how: Callable[..., Any], rank: int) -> None:
 
 @pytest.mark.parametrize(("how", "bad"), [(agree, 0), (agree, 1), (on_rank0, 0)])
 def test_a_bug_keeps_its_traceback_and_is_the_only_thing_told(tmp_path: Path, how: Any, bad: int) -> None:
-    result = launch(tmp_path, 2, partial(bug_on, bad, how))
-    assert result.codes == [1, 1] and not result.values
-    assert result.text == result.outputs[bad] and "KeyError: 'a bug'" in result.text and "in bug_on" in result.text
+    group, codes = launch(tmp_path, 2, partial(bug_on, bad, how))
+    assert codes == [1, 1] and not list(tmp_path.glob("value-*"))
+    text = group.outputs[bad].read_text()
+    assert group.text() == text and "KeyError: 'a bug'" in text and "in bug_on" in text
 
 
 def start_differently(rank: int) -> None:
@@ -189,7 +156,7 @@ def start_differently(rank: int) -> None:
 
 def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> None:
     host = socket.gethostname()
-    assert launch(tmp_path, 4, start_differently).error() == (
+    assert error(tmp_path, 4, start_differently) == (
         f"rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; extra is 1, on "
         f"rank 0 it is None; start all processes with the same flags, the same files under the same paths, and the "
         f"same tokenizer")

@@ -18,9 +18,21 @@ import torch
 
 from nanochat import checkpoint as ckpt
 from nanochat import lifecycle, start_run
-from nanochat.run_dir import TrainLog, cursor_files, iter_log, read_cursors
+from nanochat.run_dir import cursor_files, iter_log, read_cursors
 from tests import faults, training
-from tests.training import checkpoints, die_in, digests, losses, refuse, state_of, steps, succeed
+from tests.training import (
+    checkpoints,
+    die_in,
+    digests,
+    log_file,
+    losses,
+    refuse,
+    state,
+    state_of,
+    steps,
+    succeed,
+    wait_for,
+)
 
 STEPS = 12
 SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
@@ -28,18 +40,16 @@ SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for name, value in SMALL.items():
-        monkeypatch.setitem(training.SETTINGS, name, value)
-    with training.workplace(tmp_path) as path:
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    with training.workplace(tmp_path, **SMALL) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of all tests here on one process, with nothing in its way."""
-    with training.workplace(tmp_path_factory.mktemp("reference")):
-        succeed(**SMALL)
+    with training.workplace(tmp_path_factory.mktemp("reference"), **SMALL):
+        succeed()
         folders = {int(ckpt.read_seal(path)["step"]): path for path in ckpt.list_checkpoints(training.run_dir())}
         return {"final": state_of(folders[STEPS]), "digests": digests(), "losses": losses(), "path": training.run_dir(),
                 "sums": {step: sums(path) for step, path in folders.items()}}
@@ -51,20 +61,9 @@ def sums(checkpoint: Path) -> dict[str, Any]:
     return {name: record for name, record in files.items() if not name.startswith("rng/")}
 
 
-def log_file() -> Path:
-    return training.run_dir() / "logs" / "train.jsonl"
-
-
 def resumed_at() -> int:
     """Where the last launch began."""
-    return [record["step"] for record in iter_log(log_file()) if record.get("event") == "started"][-1]
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + training.PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    return training.events("started")[-1]["step"]
 
 
 def assert_equal(reference: dict[str, Any]) -> None:
@@ -73,16 +72,12 @@ def assert_equal(reference: dict[str, Any]) -> None:
     assert digests() == reference["digests"] and losses() == reference["losses"]
     assert not [name for name in checkpoints() if name.startswith(".")]
     assert not [path for path in training.run_dir().rglob("*.tmp") if not path.name.startswith(".owner")]
-    state = lifecycle.read_state(training.run_dir())
-    assert state is not None and lifecycle.exit_code(state) == 0 and state["checkpoint"] == "final"
+    assert lifecycle.exit_code(state()) == 0 and state()["checkpoint"] == "final"
 
 
 def take_over(reference: dict[str, Any], last: int) -> None:
     """Make the run here the reference as it was after the save of a step."""
-    shutil.copytree(reference["path"], training.run_dir())
-    for path in ckpt.list_checkpoints(training.run_dir()):
-        if path.name == "final" or int(path.name[len("checkpoint-"):]) > last:
-            shutil.rmtree(path)
+    training.take_over(reference["path"], *(f"checkpoint-{step}" for step in range(2, last + 1, 2)))
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
@@ -163,14 +158,10 @@ def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], func
 
 # ---- a disk that fills ----------------------------------------------------------------------------------------------
 
-def failed_saves() -> list[int]:
-    return [record["step"] for record in iter_log(log_file()) if record.get("event") == "save_failed"]
-
-
 def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference: dict[str, Any]) -> None:
     with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()) as changes:
         outcome = succeed()
-    assert len(changes.made) >= 3 and len(failed_saves()) == 3
+    assert len(changes.made) >= 3 and len(training.events("save_failed")) == 3
     assert outcome.err.count("could not be written") == 3
     for step, kept, number in ((4, 2, 1), (6, 2, 2), (10, 8, 1)):
         assert re.search(rf"checkpoint-{step} could not .*No space left.*the run goes on, checkpoint-{kept} is kept "
@@ -185,9 +176,8 @@ def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference: dic
     with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
         message = refuse()
     assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
-    assert f"checkpoint-{kept}" in checkpoints() and len(failed_saves()) == errors
-    state = lifecycle.read_state(training.run_dir())
-    assert state is not None and state["status"] == "failed" and "No space left" in state["reason"]
+    assert f"checkpoint-{kept}" in checkpoints() and len(training.events("save_failed")) == errors
+    assert state()["status"] == "failed" and "No space left" in state()["reason"]
     succeed()
     assert resumed_at() == kept
     assert_equal(reference)
@@ -208,21 +198,17 @@ def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(referenc
 
 def pause(step: int, flag: Path) -> None:
     """A hook: after some step the run waits for its end."""
-    write = TrainLog.write
+    def wait() -> None:
+        flag.touch()
+        time.sleep(training.PATIENCE_S)
 
-    def watched(self: TrainLog, **record: Any) -> None:
-        write(self, **record)
-        if record.get("step") == step and "event" not in record:
-            flag.touch()
-            time.sleep(training.PATIENCE_S)
-
-    TrainLog.write = watched  # type: ignore[method-assign]
+    training.after_step(step, wait)
 
 
 def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str, Any], tmp_path: Path) -> None:
     first = training.start(hook=partial(pause, 5, tmp_path / "flag"))
-    wait_until((tmp_path / "flag").exists)
-    wait_until(lambda: checkpoints() == ["checkpoint-2", "checkpoint-4"])
+    wait_for((tmp_path / "flag").exists)
+    wait_for(lambda: checkpoints() == ["checkpoint-2", "checkpoint-4"])
     time.sleep(0.2)  # the save of step 4 is done
     before = {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
     second = training.start()
@@ -264,8 +250,7 @@ def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -
     codes = sorted(group.wait()[0] for group in groups)
     assert codes == [0, 1] or (codes == [0, 0] and any("nothing to do" in group.text() for group in groups))
     assert_equal(reference)
-    started = [json.dumps(record) for record in iter_log(log_file()) if record.get("event") == "started"]
-    assert len(started) == 1 and len(steps()) == len([r for r in iter_log(log_file()) if "event" not in r])
+    assert len(training.events("started")) == 1 and len(steps()) == len(training.all_steps())
 
 
 # ---- removed and wiped ------------------------------------------------------------------------------
@@ -275,7 +260,7 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
     for begun_again in (False, True):
         flag = tmp_path / f"flag-{begun_again}"
         first = training.start(hook=partial(pause, 5, flag), sync_save=True)
-        wait_until(flag.exists)
+        wait_for(flag.exists)
         pid = first.processes[0].pid
         os.kill(pid, signal.SIGSTOP)
         training.run_dir().rename(tmp_path / f"gone-{begun_again}")

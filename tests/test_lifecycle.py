@@ -35,9 +35,9 @@ from nanochat.lifecycle import (
     process_start,
     read_state,
 )
+from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -50,13 +50,6 @@ def quick(monkeypatch):
 def python(code: str, *arguments: object) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # ---- signals ----------------------------------------------------------------------------------------
@@ -150,31 +143,20 @@ def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
         StopWatch(reserve_s=-1)
 
 
-def look(stop: StopWatch, times) -> list[str]:
-    return [stop.wanted(now) for now in times]
-
-
-def test_it_stops_while_a_step_and_the_reserve_still_fit():
-    stop = StopWatch((1000.0, 1000.0), reserve_s=100)
-    assert look(stop, [0, 10, 880, 890]) == ["", "", "walltime: 120 s left of 1,000", "walltime: 120 s left of 1,000"]
-    stop = StopWatch((1000.0, 1000.0), reserve_s=100)
-    assert look(stop, [860, 875, 885]) == ["", "", ""]  # 885 + 15 + 100 = 1000: just fits
-    assert stop.wanted(885.5) == "walltime: 114 s left of 1,000"
-
-
-def test_steps_are_forgotten_but_the_slowest_save_and_evaluation_are_not():
-    stop = StopWatch((1000.0, 1000.0))
-    assert look(stop, [0, 300, *range(301, 317)]) == [""] * 18  # the step of 300 s is out of sight
-    stop.note("save", 200)
-    assert look(stop, [517]) == [""]
-    stop.note("save", 2)
-    assert look(stop, [530, *range(540, 680, 10)]) == [""] * 15  # 11 + 1.5 * 200 + 11 fit behind 678
-    assert stop.wanted(680) == "walltime: 320 s left of 1,000"
-    stop = StopWatch((1000.0, 1000.0), reserve_s=100)
-    stop.wanted(290.0)
-    stop.note("evaluation", 300.0)
-    assert stop.wanted(591.0) == ""  # a step of 1 s: 591 + 1 + 300 + 100 = 992
-    assert stop.wanted(599.0).startswith("walltime: 401 s left")  # one of 8 s: 1,007
+@pytest.mark.parametrize("reserve_s, noted, looks, stops_at, left", [
+    (100, (0, "", 0), [0, 10], 880, 120),  # a step of 870 s
+    (100, (0, "", 0), [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
+    (0, (317, "save", 200), [0, 300, *range(301, 318), 517, 530, *range(540, 680, 10)], 680, 320),  # 1.5 of a save
+    (100, (290, "evaluation", 300), [290, 591], 599, 401)])  # with a step of 1 s it would end at 992, of 8 s at 1,007
+def test_it_stops_while_a_step_the_slowest_save_or_evaluation_and_the_reserve_still_fit(
+        reserve_s, noted, looks, stops_at, left):
+    stop, (noted_at, what, seconds) = StopWatch((1000.0, 1000.0), reserve_s=reserve_s), noted
+    for now in looks:
+        assert stop.wanted(now) == ""
+        if what and now == noted_at:
+            stop.note(what, seconds)
+            stop.note(what, 2)
+    assert stop.wanted(stops_at) == stop.wanted(stops_at) == f"walltime: {left} s left of 1,000"
 
 
 @settings(deadline=None)
@@ -227,7 +209,7 @@ def test_what_is_told_is_read(tmp_path):
         assert first["ranks"] == [identify()] and first["world_size"] == 1
         assert told(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2", val_bpb=None)
         state.update(status="running", step=3, loss=float("nan"), val_bpb=1.5)
-        until(lambda: told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5))
+        wait_for(lambda: told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5))
         assert liveness(read_state(tmp_path)) == "alive" and exit_code(read_state(tmp_path)) == 20
         state.close("completed")
     assert told(tmp_path, status="completed") and exit_code(read_state(tmp_path)) == 0
@@ -241,10 +223,10 @@ def test_news_is_written_by_itself_but_not_at_every_step_and_never_by_halves(tmp
             state.update(step=step, reason="x" * (step % 3000))
             if step % 500 == 0:
                 assert read_state(tmp_path)["status"] == "running"
-        until(lambda: told(tmp_path, step=9_999))
+        wait_for(lambda: told(tmp_path, step=9_999))
         assert len(writes) < 1_000
         beats = read_state(tmp_path)["heartbeat"]
-        until(lambda: read_state(tmp_path)["heartbeat"] > beats)  # the main thread is busy
+        wait_for(lambda: read_state(tmp_path)["heartbeat"] > beats)  # the main thread is busy
     assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
 
 
@@ -277,7 +259,7 @@ def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch
     monkeypatch.setattr(lifecycle, "_replace", full)
     with RunState(owner, [identify()]) as state:
         state.update(status="running", step=1)
-        until(lambda: len(calls) > 4)
+        wait_for(lambda: len(calls) > 4)
         assert caplog.text.count("No space left on device") == 1
         monkeypatch.setattr(lifecycle, "_replace", replace)
         state.close("stopped", "SIGTERM")
@@ -322,10 +304,10 @@ def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
     me = process_start(os.getpid())
     assert me is not None and me == process_start(os.getpid())
     child = subprocess.Popen([odd, "60"])
-    until(lambda: ") Z" in Path(f"/proc/{child.pid}/stat").read_text())
+    wait_for(lambda: ") Z" in Path(f"/proc/{child.pid}/stat").read_text())
     assert process_start(child.pid) not in (None, me) and process_start(child.pid).isdigit()
     child.kill()
-    until(lambda: process_start(child.pid) is None)  # a corpse that nobody has fetched is dead
+    wait_for(lambda: process_start(child.pid) is None)  # a corpse that nobody has fetched is dead
     assert Path(f"/proc/{child.pid}").exists()
     child.wait()
     assert process_start(child.pid) is None
@@ -350,12 +332,6 @@ def test_life_in_the_same_place_is_the_process_and_elsewhere_a_young_heartbeat(m
         monkeypatch.setattr(lifecycle, "place", lambda: "")  # a system that does not tell
 
 
-@pytest.mark.parametrize("status, code", [("completed", 0), ("stopped", 10), ("halted", 3), ("failed", 1),
-                                          ("starting", 1), ("running", 1), ("stopping", 1)])
-def test_exit_codes_of_runs_whose_process_is_gone(status, code):
-    assert exit_code(state_with({**identify(), "start": "1"}, status=status)) == code
-
-
 # ---- one owner --------------------------------------------------------------------------------------
 
 LAUNCH = """
@@ -375,31 +351,6 @@ def launch(run_dir: Path) -> subprocess.Popen:
     process = python(LAUNCH, run_dir)
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def test_a_second_launch_is_refused_until_the_first_has_ended(tmp_path, caplog):
-    first = launch(tmp_path)
-    before = sorted(p.name for p in tmp_path.iterdir() if "tmp" not in p.name)
-    with pytest.raises(ValueError, match=rf"another launch is at work .* pid {first.pid}, since 20\d\d-.*; end it with "
-                                         rf"python -m scripts.stop {tmp_path.name}"):
-        acquire(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir() if "tmp" not in p.name) == before
-    first.communicate("end\n", timeout=PATIENCE_S)
-    second = launch(tmp_path)
-    assert not caplog.records
-    second.kill()
-    second.wait()
-    assert liveness(read_state(tmp_path)) == "dead"
-    assert acquire(tmp_path).path.name == ".owner-000003.json"
-    assert f"taking over from a launch that is gone: host {identify()['host']}, pid {second.pid}" in caplog.text
-
-
-def test_looking_changes_nothing(tmp_path):
-    assert check_free(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()
-    whole_state(tmp_path)
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
-    assert check_free(tmp_path) == 1
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()} == before
 
 
 def test_a_broken_record_of_an_owner_is_told_and_replaced(tmp_path, caplog):
@@ -541,32 +492,30 @@ def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_
     assert least_s <= time.monotonic() - began < least_s + 0.45
 
 
-@pytest.mark.parametrize("what, said", [
-    ("succeeded", "another launch took it over"),
-    ("its record is gone", "its files were removed while it trains"),
-    ("the run directory is gone", "its files were removed while it trains"),
-    ("another run has its place", "another launch took it over")])
-def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_path, what, said):
+@pytest.mark.parametrize("removed", ["record", "run directory"])
+@pytest.mark.parametrize("successor", [False, True])
+def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_path, removed, successor):
+    def files() -> dict[Path, bytes]:
+        return {p: p.read_bytes() for p in run_dir.glob(".*") if not p.name.startswith(STATE_NAME)}
+
     run_dir = tmp_path / "run"
-    first, theirs = launch(run_dir), record(launch="theirs")
+    first = launch(run_dir)
     first.send_signal(signal.SIGSTOP)
-    until(lambda: ") T" in Path(f"/proc/{first.pid}/stat").read_text())
-    if what in ("the run directory is gone", "another run has its place"):
-        shutil.rmtree(run_dir)
-    else:
+    wait_for(lambda: ") T" in Path(f"/proc/{first.pid}/stat").read_text())
+    if removed == "record":
         (run_dir / ".owner-000001.json").unlink()
-    if what in ("succeeded", "another run has its place"):
+    else:
+        shutil.rmtree(run_dir)
+    if successor:
         run_dir.mkdir(exist_ok=True)
-        (run_dir / f".owner-00000{1 if 'place' in what else 2}.json").write_text(theirs)
-    before = {p.name: p.read_bytes() for p in run_dir.iterdir()} if run_dir.exists() else None
+        (run_dir / f".owner-00000{2 if removed == 'record' else 1}.json").write_text(record(launch="theirs"))
+    before, there = files(), run_dir.exists()
     first.send_signal(signal.SIGCONT)
     assert first.wait(PATIENCE_S) == 1
+    said = "another launch took it over" if successor else "its files were removed while it trains"
     error = first.stderr.read()
     assert error.startswith(f"error: {run_dir}: this launch does not own the run any more: {said}")
-    assert error.count("\n") == 1
-    after = {p.name: p.read_bytes() for p in run_dir.iterdir()} if run_dir.exists() else None
-    after, before = ({k: v for k, v in (x or {}).items() if not k.startswith(STATE_NAME)} for x in (after, before))
-    assert after == before and run_dir.exists() == (what != "the run directory is gone")
+    assert error.count("\n") == 1 and files() == before and run_dir.exists() == there
 
 
 def test_a_run_that_ends_after_it_was_removed_leaves_the_place_alone(tmp_path):

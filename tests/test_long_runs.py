@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import list_checkpoints, load_checkpoint, verify_checkpoint
-from nanochat.lifecycle import StopWatch, read_state
-from nanochat.run_dir import iter_log, read_log
+from nanochat.lifecycle import StopWatch
+from nanochat.run_dir import read_log
 from scripts import inspect_data, status
 from tests import training
 from tests.training import (
@@ -27,8 +27,11 @@ from tests.training import (
     checkpoints,
     die_after_step,
     digests,
+    events,
+    final,
     losses,
     send,
+    state,
     state_of,
     steps,
 )
@@ -54,33 +57,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "vals": vals()}
 
 
-def take_over(reference: dict[str, Any], *names: str) -> None:
-    """Make `runs/run` the long job as it was when it had only the checkpoints `names`."""
-    shutil.copytree(reference["path"], training.run_dir())
-    for name in set(checkpoints()) - set(names):
-        shutil.rmtree(training.run_dir() / "checkpoints" / name)
-
-
-def final(tag: str = "run") -> Path:
-    return training.run_dir(tag) / "checkpoints" / "final"
-
-
-def log_of(tag: str = "run") -> Path:
-    return training.run_dir(tag) / "logs" / "train.jsonl"
-
-
-def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
-    return [record for record in iter_log(log_of(tag)) if record.get("event") == name]
-
-
 def vals(tag: str = "run") -> dict[int, float]:
     return {event["step"]: event["bpb"] for event in events("val", tag)}
-
-
-def state() -> dict[str, Any]:
-    found = read_state(training.run_dir())
-    assert found is not None
-    return found
 
 
 # ---- walltime -------------------------------------------------------------------------------------------------------
@@ -191,7 +169,7 @@ def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[
 
 def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Path) -> None:
     """All at once: nothing of it moves a row, and but for B no bit either."""
-    take_over(reference, "checkpoint-16")
+    training.take_over(reference["path"], "checkpoint-16")
     moved = shutil.move(workplace / "data", workplace / "moved")
     outcome = succeed(
         data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,
@@ -259,4 +237,4 @@ def test_wandb_offline_goes_on_in_the_same_run() -> None:
     [wandb_id] = {load_checkpoint(final()).trainer_state["wandb_id"], *(e["id"] for e in events("wandb"))}
     assert wandb_id
     assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
-    assert len(read_log(log_of())) > 3
+    assert len(read_log(training.log_file())) > 3

@@ -9,7 +9,8 @@ import re
 import shutil
 import signal
 import socket
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,14 @@ from typing import Any
 import pytest
 
 from nanochat import start_run
-from nanochat.lifecycle import read_state
 from nanochat.sources import ParquetSource
 from nanochat.watchdog import Watchdog
 from scripts import base_train
-from tests import torchrun, training
-from tests.training import Group, digests, state_of
+from tests import training
+from tests.training import Group, digests, final, state, state_of
 
 HOST = socket.gethostname()
+ROOT = Path(__file__).parent.parent
 LONG: dict[str, Any] = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
 SHORT: dict[str, Any] = {"num_iterations": 12, "save_every": 4}
 QUICK: dict[str, Any] = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
@@ -46,16 +47,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         training.succeed(model_tag="short", leaves=2, **SHORT)
         training.succeed(model_tag="long", leaves=2, **LONG)
         return {"short": state_of(final("short")), "long": state_of(final("long")), "digests": digests("long")}
-
-
-def final(tag: str = "run") -> Path:
-    return training.run_dir(tag) / "checkpoints" / "final"
-
-
-def state() -> dict[str, Any]:
-    found = read_state(training.run_dir())
-    assert found is not None
-    return found
 
 
 # ---- two machines ---------------------------------------------------------------------------------------------------
@@ -94,51 +85,44 @@ def error_of(group: Group) -> str:
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def python() -> Iterator[Path]:
-    with torchrun.quick_python() as path:
-        yield path
-
-
-def two_torchruns(workplace: Path, python: Path, **changed: Any) -> Group:
+def two_torchruns(workplace: Path, **changed: Any) -> list[subprocess.Popen[bytes]]:
     """Two launchers, each with one process; only the first can write where the run is."""
     port, processes = free_port(), []
-    outputs = [workplace / f"torchrun-{time.monotonic_ns()}-{node}.txt" for node in range(2)]
-    for node, base in enumerate((workplace, other(workplace))):
-        argv = ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}",
-                "--nproc-per-node=1", "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]
-        env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "PYTHON_EXEC": str(python)}
-        processes.append(torchrun.start(argv, env, outputs[node]))
-    return Group(processes, outputs)
+    with (workplace / "torchrun.txt").open("wb") as output:
+        for node, base in enumerate((workplace, other(workplace))):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                       "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1",
+                       "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output,
+                                              env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}))
+    return processes
 
 
-def wait_for(condition: Callable[[], bool], group: Group) -> None:
-    end = time.monotonic() + training.PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, group.text()
-        time.sleep(0.005)
-
-
-def test_two_torchruns_stop_by_a_signal_to_one_and_go_on_to_the_same_bits(
-        workplace: Path, python: Path, reference: dict[str, Any]) -> None:
+def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_bits(
+        workplace: Path, reference: dict[str, Any]) -> None:
     """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/lifecycle.py),
     so it is killed here, when its worker has gone."""
-    first = two_torchruns(workplace, python, **LONG)
+    def printed() -> str:
+        return (workplace / "torchrun.txt").read_text()
+
+    processes = two_torchruns(workplace, **LONG)
     try:
-        log = training.run_dir() / "logs" / "train.jsonl"
-        wait_for(lambda: log.exists() and '"step": 3,' in log.read_text(), first)
-        os.kill(first.processes[1].pid, signal.SIGTERM)
-        wait_for(lambda: state()["status"] == "stopped", first)
+        log = training.log_file()
+        training.wait_for(lambda: log.exists() and '"step": 3,' in log.read_text())
+        processes[1].send_signal(signal.SIGTERM)
+        training.wait_for(lambda: state()["status"] == "stopped")
         workers = [rank["pid"] for rank in state()["ranks"]]
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), first)
-        first.processes[1].join(training.PATIENCE_S)
+        training.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+        code = processes[1].wait(training.PATIENCE_S)
     finally:
-        first.kill()
-    assert state()["reason"] == "SIGTERM (rank 1)" and first.processes[1].exitcode == 1, first.text()
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert state()["reason"] == "SIGTERM (rank 1)" and code == 1, printed()
     done = len(digests())
     assert 3 < done < LONG["num_iterations"]
 
-    second = two_torchruns(workplace, python, **LONG)
+    second = start(workplace, other(workplace), **paths(workplace), **LONG)
     assert second.wait() == [0, 0], second.text()
     assert f"at step {done}" in second.text() and second.text().count("completed: ") == 1
     assert state_of(final()) == reference["long"] and digests() == reference["digests"]

@@ -14,9 +14,22 @@ import pytest
 
 from nanochat import checkpoint
 from nanochat.gpt import GPTConfig
-from nanochat.run_dir import iter_log
 from tests import training
-from tests.training import checkpoints, die_after_step, die_in, digests, losses, refuse, state_of, steps, succeed
+from tests.training import (
+    all_steps,
+    checkpoints,
+    die_after_step,
+    die_in,
+    digests,
+    events,
+    final,
+    losses,
+    refuse,
+    state_of,
+    steps,
+    succeed,
+    take_over,
+)
 
 STEPS = training.SETTINGS["num_iterations"]
 FOUR_ROWS = {"total_batch_size": 160 * 4}  # a step: one row of each lane
@@ -34,26 +47,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with training.workplace(tmp_path_factory.mktemp("reference"), **FOUR_ROWS):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
-
-
-def final(tag: str = "run") -> Path:
-    return training.run_dir(tag) / "checkpoints" / "final"
-
-
-def events(name: str) -> list[dict[str, Any]]:
-    return [record for record in iter_log(training.run_dir() / "logs" / "train.jsonl") if record.get("event") == name]
-
-
-def all_steps() -> list[dict[str, Any]]:
-    """The lines of steps in the order written, repeated ones too."""
-    return [record for record in iter_log(training.run_dir() / "logs" / "train.jsonl") if "event" not in record]
-
-
-def take_over(reference: dict[str, Any], *names: str) -> None:
-    """Make `runs/run` the reference run as it was when it had only the checkpoints `names`."""
-    shutil.copytree(reference["path"], training.run_dir())
-    for name in set(checkpoints()) - set(names):
-        shutil.rmtree(training.run_dir() / "checkpoints" / name)
 
 
 def test_the_reference_model_has_all_that_could_be_forgotten(reference: dict[str, Any]) -> None:
@@ -126,7 +119,7 @@ def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict
 # ---- completed, from the start, from a certain checkpoint -----------------------------------------------------------
 
 def test_another_device_batch_size_has_the_same_data(reference: dict[str, Any]) -> None:
-    take_over(reference, "checkpoint-20")
+    take_over(reference["path"], "checkpoint-20")
     outcome = succeed(device_batch_size=3)
     assert "--device-batch-size: the run has 4" in outcome.out and digests() == reference["digests"]
     assert losses() == pytest.approx(reference["losses"], abs=1e-4)
@@ -139,7 +132,7 @@ def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference:
         assert "completed" in outcome.out and "nothing to do" in outcome.out and "--model-tag" in outcome.out
         assert training.fingerprint(training.run_dir()) == before
 
-    take_over(reference, "final")
+    take_over(reference["path"], "final")
     assert_nothing_happens(save_every=2, device_batch_size=2)
     assert_nothing_happens(resume=final())
     outcome = succeed(num_iterations=STEPS + 3)
@@ -149,7 +142,7 @@ def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference:
 
 
 def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference: dict[str, Any]) -> None:
-    take_over(reference, "checkpoint-8", "checkpoint-12")
+    take_over(reference["path"], "checkpoint-8", "checkpoint-12")
     newer, lines = training.run_dir() / "checkpoints" / "checkpoint-12", len(all_steps())
     before = training.fingerprint(newer)
     assert "at step 8" in succeed(resume=newer.with_name("checkpoint-8")).out
@@ -159,7 +152,7 @@ def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference
 
 
 def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference: dict[str, Any]) -> None:
-    take_over(reference, "checkpoint-20")
+    take_over(reference["path"], "checkpoint-20")
     before = training.fingerprint(training.run_dir())
     message = refuse(resume="scratch")
     assert "--resume scratch" in message and "--force" in message and "--model-tag" in message
@@ -173,8 +166,8 @@ def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference: dict[st
 
 
 def test_a_step_that_differs_when_it_is_repeated_stops_the_run(reference: dict[str, Any]) -> None:
-    take_over(reference, "checkpoint-20")
-    log = training.run_dir() / "logs" / "train.jsonl"
+    take_over(reference["path"], "checkpoint-20")
+    log = training.log_file()
     log.write_text(log.read_text().replace(reference["digests"][22], "0" * 16))
     message = refuse()
     assert "step 22" in message and reference["digests"][22] in message and "0" * 16 in message

@@ -15,9 +15,9 @@ import yaml
 from nanochat import lifecycle
 from nanochat.lifecycle import FLAG_NAME, exit_code, identify, read_state
 from scripts import status, stop
+from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_S = 120
 
 # A training job of 20 steps that keeps its progress in one file. FAIL_AT, HALT_AT: what it does in that step, if it has
 # not been there in this launch.
@@ -87,16 +87,9 @@ def environment(base: Path, **more: object) -> dict[str, str]:
 def trainer(base: Path, name: str = "d1", **more: object) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, base / "trainer.py", name], cwd=ROOT, env=environment(base, **more),
                                stderr=subprocess.PIPE, text=True)
-    until(lambda: process.poll() is not None or process.pid in [
+    wait_for(lambda: process.poll() is not None or process.pid in [
         rank["pid"] for rank in (read_state(run_dir(base, name)) or {"ranks": []})["ranks"]])
     return process
-
-
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
@@ -155,12 +148,13 @@ def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
 
 
 @pytest.mark.parametrize("name, start, code", [("completed", None, 0), ("stopped", None, 10), ("halted", None, 3),
-                                               ("failed", None, 1), ("running", None, 20), ("running", "1", 1)])
+                                               ("failed", None, 1), ("running", None, 20), ("running", "1", 1),
+                                               ("starting", "1", 1)])
 def test_exit_codes_and_json_say_the_same(base, capsys, name, start, code):
     process = identify() if start is None else {**identify(), "start": start}
     path = made_up(base, "d1", name, reason="why not", ranks=[process])
     assert status.main(["d1", "--exit-code"]) == code
-    assert ("dead: it says running" if start else "why not") in capsys.readouterr().out
+    assert (f"dead: it says {name}" if start else "why not") in capsys.readouterr().out
     assert status.main([str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["status"], told["exit_code"], told["run"]) == (name, code, str(path))
@@ -300,7 +294,7 @@ def test_the_loop_gives_up_after_failures_without_a_new_checkpoint(base, how):
 @pytest.mark.parametrize("how", [None, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_asks(base, how):
     process = loop(base, STEP_S=0.2)
-    until(lambda: (read_state(run_dir(base)) or {}).get("step"))
+    wait_for(lambda: (read_state(run_dir(base)) or {}).get("step"))
     if how is None:
         stop.main(["d1"])
     else:
@@ -353,7 +347,7 @@ def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(
 @pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_job_that_is_told_to_end_saves_and_goes_back_unless_it_was_cancelled(cluster, number, back):
     process = job(cluster, STEP_S=0.2)
-    until(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
+    wait_for(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
     process.send_signal(number)
     code, told, requeued = result_of(cluster, process)
     assert (code, requeued) == (0, back), told
@@ -364,7 +358,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_back_unless_it_was_cancelled(c
 def test_a_job_whose_run_is_halted_or_asked_to_stop_stays_out(cluster):
     assert result_of(cluster, job(cluster, HALT_AT=3))[::2] == (3, False)
     process = job(cluster, STEP_S=0.2)
-    until(lambda: read_state(run_dir(cluster))["step"] > 4)
+    wait_for(lambda: read_state(run_dir(cluster))["step"] > 4)
     stop.main(["d1"])
     code, told, requeued = result_of(cluster, process)
     assert (code, requeued) == (0, False) and "stopped by scripts.stop" in told

@@ -5,24 +5,31 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from nanochat import watchdog
+from nanochat.dist import gather_all
 from nanochat.lifecycle import RunState, acquire, identify, read_state
 from nanochat.watchdog import Watchdog, open_store
-from tests.training import server
+from tests import training
+from tests.training import Group
 
-PATIENCE_S = 60
 BAD_STEP = 5
 
 
 # ---- a launch -------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+
 
 def misbehave(how: str, dog: Watchdog) -> None:
     if how == "sleep":
@@ -30,10 +37,6 @@ def misbehave(how: str, dog: Watchdog) -> None:
     elif how == "stop":
         time.sleep(4 * dog.interval_s)  # the others have heard of this step
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "raise":
-        raise ValueError("shard 7 is torn")
     elif how == "work":  # for longer than the others' patience
         for _ in range(30):
             time.sleep(0.1)
@@ -43,24 +46,14 @@ def misbehave(how: str, dog: Watchdog) -> None:
         time.sleep(3)
 
 
-def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder: str, timeout_s: float) -> None:
+def rank_main(how: str, bad: int, run_dir: Path, argv: list[str]) -> None:
     """A training job of ten steps, whose rank `bad` misbehaves in one of them."""
-    fd = os.open(f"{folder}/output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
-    import torch
-    import torch.distributed as dist
-
     watchdog.ANSWER_S = 1.0
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    run_dir = Path(folder) / "run"
+    rank, timeout_s = int(os.environ["RANK"]), 1.5
+    dist.init_process_group("gloo")
     state = RunState(acquire(run_dir), [identify()], status="running") if rank == 0 else None
     fail = (lambda verdict: state.close("failed", verdict)) if state else lambda verdict: None
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, identify())
-    with Watchdog(open_store(world_size), everyone, rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
+    with Watchdog(open_store(3), gather_all(identify()), rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
                   on_failure=fail) as dog:
         for step in range(10):
             dog.beat(step)
@@ -73,88 +66,42 @@ def rank_main(rank: int, world_size: int, port: int, how: str, bad: int, folder:
             time.sleep(1)
     if state:
         state.close("completed")
-    os._exit(0)
 
 
-@dataclass
-class Launch:
-    processes: list[Any]
-    folder: Path
-
-    def wait(self, ranks: list[int]) -> list[int]:
-        """Exit codes of these ranks, which end by themselves; then the others are killed."""
-        end = time.monotonic() + PATIENCE_S
-        for rank in ranks:
-            self.processes[rank].join(max(0.0, end - time.monotonic()))
-        codes = [self.processes[rank].exitcode for rank in ranks]
-        for process in self.processes:
-            process.kill()
-            process.join()
-        assert None not in codes, "\n".join(map(self.output, ranks))
-        return codes
-
-    def output(self, rank: int) -> str:
-        return (self.folder / f"output-{rank}").read_text()
-
-    def who(self, rank: int) -> str:
-        return f"rank {rank} on host {socket.gethostname()} (pid {self.processes[rank].pid})"
-
-    def reason(self) -> str:
-        state = read_state(self.folder / "run")
-        assert state is not None and state["status"] == "failed"
-        return state["reason"]
+def start(folder: Path, how: str, bad: int = 2) -> Group:
+    return training.launch(partial(rank_main, how, bad, folder / "run"), [[]] * 3, [{}] * 3)
 
 
-def start(folder: Path, how: str, *, bad: int = 2, timeout_s: float = 1.5, world_size: int = 3) -> Launch:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [server().Process(target=rank_main, daemon=True,
-                                  args=(rank, world_size, port, how, bad, str(folder), timeout_s))
-                 for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    return Launch(processes, folder)
+def who(group: Group, rank: int) -> str:
+    return f"rank {rank} on host {socket.gethostname()} (pid {group.processes[rank].pid})"
 
 
 @pytest.mark.parametrize("how", ["none", "work", "patience", "late"])
 def test_a_launch_that_works_ends_well_however_long_one_rank_takes(tmp_path, how):
-    launch = start(tmp_path, how)
-    assert launch.wait([0, 1, 2]) == [0, 0, 0], launch.output(0)
+    group = start(tmp_path, how)
+    assert group.wait() == [0, 0, 0], group.text()
     assert read_state(tmp_path / "run")["status"] == "completed"
-    assert not any(word in launch.output(rank) for rank in range(3) for word in ("error:", "last seen"))
+    assert not any(word in group.text() for word in ("error:", "last seen"))
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
-    launch = start(tmp_path, "sleep")
-    assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    told = f"{launch.who(2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
-    assert launch.reason().startswith(told)
-    assert told in launch.output(0) and told in launch.output(2)
-    assert "in misbehave" in launch.output(2) and "in rank_main" in launch.output(2)
-
-
-@pytest.mark.parametrize("how, told", [
-    ("stop", f" was last seen at step {BAD_STEP}, and its process does not answer; the other 2 wait at step 5 .reduct"),
-    ("die", " has died")])
-def test_a_rank_that_is_stopped_or_killed_is_named_by_the_others(tmp_path, how, told):
-    launch = start(tmp_path, how)
-    assert launch.wait([0, 1]) == [1, 1] and launch.processes[2].exitcode == -signal.SIGKILL
-    assert re.match(re.escape(launch.who(2)) + told, launch.reason())
-
-
-def test_a_rank_that_fails_alone_lends_the_others_its_words(tmp_path):
-    launch = start(tmp_path, "raise")
-    assert launch.wait([0, 1, 2]) == [1, 1, 1]
-    assert launch.reason() == f"{launch.who(2)} failed at step {BAD_STEP}: shard 7 is torn"
-    assert launch.output(0) == f"error: {launch.reason()}\n" and not launch.output(1) and not launch.output(2)
+    group = start(tmp_path, "sleep")
+    assert group.wait() == [1, 1, 1]
+    told = f"{who(group, 2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
+    state, outputs = read_state(tmp_path / "run"), [path.read_text() for path in group.outputs]
+    assert state["status"] == "failed" and state["reason"].startswith(told)
+    assert told in outputs[0] and told in outputs[2]
+    assert "in misbehave" in outputs[2] and "in rank_main" in outputs[2]
 
 
 def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
-    launch = start(tmp_path, "stop", bad=0)
-    assert launch.wait([1, 2]) == [1, 1]
-    told = launch.output(1) + launch.output(2)
-    assert f"the store of the launch does not answer: its host, that of {launch.who(0)}" in told
+    group = start(tmp_path, "stop", bad=0)
+    for process in group.processes[1:]:
+        process.join(training.PATIENCE_S)
+    codes = [process.exitcode for process in group.processes[1:]]
+    group.kill()
+    assert codes == [1, 1]
+    assert f"the store of the launch does not answer: its host, that of {who(group, 0)}" in group.text()
     assert read_state(tmp_path / "run")["status"] == "running"  # nobody was there to write
 
 
@@ -225,11 +172,12 @@ def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypat
     store.set("rank/1", json.dumps(record(1)))
     dog = watcher(0, 2, store, timeout_s=0.1, first_timeout_s=0, on_failure=lambda verdict: (
         ended.append((verdict, time.monotonic() - began))))
+    monkeypatch.setattr(watchdog, "LATE_S", 0.1)  # rank 1 never leaves
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: dog._over.set())
     with dog:
         dog.beat(0)
         dog.beat(1)
-        dog._over.wait(PATIENCE_S)
+        dog._over.wait(training.PATIENCE_S)
     [(verdict, after_s)] = ended
     assert verdict.startswith("rank 1 on host node1") and after_s >= dog.silence_s == 1.0
     assert store.get(watchdog.VERDICT).decode() == verdict
@@ -337,20 +285,15 @@ def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
     assert ended == []
 
 
-def test_a_single_process_needs_no_store_and_ends_when_it_hangs(tmp_path):
+def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert open_store(1) is None
-    process = server().Process(target=hang_alone, args=(str(tmp_path / "out"),))
-    process.start()
-    process.join(PATIENCE_S)
-    assert process.exitcode == 1
-    told = (tmp_path / "out").read_text()
-    assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", told)
-    assert "in hang_alone" in told
+    group = training.launch(hang_alone, [[]], [{}])
+    assert group.wait() == [1]
+    assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", group.text())
+    assert "in hang_alone" in group.text()
 
 
-def hang_alone(output: str) -> None:
-    fd = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(fd, 2)
+def hang_alone(argv: list[str]) -> None:
     with Watchdog(None, [identify()], timeout_s=0.3, first_timeout_s=0.3) as dog:
         dog.beat(4, "forward")
         time.sleep(1000)

@@ -34,8 +34,8 @@ import torch
 
 from nanochat import checkpoint as checkpoint_module
 from nanochat.common import run_main
-from nanochat.lifecycle import StopWatch
-from nanochat.run_dir import TrainLog, read_log
+from nanochat.lifecycle import StopWatch, read_state
+from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, tok_shards
 
@@ -183,8 +183,8 @@ def server() -> Any:
     return context
 
 
-def _child(main: Callable[[list[str]], Any], argv: list[str], env: dict[str, str], hook: Callable[[], None] | None,
-           output: str) -> None:
+def _child(main: Callable[[list[str]], int | None], argv: list[str], env: dict[str, str],
+           hook: Callable[[], None] | None, output: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background inherits deaf ears
     os.environ.clear()
     os.environ.update(env)
@@ -192,7 +192,7 @@ def _child(main: Callable[[list[str]], Any], argv: list[str], env: dict[str, str
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout = os.fdopen(1, "w")
-    sys.stderr = os.fdopen(2, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
     gc.freeze()
     if hook is not None:
@@ -235,7 +235,7 @@ class Group:
         return "".join(path.read_text() for path in self.outputs if path.exists())
 
 
-def launch(main: Callable[[list[str]], Any], argvs: list[list[str]], envs: list[dict[str, str]],
+def launch(main: Callable[[list[str]], int | None], argvs: list[list[str]], envs: list[dict[str, str]],
            hook: Callable[[], None] | None = None) -> Group:
     """Run a script's `main` in processes of their own, one for each argv, whose environment has `envs` added, as
     torchrun sets them up if there are several. `hook` is called in each before it begins: a function that can be
@@ -325,12 +325,51 @@ def die_after_step(step: int, delay_s: float = 0.0) -> None:
     after_step(step, threading.Timer(delay_s, die).start if delay_s else die)
 
 
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Until something is true, looked at often."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 # ---- what a run left ------------------------------------------------------------------------------------------------
+
+def final(tag: str = "run") -> Path:
+    return run_dir(tag) / "checkpoints" / "final"
+
+
+def log_file(tag: str = "run") -> Path:
+    return run_dir(tag) / "logs" / "train.jsonl"
+
+
+def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
+    """The lines of an event of the log, in the order written."""
+    return [record for record in iter_log(log_file(tag)) if record.get("event") == name]
+
+
+def all_steps(tag: str = "run") -> list[dict[str, Any]]:
+    """The lines of steps in the order written, repeated ones too."""
+    return [record for record in iter_log(log_file(tag)) if "event" not in record]
+
 
 def steps(tag: str = "run") -> dict[int, dict[str, Any]]:
     """{step: its line that counts} of the log."""
-    return {record["step"]: record for record in read_log(run_dir(tag) / "logs" / "train.jsonl")
-            if "event" not in record}
+    return {record["step"]: record for record in read_log(log_file(tag)) if "event" not in record}
+
+
+def state(tag: str = "run") -> dict[str, Any]:
+    """What the run says of itself."""
+    found = read_state(run_dir(tag))
+    assert found is not None
+    return found
+
+
+def take_over(whole: Path, *names: str) -> None:
+    """Make `runs/run` the run in a folder as it was when it had only the checkpoints `names`."""
+    shutil.copytree(whole, run_dir())
+    for name in set(checkpoints()) - set(names):
+        shutil.rmtree(run_dir() / "checkpoints" / name)
 
 
 def digests(tag: str = "run") -> list[str]:

@@ -23,8 +23,8 @@ runs. A caller that wants no step scales the gradient by NaN. On several ranks a
 for one copy of the gradients.
 
 **Compiled** (on CUDA) each matrix shape is one graph, and AdamW is three for all groups (float32,
-bfloat16, a single element), for everything that differs between groups goes in as a 0-dim tensor.
-What is no plain multiplication, division or root is computed outside of them, once a group: so
+bfloat16, a single element; four on a rank whose parts begin inside a message), for everything that
+differs between groups goes in as a 0-dim tensor. What is no plain multiplication, division or root is computed outside of them, once a group: so
 compiled AdamW has the bits of the eager one wherever both round a root correctly (MKL's, which
 eager takes on a CPU, does not).
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from nanochat import optim, reduce
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import (
     POLAR_EXPRESS,
@@ -253,9 +254,16 @@ def test_compiled_updates_have_the_bits_of_eager_ones_and_do_not_know_where_a_te
         torch.testing.assert_close(a, b)
 
 
-def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error() -> None:
-    """Three of AdamW's for six groups, and one for each shape of a matrix; a schedule needs none."""
-    config = GPTConfig.from_depth(3, vocab_size=100, sequence_len=16, aspect_ratio=8, head_dim=8)
+@pytest.mark.parametrize(("rank", "world_size", "expected"), [
+    (0, 1, [9] * 4 + [12, 13, 13]), (1, 3, [9] * 4 + [12, 13, 13, 14]), (3, 8, [9] * 2 + [13, 14, 14])])
+def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
+        rank: int, world_size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of AdamW's for six groups (four for ranks whose parts begin inside a message), and one for each shape of a
+    matrix; a schedule needs none. Told apart by their number of arguments: fewer where a size is the number 1."""
+    monkeypatch.setattr(optim, "get_rank_and_world_size", lambda: (rank, world_size))
+    monkeypatch.setattr(dist, "all_reduce", lambda table: None)
+    monkeypatch.setattr(reduce.Message, "gather", lambda *args: lambda: None)
+    config = GPTConfig.from_depth(5, vocab_size=3000, sequence_len=16, aspect_ratio=8, head_dim=8)
     graphs = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -267,7 +275,8 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
         model = GPT(config)
         model.init_weights(seed=0, compute_dtype=torch.bfloat16)
         with mock.patch.object(torch, "compile", partial(torch.compile, backend=count)):
-            optimizer = MuonAdamW(model.param_groups(), compiled=True)
+            optimizer = MuonAdamW(model.param_groups(), compiled=True, reduce=lambda message, rank, world_size: (
+                lambda: message.view(world_size, -1)[rank].float()))
         for step in range(3):
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
@@ -276,7 +285,7 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
             optimizer.step()
 
     steps()
-    assert sorted(graphs) == [9] * 4 + [12, 13, 13], "arguments of each graph, fewer where a size is the number 1"
+    assert sorted(graphs) == expected
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
         steps()
 

@@ -266,6 +266,12 @@ def device_memory(device: torch.device) -> int | None:
     return int(FIT * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
+def is_tight(settings: Settings, device: torch.device) -> bool:
+    """Whether sums of leaves that wait must do so in the host's memory, for want of the GPU's."""
+    room = device_memory(device)
+    return room is not None and sum(estimate_memory(settings).values()) > room
+
+
 def largest_batch(settings: Settings, layout: Layout, room: int | None) -> int:
     """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
     which a leaf has as many. Sums of leaves may wait elsewhere."""

@@ -48,7 +48,7 @@ from nanochat.checkpoint import (
 from nanochat.common import DummyWandb, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather_all, get_peak_flops, on_rank0, share, versions, wide_dtype
+from nanochat.dist import gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -302,6 +302,25 @@ class Trainer:
             raise error
 
 
+def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool) -> tuple[StepTotals, float]:
+    """Collective. Add up what all ranks' rows come to, update the weights, and only then wait for
+    the device: once. Returns the totals and the norm of the gradient. Where a rank is dry, or
+    something is no number, nothing is updated. The arguments are those of `add_up`."""
+    step, num_buckets = run.progress.step, len(run.loader.buckets)
+    run.dog.beat(step, "reduction")
+    message = add_up(sums, run.loader.layout, dropped=list(run.loader.dropped().values()),
+                     digest=run.loader.digest, dry=dry, stop=stop, unsaved=unsaved)
+    run.dog.beat(step, "optimizer")
+    run.schedule.apply(run.optimizer, step)
+    norm = run.optimizer.step(grad_scale(message, num_buckets, run.settings.total_batch_size))
+    run.model.zero_grad(set_to_none=True)
+    *values, grad_norm = fetch(torch.cat([message, norm.to(message.dtype).view(1)]))
+    totals = StepTotals.read(values, num_buckets)
+    if totals.dry and step > 0:
+        run.schedule.apply(run.optimizer, step - 1)  # rates are saved: those of the step before
+    return totals, grad_norm
+
+
 # ---- telling people ------------------------------------------------------------------------------
 
 class Journal:
@@ -313,7 +332,7 @@ class Journal:
     """
 
     def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState | None) -> None:
-        self.start, self.progress, self.state = start, progress, state
+        self.start, self.progress, self.device, self.state = start, progress, device, state
         self.log: TrainLog | None = None
         self.wandb_run: Any = DummyWandb()
         self.wandb_id = start.state.get("wandb_id")
@@ -333,6 +352,11 @@ class Journal:
             self.to_wandb(self.begin_wandb)
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
+
+    def started(self, world_size: int) -> None:
+        """This launch is about to take its first step."""
+        self.event("started", world_size=world_size, device=self.device.type, code=code_version(),
+                   **versions(self.device))
 
     def begin_wandb(self) -> None:
         """Start the wandb run, or go on with it."""
@@ -390,10 +414,17 @@ class Journal:
         if done % every == 0 or done == last:
             print0(f"step {done - 1:05d}/{last:05d} | {line}")
         if self.log is not None and self.state is not None:
+            if (peak := peak_memory(self.device)) is not None:
+                record["peak_memory_bytes"] = peak
             self.log.write(step=done - 1, **record)
             for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
             self.to_wandb(self.wandb_run.log, {"step": done - 1, **for_wandb})
             self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
+
+    def told_memory(self) -> str:
+        """The end of a sentence: what tensors took at most, on a GPU."""
+        peak = peak_memory(self.device)
+        return "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""

@@ -38,8 +38,6 @@ from nanochat.dist import (
     compute_init,
     gather_all,
     on_rank0,
-    peak_memory,
-    versions,
 )
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
@@ -51,27 +49,13 @@ from nanochat.start_run import (
     WAY_ON,
     Start,
     command,
-    device_memory,
-    estimate_memory,
     find_data,
     introduce,
+    is_tight,
     look,
     own,
 )
-from nanochat.trainer import (
-    LONG_S,
-    Halt,
-    Journal,
-    StepTotals,
-    Stop,
-    Trainer,
-    add_up,
-    code_version,
-    fetch,
-    grad_scale,
-    leaf_sums,
-    make_model,
-)
+from nanochat.trainer import LONG_S, Halt, Journal, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
 
@@ -125,9 +109,7 @@ def loop(run: Trainer) -> int:
                          f"these rows: --init-from, --skip-steps") from e
     run.journal.end("completed")
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    peak = peak_memory(run.loader.device)
-    memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
-    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}{memory}; "
+    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}{run.journal.told_memory()}; "
            f"{run.start.run_dir}")
     return 0
 
@@ -160,28 +142,15 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
 
 def one_step(run: Trainer) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where asked to."""
-    p, loader, tokens, num_buckets = run.progress, run.loader, run.settings.total_batch_size, len(run.loader.buckets)
+    p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
     sums, whole, dry = forward_backward(run)
 
-    # what all ranks must agree on, in one small reduction
+    # what all ranks must agree on, in one small reduction, and the update
     reason = run.stop.wanted()
     unsaved = run.told_save()
-    run.dog.beat(p.step, "reduction")
-    message = add_up(sums, loader.layout, dropped=list(loader.dropped().values()),
-                     digest=loader.digest, dry=not whole, stop=bool(reason), unsaved=unsaved is not None)
-
-    # the update is launched before anything is read; where something is wrong it changes nothing
-    run.schedule.apply(run.optimizer, p.step)
-    run.dog.beat(p.step, "optimizer")
-    norm = run.optimizer.step(grad_scale(message, num_buckets, tokens))
-    run.model.zero_grad(set_to_none=True)
-    # the only wait for the device
-    *values, grad_norm = fetch(torch.cat([message, norm.to(message.dtype).view(1)]))
-    totals = StepTotals.read(values, num_buckets)
-    if totals.dry and p.step > 0:
-        run.schedule.apply(run.optimizer, p.step - 1)  # rates are saved: those of the step before
+    totals, grad_norm = take_step(run, sums, dry=not whole, stop=bool(reason), unsaved=unsaved is not None)
     if totals.unsaved:
         raise unsaved or SystemExit(1)  # one rank says why
     if totals.dry and totals.stop:
@@ -203,8 +172,6 @@ def one_step(run: Trainer) -> None:
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
         "grad_norm": grad_norm, "step_s": step_s, "wait_s": loader.wait_s - waited,
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
-    if (peak := peak_memory(loader.device)) is not None:
-        record["peak_memory_bytes"] = peak
     if len(loader.buckets) > 1:
         of_buckets = zip(loader.buckets, totals.bucket_losses())
         record |= {f"loss/{bucket}": loss for bucket, loss in of_buckets}
@@ -309,12 +276,10 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
         introduce(start, loader.layout, device)
-        room = device_memory(device)
-        tight = room is not None and sum(estimate_memory(settings).values()) > room
-        journal.event("started", world_size=world_size, device=device.type, code=code_version(), **versions(device))
+        journal.started(world_size)
         return loop(Trainer(
             start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
-            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves), on_host=tight),
+            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device)),
             schedule=schedule, loader=loader, progress=progress, journal=journal, dog=dog, stop=stop, saver=saver))
 
 

@@ -43,7 +43,7 @@ class Job:
     def __init__(self, args: argparse.Namespace, rank: int = 0) -> None:
         cuda = args.device_type == "cuda"
         self.device = torch.device("cuda", rank) if cuda else torch.device(args.device_type)
-        config = GPTConfig.from_depth(args.depth, vocab_size=32768, sequence_len=args.sequence_len)
+        config = GPTConfig.from_depth(args.depth, vocab_size=32768, sequence_len=args.sequence_len, **args.shape)
         with torch.device("meta"):
             self.model = GPT(config)
         self.model.to_empty(device=self.device)
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--device-type", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--folder", type=Path, help="on the disk to save to (default: a temporary folder)")
+    p.set_defaults(shape={})
     args = p.parse_args(argv)
     if args.device_type == "cuda" and max(args.world_sizes, default=0) > torch.cuda.device_count():
         raise ValueError(f"--world-sizes: got {args.world_sizes}, but there are {torch.cuda.device_count()} devices")

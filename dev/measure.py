@@ -117,10 +117,10 @@ def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
     return json.loads(lines[-1])
 
 
-def find_tokenizer(tokenizer_dir: Path | None, data_path: Path, work: Path) -> Path:
-    """The folder of a tokenizer: the one given, or one of 32,768 tokens trained on the data."""
+def find_tokenizer(tokenizer_dir: Path | None, data_path: Path, work: Path, *, vocab_size: int = 32768) -> Path:
+    """The folder of a tokenizer: the one given, or one trained on the data."""
     if tokenizer_dir is not None:
         return tokenizer_dir
     texts = (text for file in find_files(data_path) for text in read_texts(file))
-    RustBPETokenizer.train_from_iterator(texts, 32768).save(work / "tokenizer")
+    RustBPETokenizer.train_from_iterator(texts, vocab_size).save(work / "tokenizer")
     return work / "tokenizer"

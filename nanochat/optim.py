@@ -82,7 +82,8 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     tall = G.size(-2) > G.size(-1)
     X = G.mT if tall else G  # the Gram matrix below is then the small one
     addmm = torch.addmm if X.ndim == 2 else torch.baddbmm
-    X = X / (X.norm(dim=(-2, -1), keepdim=True, dtype=torch.float32) * 1.01 + NORM_FLOOR).to(X.dtype)
+    wide = torch.promote_types(X.dtype, torch.float32)
+    X = X / (X.norm(dim=(-2, -1), keepdim=True, dtype=wide) * 1.01 + NORM_FLOOR).to(X.dtype)
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         gram = X @ X.mT

@@ -142,7 +142,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
 
 def one_step(run: Trainer) -> None:
     """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where asked to."""
-    p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
+    p, loader = run.progress, run.loader
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
     sums, whole, dry = forward_backward(run)
@@ -163,14 +163,20 @@ def one_step(run: Trainer) -> None:
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.journal.check_digest(totals.digest)
     run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
+    tell_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
+    if totals.stop:
+        raise Stop(join_reasons(gather_all(reason)))
 
-    # tell: a value that is added to the record is logged, one that is added to the line is printed
-    lr, step_s = run.schedule.lr(p.step), time.perf_counter() - began
-    rate, smooth = tokens / step_s, p.note_step(totals.loss, tokens, step_s)
+
+def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float) -> None:
+    """Count a step, and tell of it: a value that is added to the record is logged, one that is
+    added to the line is printed."""
+    p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
+    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.note_step(totals.loss, tokens, step_s)
     eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
     record: dict[str, Any] = {
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
-        "grad_norm": grad_norm, "step_s": step_s, "wait_s": loader.wait_s - waited,
+        "grad_norm": grad_norm, "step_s": step_s, "wait_s": wait_s,
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
     if len(loader.buckets) > 1:
         of_buckets = zip(loader.buckets, totals.bucket_losses())
@@ -178,11 +184,9 @@ def one_step(run: Trainer) -> None:
     line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
             f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
             *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
-            f"data wait {record['wait_s'] * 1000:.1f} ms", f"eta {eta_s / 60:.1f} min"]
+            f"data wait {wait_s * 1000:.1f} ms", f"eta {eta_s / 60:.1f} min"]
     run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s,
                      phase=loader.phase)
-    if totals.stop:
-        raise Stop(join_reasons(gather_all(reason)))
 
 
 def evaluate(run: Trainer) -> None:

@@ -5,7 +5,7 @@ Faults on purpose: stop, or fail, at the n-th change that some code makes to the
     kill_at(n, save, below=run)                         # a forked child runs `save` and dies before change n
     with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
     with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
-    start(hook=partial(dying_at, "mkdir", below=run))   # a job of its own dies before it makes a folder
+    start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
     start(hook=partial(copying, to, below=run, ...))    # a job keeps a copy of what a kill before each would have left
 
 A change is a call that creates, fills, syncs, renames or removes something below a folder. Changes are counted in all
@@ -191,9 +191,9 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
 _FOREVER = contextlib.ExitStack()
 
 
-def dying_at(match: str, *, below: Path) -> None:
-    """From now on this process dies before the first change that matches a pattern."""
-    _FOREVER.enter_context(watching(below, at=0, act=_die, match=match))
+def dying_at(at: int, *, below: Path, since: str = "") -> None:
+    """From now on this process dies before change `at`, counted as by `watching` without repeats."""
+    _FOREVER.enter_context(watching(below, at=at, act=_die, since=since, repeats=False))
 
 
 def copying(into: Path, *, below: Path, since: str, until: str) -> None:

@@ -135,7 +135,8 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
 
 def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str, Any]) -> None:
     for change in (r"^replace tokenizer/", r"^replace \.run_state", r"^replace logs/cursors/"):
-        training.start(hook=partial(faults.dying_at, change, below=training.run_dir())).wait_for_death()
+        hook = partial(faults.dying_at, 0, below=training.run_dir(), since=change)
+        training.start(hook=hook).wait_for_death()
         left = [str(path.relative_to(training.run_dir())) for path in training.run_dir().rglob("*.tmp")]
         assert left and all(re.search(change, f"replace {path}") for path in left)
     succeed()

@@ -185,7 +185,7 @@ def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint() -> None
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("changed, words", [
-    ({"depth": 3}, ("another architecture", "no weight was loaded", "n_layer", "2", "3")),
+    ({"depth": 3}, ("another architecture", "no weight was loaded", "--model-tag", "n_layer: the checkpoint has 1,")),
     ({"head_dim": 6}, ("another architecture", "n_head")),
     ({"tokenizer_dir": "other"}, ("trained with the tokenizer",)),
     ({"lanes": 8, "init_data": "continue"}, ("--init-data continue", "of another stream", "--init-data fresh")),

@@ -55,7 +55,7 @@ from nanochat.start_run import (
     look,
     own,
 )
-from nanochat.trainer import LONG_S, Halt, Journal, Stop, Trainer, leaf_sums, make_model, take_step
+from nanochat.trainer import LONG_S, Halt, Journal, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
 

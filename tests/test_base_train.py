@@ -126,7 +126,7 @@ def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(monkeypatch
         told.append(f"{waits.count} more waits")
 
     monkeypatch.setattr(base_train, "one_step", watched)
-    monkeypatch.setattr(base_train, "fetch", lambda values: told.append("fetch") or fetch(values))
+    monkeypatch.setattr(trainer, "fetch", lambda values: told.append("fetch") or fetch(values))
     monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args: told.append("update") or update(*args))
     succeed(num_iterations=3, leaves=4, save_every=-1)
     assert told == ["update", "fetch", "0 more waits"] * 3
@@ -170,7 +170,6 @@ def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pyt
     compared: list[dict[str, Any]] = []
     monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(trainer, "code_version", lambda: "abc")
-    monkeypatch.setattr(base_train, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert [event["code"] for event in events("started")] == ["abc"]
     assert events("started")[0].items() >= {"torch": torch.__version__, "gpu": None, "cudnn": None}.items()

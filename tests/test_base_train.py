@@ -118,7 +118,7 @@ class Waits(TorchDispatchMode):
 
 def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    one_step, fetch, update = base_train.one_step, base_train.fetch, optim.MuonAdamW.step
+    one_step, fetch, update = base_train.one_step, trainer.fetch, optim.MuonAdamW.step
 
     def watched(run: Any) -> None:
         with Waits() as waits:

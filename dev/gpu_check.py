@@ -84,20 +84,18 @@ LIMITS: dict[str, tuple[str, str | None]] = {
     "compiled model: least cosine of a gradient": (">= 0.999", ">= 0.9999"),
     "compiled model: graph breaks": ("<= 0", "<= 0"),
     "compiled model: graphs": ("<= 2", "<= 2"),
-    "Muon: update, relative error": ("<= 0.05", "<= 1e-4"),
+    "Muon: update, relative error": ("<= 0.03", "<= 1e-4"),
     "AdamW: update, relative error": ("<= 1e-4", "<= 1e-4"),
     "Muon in batches: slots with other bits": ("<= 0", None),
 
     "d12: MFU, %": (">= 38", None),
     "d20: MFU, %": (">= 43", None),
     "d24: MFU, %": (">= 43", None),
-    "other MFU, %": (TOLD, None),
     "tokens/s": (TOLD, TOLD),
     "waiting for data, %": ("<= 0.5", "<= 90"),
     "peak memory, % from the estimate": ("<= 7", None),
     "first step, s": (TOLD, TOLD),
     "d24: cost of determinism, %": ("<= 6", None),
-    "other cost of determinism, %": (TOLD, None),
     "tokens/s over nanochat's": (">= 0.97", ">= 0.01"),
 
     "places that differ": ("<= 0", "<= 0"),
@@ -115,9 +113,9 @@ LIMITS: dict[str, tuple[str, str | None]] = {
 }
 SIGNS = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 
-
+# How much is computed.
 NARROW = {"aspect_ratio": 16, "head_dim": 16}
-SMALL: dict[str, Any] = {"depth": 3, **NARROW, "device_batch_size": 2}
+SMALL: dict[str, Any] = {"depth": 2, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(
     models={"d12": {"depth": 12, "device_batch_size": 32}, "d20": {"depth": 20, "device_batch_size": 16},
             "d24": {"depth": 24, "device_batch_size": 16}},  # flags of scripts.base_train
@@ -125,11 +123,11 @@ GPU = SimpleNamespace(
     bits={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024}, steps=40,
     warm=4, timed=8,  # steps of other runs
     tests=("attention", "gpt", "optim", "checkpoint", "dataloader"),
-    windows=(128, 256, -1), attention_T=1024, width=768, draws=20, tokens=64, batches=64)
+    windows=(128, 256, -1), attention_T=1024, width=768, draws=20, saves=3, tokens=64, batches=64)
 TINY = SimpleNamespace(
     models={"d12": SMALL, "d24": SMALL}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, bits={**SMALL, "max_seq_len": 64, "total_batch_size": 8 * 64}, steps=6, warm=2, timed=3,
-    tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8, batches=4)
+    tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, saves=1, tokens=8, batches=4)
 
 
 Figure = tuple[str, str, float | None]  # the measure, of what, and how much
@@ -158,8 +156,8 @@ class Bench:
     def about_job(self, batch_size: int) -> argparse.Namespace:
         """What a `Job` is given: d12 on random tokens, in this process."""
         return argparse.Namespace(device_type=self.device.type, depth=self.sizes.models["d12"]["depth"],
-                                  sequence_len=self.sizes.T, batch_size=batch_size, rounds=3, folder=self.base,
-                                  shape=NARROW if self.tiny else {})
+                                  sequence_len=self.sizes.T, batch_size=batch_size, rounds=self.sizes.saves,
+                                  folder=self.base, shape=NARROW if self.tiny else {})
 
     def randn(self, *shape: int, seed: int) -> Tensor:
         """The same on every call, in the type that the device computes in."""
@@ -370,18 +368,16 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterat
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     rate = bench.rates[model, pattern, deterministic] = statistics.median(step["tokens_per_s"] for step in timed)
     yield "tokens/s", what, rate
-    own = f"{model}: MFU, %" if deterministic and pattern == "SSSL" else "other MFU, %"
-    yield own, what, 100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None
+    yield f"{model}: MFU, %", what, 100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None
     waited, spent = (sum(step[name] for step in timed) for name in ("wait_s", "step_s"))
     yield "waiting for data, %", what, 100 * waited / spent
     yield "first step, s", what, first["step_s"]
     peak = steps[-1].get("peak_memory_bytes")
     estimate = sum(estimate_memory(Settings.from_json(read_config(training.run_dir(tag)))).values())
     yield "peak memory, % from the estimate", what, None if peak is None else 100 * abs(peak / estimate - 1)
-    other = bench.rates.get((model, pattern, True))
-    if not deterministic and other is not None:
-        cost = f"{'' if model == 'd24' else 'other '}cost of determinism, %"
-        yield cost if model != "d24" else f"d24: {cost}", what, 100 * (1 - other / rate) if bench.cuda else None
+    if model == "d24" and not deterministic:
+        slower = bench.rates[model, pattern, True] / rate
+        yield "d24: cost of determinism, %", what, 100 * (1 - slower) if bench.cuda else None
 
 
 def peer(bench: Bench, model: str) -> Iterator[Figure]:

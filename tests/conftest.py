@@ -5,12 +5,21 @@ machine that may be busy.
 
 Laws whose examples are dear take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
+from unittest import mock
+
 import pytest
 from hypothesis import settings
 
 settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("quick")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk():
+    """What tests write need not survive a power cut, and laws write hundreds of files: `os.fsync` returns at once."""
+    with mock.patch("os.fsync", lambda fd: None):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +29,16 @@ def running_store():
 
     with object_store() as store:
         yield store
+
+
+@pytest.fixture
+def calm_store(running_store, monkeypatch):
+    """That store without faults, before a client of little patience that has seen nothing of it yet."""
+    from nanochat import common, store
+    from tests.object_store import QUICK
+
+    monkeypatch.setattr(store, "PATIENCE", QUICK)
+    common.begin_data()
+    running_store.calm()
+    yield running_store
+    running_store.calm()

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from nanochat.checkpoint import load_checkpoint
-from nanochat.run_dir import read_log
 from nanochat.stream import ledger
 from tests import training
-from tests.training import checkpoints, digests, fingerprint, run_dir, steps
+from tests.training import checkpoints, digests, events, fingerprint, run_dir, steps
 
 T, ROWS, LANES = 16, 64, 2  # 32 rows of each lane in a step: 8 steps are a block of the mix, whose counts are exact
 STEP = T * ROWS  # tokens
@@ -95,10 +94,6 @@ def accounts(checkpoint: str, tag: str = "run") -> dict[str, dict[str, int]]:
 def rows(checkpoint: str, tag: str = "run") -> dict[str, int]:
     """{bucket: rows of it, from the start of the run}."""
     return {bucket: a["rows"] for bucket, a in accounts(checkpoint, tag).items()}
-
-
-def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
-    return [r for r in read_log(run_dir(tag) / "logs" / "train.jsonl") if r.get("event") == name]
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from nanochat import dataset, text
 from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched
-from nanochat.text import as_parquet, open_parquet, read_batches, read_texts
+from nanochat.text import as_parquet, open_parquet, read_batches
 from tests.toy import write_jsonl
 
 
@@ -40,6 +40,11 @@ def test_the_table_holds_the_published_last_shards():
 def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(tmp_path):
     write(tmp_path, "b/x.parquet", "a/z.parquet", "c.parquet", ".tmp/q.parquet", ".h.parquet", "d.parquet.part")
     assert list_parquet_files(tmp_path) == [str(tmp_path / n) for n in ("a/z.parquet", "b/x.parquet", "c.parquet")]
+    line = write_jsonl(tmp_path / "a" / "b.jsonl.gz", ["text"])
+    assert [path.name for path in find_files(tmp_path)] == ["b.jsonl.gz", "z.parquet", "x.parquet", "c.parquet"]
+    assert find_files(line) == [line]
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz: expected a folder or a \.bin file.*--data-format"):
+        find_files(line, "shards")
 
 
 def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
@@ -78,25 +83,7 @@ def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_f
         next(parquets_iter_batched("test", data_dir=tmp_path))
 
 
-def test_nulls_in_text_are_an_error_that_names_the_file(tmp_path):
-    write(tmp_path, "a.parquet", text=["x", None])
-    write(tmp_path, "b.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet.*1 null"):
-        next(parquets_iter_batched("train", data_dir=tmp_path))
-
-
 # ---- text of every kind ---------------------------------------------------------------------------------------------
-
-def test_the_same_documents_are_read_from_parquet_jsonl_and_gzipped_jsonl(tmp_path):
-    texts = ["one", "", "na\u00efve \U0001f642", "x" * 5000]
-    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=2)
-    paths = [tmp_path / "a.parquet", *(write_jsonl(tmp_path / name, texts) for name in ("b.jsonl", "c.jsonl.gz"))]
-    assert [path.name for path in find_files(tmp_path)] == ["a.parquet", "b.jsonl", "c.jsonl.gz"]
-    assert [list(read_texts(path)) for path in paths] == [texts] * 3
-    assert find_files(paths[2]) == [paths[2]]
-    with pytest.raises(ValueError, match=r"b\.jsonl: expected a folder or a \.bin file.*--data-format"):
-        find_files(paths[1], "shards")
-
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz"])
 def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):

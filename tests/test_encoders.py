@@ -1,6 +1,5 @@
 """Every encoder gives tiktoken's ids for every text; one that does not is refused; without a fast one: tiktoken."""
 
-import builtins
 import functools
 import importlib.util
 import itertools
@@ -219,15 +218,8 @@ def test_a_wrong_encoder_is_refused_with_a_warning_that_shows_the_difference(tra
 
 
 def test_without_fastokens_it_is_tiktoken_in_silence(trained, caplog, monkeypatch):
-    real = builtins.__import__
     fastest_encoder.cache_clear()
-
-    def no_fastokens(name, *args, **kwargs):
-        if name == "fastokens":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_fastokens)
+    monkeypatch.setitem(sys.modules, "fastokens", None)
     assert type(fastest_encoder(trained)) is TiktokenEncoder and not caplog.records
 
 

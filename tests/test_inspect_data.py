@@ -232,8 +232,7 @@ def test_ledger_of_a_run_is_of_its_newest_kept_cursors_and_one_that_is_off_an_er
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("argv", [
-    ["digest", "--steps=-1:3"], ["digest", "--steps=3:3"], ["digest", "--steps=5:2"], ["digest", "--steps=5"],
-    ["rows", "--step=-1"], ["rows", "--step=x"], ["ledger", "--step=-2"], ["digest"], ["rows"], []])
+    ["digest", "--steps=-1:3"], ["digest", "--steps=3:3"], ["digest", "--steps=5"], ["rows", "--step=-1"], ["rows"]])
 def test_bad_steps_are_refused_by_the_parser(argv, capsys):
     with pytest.raises(SystemExit) as e:
         inspect_data.main(argv)
@@ -247,7 +246,6 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
     (["digest", "--steps=0:1", "--world-size=4"], "4 processes but only 3 lanes"),
     (["rows", "--step=0", f"--row={R}"], f"rows 0 to {R - 1}"),
     (["rows", "--step=0", "--total-batch-size=100"], "--total-batch-size"),
-    (["rows", "--step=0", "--total-batch-size=0"], "--total-batch-size"),
     (["rows", "--step=0", "--lanes=4"], "--lanes 4"),
     (["rows", "--step=0", "--data-path=nowhere"], "nowhere"),
     (["rows", "--step=0", "--tokenizer-dir=nowhere"], "nowhere"),

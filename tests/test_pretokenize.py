@@ -1,7 +1,6 @@
 """Pretokenizing: windows hold every id once, documents come back from disk, bad input is named; which text becomes
 which pair, how inputs are dealt to machines, and what counts as finished."""
 
-import errno
 import gzip
 import itertools
 import json
@@ -17,34 +16,24 @@ from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
-from nanochat.pretokenize import (
-    Input,
-    Pretokenizer,
-    Windows,
-    describe_tokenizer,
-    read_documents,
-)
+from nanochat.pretokenize import Input, Pretokenizer, Windows, describe_tokenizer, read_documents
 from nanochat.text import as_parquet
 from nanochat.token_writer import ShardWriter
 from nanochat.tokens import open_tokens
 from scripts.tok_shards import deal, find_inputs
-from tests.toy import BOS, ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
-
-
-class Bytes(ByteTokenizer):
-    def get_vocab_size(self):
-        return 257
+from tests.token_files import Tokenizer
+from tests.toy import BOS, examples, some_texts, write_jsonl, write_parquet
 
 
 @pytest.fixture(autouse=True)
 def _bytes(monkeypatch):
-    monkeypatch.setattr(module, "_load_same", lambda name, fingerprint: Bytes())
+    monkeypatch.setattr(module, "_load_same", lambda name, fingerprint: Tokenizer())
 
 
 def make(path, folder, windows=None, **kwargs):
     """(the pair, what the manifest will say of it) of one file."""
     i = Input(path, path.name, "train", "b", "out", path.stat().st_size)
-    job = Pretokenizer(folder, [i], windows or Windows(16, 4), "bytes", describe_tokenizer(Bytes()), **kwargs)
+    job = Pretokenizer(folder, [i], windows or Windows(16, 4), "bytes", describe_tokenizer(Tokenizer()), **kwargs)
     job.prepare()
     return open_tokens(job.make(i) and folder / "train" / "b" / "out.bin"), job.finished(i)["shard"]
 
@@ -160,32 +149,16 @@ def test_broken_lines_are_skipped_counted_and_named_as_streaming_does(tmp_path, 
     assert not left_in(tmp_path / "strict")
 
 
-def bad_inputs(folder):
-    """{path: what the error must say}."""
-    many = some_texts(40, longest=400)
-    cut = write_jsonl(folder / "cut.jsonl.gz", many)
+def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_nothing(tmp_path):
+    cut = write_jsonl(tmp_path / "cut.jsonl.gz", some_texts(40, longest=400))
     cut.write_bytes(cut.read_bytes()[:-200])
-    wide = folder / "wide.jsonl"
-    wide.write_bytes('{"text": "a"}\n'.encode("utf-16"))
-    nulls = write_parquet(folder / "nulls.parquet", [*"abcdefghij", None], 4)
-    page = write_parquet(folder / "page.parquet", many, write_page_checksum=True, use_dictionary=False)
-    data = bytearray(page.read_bytes())
-    column = pq.ParquetFile(page).metadata.row_group(1).column(0)
-    at = column.data_page_offset + column.total_compressed_size - 100  # past the page's header
-    data[at:at + 8] = b"\xff" * 8
-    page.write_bytes(bytes(data))
-    empty = folder / "empty.jsonl"
+    nulls = write_parquet(tmp_path / "nulls.parquet", [*"abcdefghij", None], 4)
+    empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\nbroken\n")
-    return {cut: "not a whole gzip file.*after line", wide: "no document in it.*not UTF-8", nulls: "row group 2",
-            page: "row group 1 ", empty: "no document in it.*line 2: not JSON"}
-
-
-def test_input_that_cannot_be_read_is_named_and_leaves_nothing(tmp_path):
-    for path, what in bad_inputs(tmp_path).items():
-        with pytest.raises(ValueError, match=what) as error:
+    for path, what in ((cut, "not a whole gzip file.*after line"), (nulls, "row group 2"),
+                       (empty, "no document in it.*line 2: not JSON")):
+        with pytest.raises(ValueError, match=rf"{path}.*{what}"):
             make(path, tmp_path / "out")
-            pytest.fail(f"{path.name} was read")
-        assert str(path) in str(error.value)
         assert not left_in(tmp_path / "out"), path
 
 
@@ -199,17 +172,6 @@ def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "read_documents", changed)
     with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
         make(path, tmp_path / "out")
-    assert not left_in(tmp_path / "out")
-
-
-@pytest.mark.parametrize("where", ["add", "index"])
-def test_a_full_disk_fails_the_input_and_leaves_nothing(tmp_path, monkeypatch, where):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ShardWriter, where, full)
-    with pytest.raises(OSError, match=r"No space left on device"):
-        make(write_jsonl(tmp_path / "a.jsonl", ["abc"]), tmp_path / "out")
     assert not left_in(tmp_path / "out")
 
 
@@ -290,7 +252,7 @@ def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, 
 def job_of(root, windows=None, tokenizer=None, strict=False):
     """The job as each start of the command sees it."""
     return Pretokenizer(root / "out", find_inputs(root / "raw"), windows or Windows(), "bytes",
-                        tokenizer or describe_tokenizer(Bytes()), strict)
+                        tokenizer or describe_tokenizer(Tokenizer()), strict)
 
 
 @pytest.fixture
@@ -313,7 +275,7 @@ def test_finished_stays_finished_and_is_not_made_again(root):
     assert before == {path: path.stat().st_ino for path in root.rglob("*")}
     manifest = json.loads((root / "out/train/a/manifest.json").read_text())
     assert manifest["shards"]["1"]["input"] == {"name": "a/1.jsonl", "size": (root / "raw/a/1.jsonl").stat().st_size}
-    assert (manifest["tokenizer"], manifest["arguments"]) == (describe_tokenizer(Bytes()), {"max_length": 2048,
+    assert (manifest["tokenizer"], manifest["arguments"]) == (describe_tokenizer(Tokenizer()), {"max_length": 2048,
                                                                                           "overlap_size": 256})
     assert "mtime" not in json.dumps(manifest)
 
@@ -340,15 +302,6 @@ def test_what_does_not_match_is_made_again(root):
         assert [i.name for i in job.finish()] == ["a/1.jsonl"], what
         assert all(map(job.make, job.inputs)) and job.finish() == []
         assert (folder / "1.bin").read_bytes() == whole * (1 + (what == "grown"))
-
-
-def test_a_pair_that_is_made_again_goes_first_and_the_manifest_with_it(root):
-    (root / "raw/a/1.jsonl").write_bytes(b"broken\n")
-    job = job_of(root)
-    [(_, why)] = job.make_all([i for i in job.inputs if not job.finished(i)], num_workers=1)
-    assert "no document in it" in why
-    left = left_in(root / "out/train/a")
-    assert left == ["1.json"] and (root / "out/train/b/manifest.json").exists()
 
 
 def test_pairs_whose_input_is_gone_are_refused_or_removed(root):
@@ -380,10 +333,3 @@ def test_leftovers_go_and_what_others_write_stays(root):
         remove_leftovers(folder, fresh_s=0)
         assert busy.exists() and not fresh.exists()
     assert (folder / "busy.idx").exists()
-
-
-def test_output_that_cannot_be_written_is_named(tmp_path):
-    write_jsonl(tmp_path / "raw/a/1.jsonl", ["a"])
-    (tmp_path / "out").write_text("")
-    with pytest.raises(OSError, match=r"Not a directory: .*out"):
-        job_of(tmp_path).prepare()

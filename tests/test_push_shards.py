@@ -1,6 +1,5 @@
 """A folder of shards goes into a bucket: whole, checked, the manifests last; and again, then only what is missing."""
 
-import json
 import os
 import re
 import signal
@@ -12,44 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanochat import store as room
-from nanochat.common import begin_data, hash_bytes
+from nanochat.common import hash_bytes
 from nanochat.store import find
-from nanochat.token_writer import ShardWriter
-from nanochat.tokens import new_manifest
 from scripts import push_shards
 from scripts.push_shards import main, sum_file
-from tests.object_store import QUICK, Fault
+from tests.object_store import Fault
+from tests.token_files import write_folder
 
 
 @pytest.fixture
-def store(running_store, monkeypatch):
-    monkeypatch.setattr(room, "PATIENCE", QUICK)
-    begin_data()
-    for key in running_store.names():
-        running_store.delete(key)
-    running_store.calm()
-    yield running_store
-    running_store.calm()
+def store(calm_store):
+    for key in calm_store.names():
+        calm_store.delete(key)
+    return calm_store
 
 
 @pytest.fixture
 def folder(tmp_path):
     root = tmp_path / "OUT"
     for split, names in (("train", "ab"), ("val", "c")):
-        sub = root / split / "web"
-        sub.mkdir(parents=True)
-        records = {}
-        for name in names:
-            ids = np.arange(3000, dtype=np.uint16) % 250 + ord(name)
-            with ShardWriter(sub / name, vocab_size=1000) as writer:
-                writer.add(ids, np.full(30, 100), np.zeros(30, np.uint16))
-            written = writer.written
-            records[name] = {"input": {}, "documents": 30, "skipped": {"count": 0, "lines": []}, **written}
-        manifest = new_manifest({"fingerprint": "f1", "eod": 0, "vocab_size": 1000},
-                                {"max_length": 512, "overlap_size": 0}, records)
-        (sub / "manifest.json").write_text(json.dumps(manifest))
-        (sub / ".records").mkdir()
+        write_folder(root / split / "web", {name: ([[ord(name), *range(99)]] * 30, None) for name in names})
+        (root / split / "web" / ".records").mkdir()
     (root / "tokenizer").mkdir()
     (root / "tokenizer" / "tokenizer.json").write_text("{}")
     return root

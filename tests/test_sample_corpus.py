@@ -1,6 +1,5 @@
 """The sample corpus: both buckets, no text twice, the same on every run, never half-written."""
 
-import ast
 import json
 import sys
 from collections import Counter
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dev import make_sample_corpus as corpus
-from dev.make_sample_corpus import Settings, docstrings, main, make_sample_corpus
+from dev.make_sample_corpus import Settings, main, make_sample_corpus
 from nanochat.dataset import list_parquet_files, parquets_iter_batched
 from nanochat.download import verify
 
@@ -91,16 +90,6 @@ def test_buckets_write_one_folder_each_with_its_own_validation_shard(roots, tmp_
         assert {b for _, b, _ in rows} == {bucket} and len({p for p, _, _ in rows}) == 3
     assert list_parquet_files(tmp_path / "out") == [
         str(tmp_path / "out" / b / f"shard_{i:05d}.parquet") for b in ("code", "docs") for i in range(3)]
-
-
-def test_docstrings_are_those_that_python_finds_under_their_dotted_names():
-    source = ('"""Top."""\nclass A:\n    """Class A."""\n    async def f(self):\n        """Does\n        things."""\n'
-              "    def silent(self): ...\n")
-    assert docstrings("packages/pkg/mod.py", source).split("\n\n\n") == [
-        "pkg.mod\n\nTop.", "pkg.mod.A\n\nClass A.", "pkg.mod.A.f\n\nDoes\nthings."]
-    assert docstrings("packages/pkg/__init__.py", '"""P."""') == "pkg\n\nP."
-    assert docstrings("packages/broken.py", "def (") == ""
-    assert ast.parse(source)  # the example itself is good Python
 
 
 def test_a_second_run_does_nothing_and_other_settings_or_missing_shards_are_refused(

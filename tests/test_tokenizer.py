@@ -59,6 +59,20 @@ def base_dir(tmp_path, monkeypatch):
     return tmp_path / "base"
 
 
+@pytest.fixture
+def encodings(monkeypatch):
+    """What tiktoken can load, by name; of any other it says that there is no network."""
+    found = {}
+
+    def get_encoding(name):
+        if name in found:
+            return found[name]
+        raise requests.ConnectionError("x" * 999)
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    return found
+
+
 def brute_force_ids(tok, text):
     """BPE as the definition says it: in each piece, join the leftmost pair of lowest rank until none has one."""
     ranks, ids = tok.enc._mergeable_ranks, []
@@ -265,10 +279,9 @@ def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_
 
 # ---- tiktoken's own -------------------------------------------------------------------------------------------------
 
-def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_path, monkeypatch):
-    enc = tiktoken.Encoding("gpt2", pat_str=r"\w+|\W", mergeable_ranks=tok.enc._mergeable_ranks,
-                            special_tokens={"<|endoftext|>": 60000})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: enc)
+def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_path, encodings):
+    encodings["gpt2"] = tiktoken.Encoding("gpt2", pat_str=r"\w+|\W", mergeable_ranks=tok.enc._mergeable_ranks,
+                                          special_tokens={"<|endoftext|>": 60000})
     gpt2 = RustBPETokenizer.from_pretrained("gpt2")
     assert gpt2.get_bos_token_id() == 60000 and gpt2.get_vocab_size() == 60001
     assert gpt2.token_bytes().shape == (60001,) and gpt2.token_bytes()[5000:].sum() == 0
@@ -277,14 +290,12 @@ def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_p
     assert loaded.fingerprint == gpt2.fingerprint and loaded.encode("a 1") == gpt2.encode("a 1")
 
 
-def test_a_tiktoken_name_that_is_unknown_or_unreachable_is_one_clear_sentence(monkeypatch):
+def test_a_tiktoken_name_that_is_unknown_is_one_clear_sentence():
     with pytest.raises(ValueError, match=r"'gpt9'.*gpt2"):
         RustBPETokenizer.from_pretrained("gpt9")
 
-    def get_encoding(name):
-        raise requests.ConnectionError("x" * 999)
 
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+def test_a_tiktoken_name_that_is_unreachable_is_one_clear_sentence(encodings):
     with pytest.raises(OSError, match=r"'gpt2'.*TIKTOKEN_CACHE_DIR") as e:
         RustBPETokenizer.from_pretrained("gpt2")
     assert len(str(e.value)) < 200
@@ -345,12 +356,8 @@ def test_tok_train_refuses_at_once_to_replace_a_tokenizer_that_runs_use(data_dir
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz"])
-def test_tokenizer_commands_take_every_kind_of_text_a_single_file_and_a_val_path(tmp_path, tok, name, capsys,
-                                                                                 monkeypatch):
-    def get_encoding(name):
-        raise requests.ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+def test_tokenizer_commands_take_every_kind_of_text_a_single_file_and_a_val_path(tmp_path, name, capsys,
+                                                                                 encodings):
     for folder, texts in (("train", CORPUS[::2]), ("val", CORPUS[1::2])):
         (tmp_path / folder).mkdir()
         if name.endswith(".parquet"):
@@ -371,16 +378,9 @@ def test_tokenizer_commands_take_every_kind_of_text_a_single_file_and_a_val_path
     assert len(set(found.values())) == 1
 
 
-def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, monkeypatch):
-    enc = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", mergeable_ranks={bytes([i]): i for i in range(256)},
-                            special_tokens={"<|endoftext|>": 256})
-
-    def get_encoding(name):
-        if name == "gpt2":
-            return enc
-        raise requests.ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, encodings):
+    encodings["gpt2"] = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", special_tokens={"<|endoftext|>": 256},
+                                          mergeable_ranks={bytes([i]): i for i in range(256)})
     tok.save(tmp_path / "t")
     assert tok_eval.main(["--tokenizer-dir", str(tmp_path / "t"), "--data-path", str(data_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()

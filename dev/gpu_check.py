@@ -665,7 +665,8 @@ def run_part(bench: Bench, part: str) -> list[tuple[str, ...]]:
                 traceback.print_exc(file=file)
             lines = str(e).strip().splitlines() or [type(e).__name__]
             # of a run that ended wrongly, what it printed last
-            rows.append((part, name, lines[-isinstance(e, AssertionError)][:80], "", "", "FAILS"))
+            line = lines[-1] if isinstance(e, AssertionError) else lines[0]
+            rows.append((part, name, line[:80], "", "", "FAILS"))
             print("  " + " | ".join(rows[-1][1:]) + "; see errors.log", flush=True)
         print(f"  {name}: {time.monotonic() - began:.1f} s", flush=True)
         gc.collect()

@@ -17,8 +17,8 @@ and whether it is so. The exit code is 1 where one figure is not as wanted, or c
     --device=cpu --tiny runs the same code on a small model: it shows that this script works, and
     nothing of a GPU. Figures that only a GPU has are then "not measured here".
 
-A figure that fails for want of time is had by starting the part again: compiled code is kept in
-the base directory, and most of the time of a first start is compilation.
+A figure that fails for want of time is had by starting the part again: compiled code is kept, and
+most of the time of a first start is compilation.
 """
 
 import argparse
@@ -40,6 +40,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,11 @@ class Bench:
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def look_at_the_clock(self) -> None:
+        """TimeoutError where it is too late for a further run."""
+        if time.monotonic() > self.end:
+            raise TimeoutError("no time was left for it; start the part again, compiled code is kept")
+
     def about_job(self, batch_size: int) -> argparse.Namespace:
         """What a `Job` is given: d12 on random tokens, in this process."""
         return argparse.Namespace(device_type=self.device.type, depth=self.sizes.models["d12"]["depth"],
@@ -171,12 +177,10 @@ def tests(bench: Bench) -> Iterator[Figure]:
     """The tests of what has code of its own for CUDA, where they can see it."""
     files = [f"tests/test_{name}.py" for name in bench.sizes.tests]
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *files]
-    try:
-        import xdist  # noqa: F401
+    if find_spec("xdist") is not None:
         command += ["-n", "0" if bench.tiny else "8"]
-    except ImportError:
-        pass
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], env=outside(), capture_output=True, text=True,
+                          timeout=300)
     (bench.out / "tests.log").write_text(done.stdout + done.stderr)
     failed = sum(int(number) for number in re.findall(r"(\d+) (?:failed|error)", done.stdout))
     yield "tests that fail", ", ".join(bench.sizes.tests), failed or float(done.returncode != 0)
@@ -201,10 +205,11 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 def attention_errors(bench: Bench) -> Iterator[Figure]:
     """Each kernel that `attention` chooses, on whole rows and on documents."""
     T = bench.sizes.attention_T
-    *inputs, out = (bench.randn(2, T, 2, 128, seed=i).requires_grad_() for i in range(4))
+    *inputs, out = (bench.randn(2, T, 2, 128, seed=i).requires_grad_(i < 3) for i in range(4))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     whole = torch.zeros(2, T, dtype=torch.int32, device=bench.device)
-    documents = (torch.arange(T, device=bench.device) // (T // 5)).int().expand(2, T).contiguous()
+    # longer than the windows, which else would not count
+    documents = (torch.arange(T, device=bench.device) // (T // 3)).int().expand(2, T).contiguous()
     modes = ("causal", "sdpa_mask", "varlen", "flex") if bench.cuda else ("causal", "sdpa_mask")
     for mode, window in itertools.product(modes, bench.sizes.windows):
         doc_ids = whole if mode == "causal" else documents
@@ -331,17 +336,20 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
             for name, value in named]
 
 
+def outside() -> dict[str, str]:
+    """The environment, without what `compute_init` has set for this process alone."""
+    own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
 def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
           world_size: int = 1, env: dict[str, str] | None = None, **flags: Any) -> list[dict[str, Any]]:
     """Run it in processes of its own; the lines of the log, by step. `hook`: what is done in each
     process before it begins; `dies`: it ends with one of them killing itself."""
-    if time.monotonic() > bench.end:
-        raise TimeoutError("no time was left for it; start the part again, compiled code is kept")
+    bench.look_at_the_clock()
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T, "model_tag": tag}
-    with mock.patch.dict(os.environ):
-        for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):  # are for this process alone
-            os.environ.pop(name, None)
+    with mock.patch.dict(os.environ, outside(), clear=True):
         group = training.launch(base_train.main, [as_flags(given | flags)] * world_size, [env or {}] * world_size, hook)
     try:
         if dies:
@@ -385,6 +393,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
     others without FlashAttention 3."""
     if bench.peer is None or (bench.tiny and model != "d24"):
         return
+    bench.look_at_the_clock()
     base, sizes, flags = bench.base / "peer", bench.sizes, bench.sizes.models[model]
     tokenizer = RustBPETokenizer.from_directory(bench.base / "tokenizer")
     (base / "tokenizer").mkdir(parents=True, exist_ok=True)
@@ -399,7 +408,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
     command = [sys.executable, "-u", "-m", "scripts.base_train", *as_flags(given)]
     rates: list[float] = []
     with (bench.out / f"peer-{model}.log").open("w") as log, subprocess.Popen(
-            command, cwd=bench.peer, env=os.environ | {"NANOCHAT_BASE_DIR": str(base)}, text=True,
+            command, cwd=bench.peer, env=outside() | {"NANOCHAT_BASE_DIR": str(base)}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         for line in process.stdout or ():
             log.write(line)
@@ -454,8 +463,7 @@ def bits(bench: Bench, what: str) -> Iterator[Figure]:
     launches: list[dict[str, Any]] = [{}]
     match what:
         case "compiled anew":
-            fresh = tempfile.mkdtemp(prefix="compiled-", dir=bench.base)
-            launches = [{"env": {"TORCHINDUCTOR_CACHE_DIR": fresh}}]
+            launches = [{"env": {"TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="gpu_check-")}}]
         case "killed and resumed":
             launches = [{"hook": partial(training.die_after_step, num * 3 // 4), "dies": True}, {}]
         case "two processes":  # until the save in the middle, as gloo takes its time; both on one GPU
@@ -655,7 +663,10 @@ def run_part(bench: Bench, part: str) -> list[tuple[str, ...]]:
         except Exception as e:
             with (bench.out / "errors.log").open("a") as file:
                 traceback.print_exc(file=file)
-            rows.append((part, name, str(e).partition("\n")[0][:80], "", "", "FAILS"))
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            # of a run that ended wrongly, what it printed last
+            line = lines[-1] if isinstance(e, AssertionError) else lines[0]
+            rows.append((part, name, line[:80], "", "", "FAILS"))
             print("  " + " | ".join(rows[-1][1:]) + "; see errors.log", flush=True)
         print(f"  {name}: {time.monotonic() - began:.1f} s", flush=True)
         gc.collect()
@@ -669,11 +680,10 @@ def run_part(bench: Bench, part: str) -> list[tuple[str, ...]]:
 def prepare(bench: Bench, tokenizer_dir: Path | None) -> None:
     """Data, a tokenizer, and a server from which the processes of runs are forked."""
     os.environ["NANOCHAT_BASE_DIR"] = str(bench.base)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(bench.base / "compiled"))
     if bench.tiny:  # threads of several processes on few cores wait for each other
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    training.PATIENCE_S = int(60 * MINUTES)
+    training.PATIENCE_S = 300
     # nothing that reads the environment before a run has set it: a compiler's settings on CUDA
     multiprocessing.set_forkserver_preload(["tests.training", *([] if bench.cuda else ["torch._dynamo"])])
     forkserver.ensure_running()
@@ -693,12 +703,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", type=Path, metavar="DIR", help="nanochat's checkout, whose base_train is timed too")
     p.add_argument("--tokenizer-dir", type=Path, help="default: one of 32,768 tokens is trained on the data")
     p.add_argument("--out", type=Path, help="folder for logs (default: in the base directory)")
-    p.add_argument("--base-dir", type=Path, help="default: gpu_check in /dev/shm, where there is one")
+    p.add_argument("--base-dir", type=Path, help="default: gpu_check in /dev/shm, if there is room")
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: a CPU takes hours for it; give --tiny too")
-    shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    base = (args.base_dir or shared / f"gpu_check{'-tiny' * args.tiny}").absolute()
+    memory, needed = Path("/dev/shm"), 0 if args.tiny else 40e9  # bytes of checkpoints
+    roomy = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > needed
+    place = memory if roomy else Path(tempfile.gettempdir())
+    base = (args.base_dir or place / f"gpu_check{'-tiny' * args.tiny}").absolute()
     *_, device = compute_init(args.device, deterministic=True)
     bench = Bench(device, args.tiny, base, (args.out or base / "out").absolute(), args.peer)
     bench.out.mkdir(parents=True, exist_ok=True)

@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
-from nanochat.text import open_parquet, read_batches
+from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)
 
 FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart where they are opened
-    "text": (".parquet", ".jsonl", ".jsonl.gz"),
+    "text": SUFFIXES,
     "shards": (".bin",),
     "megatron": (".bin",),
 }

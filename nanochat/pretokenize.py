@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import etag_of, place, read_json, remove_leftovers, write_json
-from nanochat.text import read_footer, read_lines
+from nanochat.text import TEXT_FIELD, read_footer, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import (
@@ -64,6 +64,7 @@ BATCH_DOCUMENTS = 16_384
 LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
+USUAL = {"data_format": "shards", "text_field": TEXT_FIELD}  # what a record does not name
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
@@ -133,7 +134,8 @@ class Input:
 
 # ---- one input ----------------------------------------------------------------------------------
 
-def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iterator[list[str]]:
+def read_documents(path: Path, skipped: Record, field: str = TEXT_FIELD, *, strict: bool = False
+                   ) -> Iterator[list[str]]:
     """The texts of a file, in batches. ValueError names the file and the row group or line that
     cannot be read.
 
@@ -142,7 +144,7 @@ def read_documents(path: Path, skipped: Record, *, strict: bool = False) -> Iter
     """
     batch: list[str] = []
     num_chars = 0
-    for line in read_lines(path, strict=strict):
+    for line in read_lines(path, field, strict=strict):
         if line.text is None:
             skipped["count"] += 1
             if len(skipped["lines"]) < LISTED_LINES:
@@ -202,11 +204,12 @@ class Pretokenizer:
     tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it
     strict: bool = False
     data_format: str = "shards"
+    text_field: str = TEXT_FIELD
 
     @property
     def made_with(self) -> Record:
-        """What all pairs have in common; the format is named unless it is GPTS."""
-        named = {} if self.data_format == "shards" else {"data_format": self.data_format}
+        """What all pairs have in common; format and field are named unless they are the usual ones."""
+        named = {name: getattr(self, name) for name, usual in USUAL.items() if getattr(self, name) != usual}
         return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named}
 
     def prepare(self) -> None:
@@ -249,7 +252,7 @@ class Pretokenizer:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source = 0, _source(i)
         skipped: Record = {"count": 0, "lines": []}
-        for texts in read_documents(i.path, skipped, strict=self.strict):
+        for texts in read_documents(i.path, skipped, self.text_field, strict=self.strict):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
@@ -263,7 +266,7 @@ class Pretokenizer:
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0 and i.path.name.endswith(".parquet"):
-            groups = [n for n in read_footer(i.path)[1] if n]
+            groups = [n for n in read_footer(i.path, self.text_field)[1] if n]
             if groups != record_groups(None, documents):
                 shard["groups"] = groups
         record = {"made_with": self.made_with, "source": source, "shard": shard}
@@ -305,8 +308,7 @@ class Pretokenizer:
                 why = (f"made of {record['source']['name']}, which is gone from --input-dir or "
                        f"belongs elsewhere now; bring it back, or")
             elif record["made_with"] != self.made_with:
-                old, new = ({"data_format": "shards", **m}
-                            for m in (record["made_with"], self.made_with))
+                old, new = ({**USUAL, **m} for m in (record["made_with"], self.made_with))
                 differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
                 why = f"made with {', '.join(differ)};"
             if why and not force:

@@ -55,8 +55,8 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     for split, buckets in files.items():
         check_format(roots[split], [file for some in buckets.values() for file in some], settings.data_format)
-    return {split: {bucket: scan(roots[split], found, strict=strict) for bucket, found in buckets.items()}
-            for split, buckets in files.items()}
+    return {split: {bucket: scan(roots[split], found, field=settings.text_field, strict=strict)
+                    for bucket, found in buckets.items()} for split, buckets in files.items()}
 
 
 def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:

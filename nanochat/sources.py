@@ -42,7 +42,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.dataset import data_folder, find_files
-from nanochat.text import as_parquet, open_parquet, read_batches, read_footer
+from nanochat.text import SUFFIXES, TEXT_FIELD, as_parquet, open_parquet, read_batches, read_footer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 Manifest = dict[str, Any]  # of this shape; "root" may move
@@ -81,9 +81,10 @@ class Source:
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
 
     @staticmethod
-    def scan_file(path: Path, name: str) -> dict[str, Any]:
+    def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
         """What pins a file in a manifest: {"name", "size", "footer": a hash, "groups": documents in
-        each}. ValueError or FileNotFoundError for a file that cannot be read."""
+        each}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file that
+        cannot be read."""
         raise NotImplementedError
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
@@ -109,16 +110,17 @@ class Source:
 # ---- text in parquet --------------------------------------------------------------------------------
 
 class ParquetSource(Source):
-    """Text in parquet files; jsonl is converted to parquet once."""
+    """Text in parquet files; files of other kinds are converted to parquet once."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
-        self.paths = [as_parquet(path) for path in self.paths]
+        self.field = manifest.get("text_field", TEXT_FIELD)
+        self.paths = [as_parquet(path, self.field) for path in self.paths]
         self._kept: dict[tuple[int, int, int], bytes] = {}  # by (group, row, size): a unit that is read soon
 
     @staticmethod
-    def scan_file(path: Path, name: str) -> dict[str, Any]:
-        footer, counts = read_footer(path)
+    def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
+        footer, counts = read_footer(path, field)
         return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
                 **etag_of(path)}
 
@@ -138,9 +140,9 @@ class ParquetSource(Source):
         file, local = self.place(group)
         path, size, at = self.paths[file], stop - first, 0
         found: list[pa.Array] = []
-        with open_parquet(path) as f:
+        with open_parquet(path, self.field) as f:
             # whole units at a time: all units of a group but the last are equally large
-            for column in read_batches(f, local, path, batch_size=size * -(-64 // size)):
+            for column in read_batches(f, local, path, batch_size=size * -(-64 // size), field=self.field):
                 found.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
                 for row in range(max(at, stop), min(at + len(column), keep), size):
                     unit = column.slice(row - at, min(size, keep - row))
@@ -185,7 +187,7 @@ class TokenSource(Source):
             self._pair(number).refuse_other_tokenizer(tokenizer.fingerprint)
 
     @staticmethod
-    def scan_file(path: Path, name: str) -> dict[str, Any]:
+    def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
         return open_tokens(path).pin(name)
 
     def _open(self, number: int) -> TokenFile:
@@ -221,7 +223,7 @@ class TokenSource(Source):
 def source_class(name: str) -> type[Source]:
     """The kind of a data file, by its suffix. That of a suffix `.xyz` which is not known here is the
     class `FileSource` of a module `nanochat/source_xyz.py`; --data-format=xyz then reads such files."""
-    if name.endswith((".parquet", ".jsonl", ".jsonl.gz")):
+    if name.endswith(SUFFIXES):
         return ParquetSource
     if name.endswith(".bin"):
         return TokenSource
@@ -258,17 +260,20 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
                              f"scripts.convert_shards)")
 
 
-def scan(root: Path | str, files: Sequence[Path] | None = None, *, strict: bool = False) -> Manifest:
-    """The manifest of some files (default: all) below `root`. The first bad file raises."""
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, field: str = TEXT_FIELD,
+         strict: bool = False) -> Manifest:
+    """The manifest of some files (default: all) below `root`, which names `field` unless it is the
+    usual one. The first bad file raises."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
-    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), strict), files)
-    return {"root": str(folder.resolve()), "files": list(found)}
+    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), field, strict), files)
+    named = {"text_field": field} if field != TEXT_FIELD else {}
+    return {"root": str(folder.resolve()), "files": list(found), **named}
 
 
-def _pin(path: Path, name: str, strict: bool) -> dict[str, Any]:
+def _pin(path: Path, name: str, field: str, strict: bool) -> dict[str, Any]:
     """What pins one file, whatever its kind."""
-    return source_class(name).scan_file(as_parquet(path, strict=strict), name)
+    return source_class(name).scan_file(as_parquet(path, field, strict=strict), name, field)
 
 
 def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
@@ -286,7 +291,8 @@ def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
 
 def fingerprint(manifest: Manifest) -> str:
     """Hash of what the files hold, wherever they lie."""
-    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]])
+    named = [manifest["text_field"]] if "text_field" in manifest else []
+    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + named)
 
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
@@ -305,7 +311,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
                                     f"new run with other data (--model-tag)")
         if "etag" in what and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
-        new = _pin(path, old["name"], strict)
+        new = _pin(path, old["name"], manifest.get("text_field", TEXT_FIELD), strict)
         for key in what:
             if old.get(key) != new.get(key):
                 raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "

@@ -1,6 +1,6 @@
 """
-Tokenize text once: every .jsonl, .jsonl.gz and .parquet file below a folder becomes a pair of token
-files.
+Tokenize text once: every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt)
+becomes a pair of token files.
 
     python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer DIR_OR_NAME] [--num-workers 8]
 
@@ -16,7 +16,6 @@ templates). Exit code: 0, 1 where an input failed or is missing, 130 after Ctrl-
 
 import argparse
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from nanochat.pretokenize import (
     describe_tokenizer,
     load_tokenizer,
 )
+from nanochat.text import SUFFIXES, add_text_field
 from nanochat.tokenizer import get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
@@ -43,7 +43,8 @@ SHOWN = 10  # broken lines of an input, and missing inputs, that are told one by
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Tokenize text files into token files.")
     parser.add_argument("--input-dir", type=Path, required=True,
-                        help="folder of .jsonl, .jsonl.gz, .parquet files, here or in a store (s3://BUCKET/KEY)")
+                        help=f"folder of {', '.join(SUFFIXES)} files, here or in a store (s3://BUCKET/KEY)")
+    add_text_field(parser)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--tokenizer", default=None,
                         help="folder of a saved tokenizer, or one of tiktoken's names (gpt2, ...); default: the one "
@@ -116,7 +117,8 @@ def find_inputs(raw: Path, *, val_files: int = 1) -> list[Input]:
         for path in files:
             name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
-            stem = re.sub(r"\.(parquet|jsonl|jsonl\.gz)$", "", inside).replace("/", "__")
+            suffix = next(suffix for suffix in SUFFIXES if inside.endswith(suffix))
+            stem = inside.removesuffix(suffix).replace("/", "__")
             new = Input(path, name, split, bucket, stem, path.stat().st_size)
             other = inputs.setdefault((split, bucket, stem), new)
             if other is not new:
@@ -190,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.tokenizer or str(get_base_dir() / "tokenizer")
     tokenizer = load_tokenizer(name) if args.tokenizer else get_tokenizer(data_path=args.input_dir)
     job = Pretokenizer(args.output_dir, inputs, windows, name, describe_tokenizer(tokenizer), args.strict,
-                       OUTPUTS[args.format])
+                       OUTPUTS[args.format], args.text_field)
     job.refuse_others(force=args.force)
     if args.finish:
         return 0 if finish(job) else 1

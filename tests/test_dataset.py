@@ -1,6 +1,5 @@
 """Which files are data, what a readable text file is, and how jsonl becomes one."""
 
-import gzip
 import io
 
 import pyarrow as pa
@@ -10,7 +9,7 @@ import pytest
 from nanochat import dataset, text
 from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched
 from nanochat.text import as_parquet, open_parquet, read_batches
-from tests.toy import write_jsonl
+from tests.toy import compressed, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -85,13 +84,16 @@ def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_f
 
 # ---- text of every kind ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz"])
+@pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.jsonl.zst"])
 def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 1000)
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    (tmp_path / name).write_bytes(compressed(data, (tmp_path / name).suffix))
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
         as_parquet(tmp_path / name)
+    (tmp_path / "large.txt").write_bytes(b"x" * 1001)
+    with pytest.raises(ValueError, match=r"large\.txt: a document of more than 1,000 bytes"):
+        as_parquet(tmp_path / "large.txt")
     assert not list(tmp_path.rglob("*.parquet"))
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
     with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,001 bytes"):

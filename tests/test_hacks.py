@@ -113,8 +113,8 @@ LAYOUTS["simple"] = Simple
 
 
 def test_a_new_kind_of_data_file(fork):
-    """A .txt file is a group of one document a line."""
-    (fork.root / "nanochat" / "source_txt.py").write_text('''
+    """An .md file is a group of one document a line."""
+    (fork.root / "nanochat" / "source_md.py").write_text('''
 import hashlib
 
 import numpy as np
@@ -123,10 +123,10 @@ from nanochat.sources import Source
 
 
 class FileSource(Source):
-    """Text files with a document a line."""
+    """Files with a document a line."""
 
     @staticmethod
-    def scan_file(path, name):
+    def scan_file(path, name, field):
         data = path.read_bytes()
         return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
                 "groups": [data.count(b"\\n")]}
@@ -138,9 +138,9 @@ class FileSource(Source):
 ''')
     folder = fork.base / "lines"
     folder.mkdir()
-    for name in ("a.txt", "b.txt"):
+    for name in ("a.md", "b.md"):
         (folder / name).write_text("".join(f"{name}: document {i} of a few words\n" for i in range(300)))
-    fork.run("--data-format=txt", f"--data-path={folder}")
+    fork.run("--data-format=md", f"--data-path={folder}")
     assert len(fork.digests()) == 4
     assert "no .csv file" in fork.run("--data-format=csv", f"--data-path={folder}", tag="none", ok=False)
 

@@ -99,7 +99,7 @@ def write(folder, ending, texts):
     return write_parquet(path, texts) if ending == ".parquet" else write_jsonl(path, texts)
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("windows", [Windows(16, 4), Windows(7, 0), Windows(0)])
 def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
     texts, seen = some_texts(60), set()
@@ -208,7 +208,7 @@ def layout(root, **kwargs):
 
 
 @pytest.mark.parametrize("names, pairs, short", [
-    (["web/b.jsonl", "web/a/z.parquet", "web/a/y.jsonl.gz", "code/only.jsonl", "web/notes.txt", "web/.hidden/x.jsonl",
+    (["web/b.jsonl", "web/a/z.parquet", "web/a/y.jsonl.gz", "code/only.jsonl", "web/notes.md", "web/.hidden/x.jsonl",
       ".git/x.jsonl", "README.md"],
      {"train/code/only": "code/only.jsonl", "train/web/a__y": "web/a/y.jsonl.gz",
       "train/web/a__z": "web/a/z.parquet", "val/web/b": "web/b.jsonl"}, ["code"]),
@@ -228,7 +228,7 @@ def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pa
     (["w/a.jsonl", "w/a.parquet", "w/z.jsonl"], r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin"),
     (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
     (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl lies beside train/ and val/"),
-    (["a.txt"], "no .parquet, .jsonl, .jsonl.gz file below it"), ([], "no such folder")])
+    (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt file below it"), ([], "no such folder")])
 def test_what_is_unclear_is_refused(tmp_path, names, what):
     with pytest.raises((ValueError, FileNotFoundError), match=what):
         find_inputs(touch(tmp_path, names) if names else tmp_path / "none")

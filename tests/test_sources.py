@@ -1,6 +1,7 @@
 """Files as groups of documents: what pins them, what is refused, and that reading is the same in any order."""
 
 import gzip
+import json
 import logging
 import random
 
@@ -12,7 +13,7 @@ import pytest
 from nanochat import sources, text
 from nanochat.dataset import BUCKET, split_train_val
 from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
-from tests.toy import BOS, ByteTokenizer, some_texts, write_corpora, write_jsonl, write_parquet
+from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_corpora, write_jsonl, write_parquet
 
 GROUP = 8
 
@@ -219,14 +220,49 @@ def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, mon
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------
 
-def test_jsonl_and_jsonl_gz_equal_parquet_of_the_same_documents_row_groups_too(tmp_path):
+def test_jsonl_however_compressed_equals_parquet_of_the_same_documents_row_groups_too(tmp_path):
     paths = write_corpora(tmp_path, [some_texts(21, seed=1), some_texts(8, seed=2), some_texts(3, seed=3)], GROUP)
     found = {name: open_source(path) for name, path in paths.items()}
     assert found["parquet"].groups.tolist() == [8, 8, 5, 8, 3]
-    for name in ("jsonl", "gz"):
+    for name in ("jsonl", "gz", "zst"):
         assert found[name].groups.tolist() == found["parquet"].groups.tolist()
         assert all_texts(found[name]) == all_texts(found["parquet"])
     assert found["jsonl"].locate(3)[0] == "s1.jsonl" and found["gz"].locate(3)[0] == "s1.jsonl.gz"
+
+
+def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
+    documents = some_texts(5, seed=4)
+    write_jsonl(tmp_path / "data" / "a.jsonl.zst", documents[:2])
+    for i, document in enumerate(documents[2:]):
+        (tmp_path / "data" / f"b{i}.txt").write_bytes(b"\xef\xbb\xbf" * (i == 1) + document.encode())
+    source = open_source(tmp_path / "data")
+    assert all_texts(source) == [documents[:2], *([document] for document in documents[2:])]
+    assert source.locate(2) == ("b1.txt", 0)
+    manifest = scan(tmp_path / "data")
+    (tmp_path / "data" / "b1.txt").write_text("another")
+    with pytest.raises(ValueError, match=r"b1\.txt: changed since this run began"):
+        check(manifest)
+
+
+@pytest.mark.parametrize("field", ["body", "meta.body"])
+def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
+    """Each kind gives the same documents and pins; another field of the same file is other data."""
+    documents = ["one", "two", "three"]
+    rows = [{"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}} for t in documents]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifests = [scan(tmp_path / name, field=field) for name in ("a.parquet", "b.jsonl")]
+    found = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
+    assert [all_texts(source) for source in found] == [[["one", "two"], ["three"]], [documents]]
+    assert [check(manifest) for manifest in manifests] == manifests
+    assert all_texts(open_source(tmp_path / "b.jsonl")) == [["other"] * 3], "its own conversion"
+    assert fingerprint(scan(tmp_path / "a.parquet")) != found[0].fingerprint
+    for name in ("a.parquet", "b.jsonl"):
+        with pytest.raises(ValueError, match=rf"{name}: .*`meta\.none`.*--text-field"):
+            scan(tmp_path / name, field="meta.none")
+    pq.write_table(pa.table({"meta": [{"body": "x"}, None]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match=r"1 null\(s\) in column `meta\.body` of row group 0"):
+        scan(tmp_path / "null.parquet", field="meta.body")
 
 
 def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
@@ -269,8 +305,11 @@ def test_strict_makes_a_broken_line_fatal_also_when_it_was_converted_before(tmp_
 
 @pytest.mark.parametrize("name, content, said", [
     ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "not a whole gzip file"),
-    ("s.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "not a whole gzip file")])
-def test_jsonl_that_cannot_be_used_is_named_itself_and_nothing_is_left(tmp_path, base_dir, name, content, said):
+    ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "not a whole gzip file"),
+    ("s.jsonl.zst", b'{"text": "plain"}\n', "not a whole zstd file"),
+    ("s.jsonl.zst", compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9], "not a whole zstd file, broken after line"),
+    ("s.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"), ("s.txt", "wide".encode("utf-16"), "not UTF-8")])
+def test_text_that_cannot_be_used_is_named_itself_and_nothing_is_left(tmp_path, base_dir, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{said}"):
         scan(tmp_path / name)

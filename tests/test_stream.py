@@ -176,7 +176,7 @@ def test_law_loaders_digests_are_equal_for_every_world_size_and_batch_size():
     assert seen["world"] and seen["dead rows"]
 
 
-def test_law_parquet_jsonl_and_jsonl_gz_of_the_same_documents_are_one_stream(tmp_path, monkeypatch):
+def test_law_text_of_every_kind_of_the_same_documents_is_one_stream(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(text, "GROUP_DOCUMENTS", 8)
     paths = write_corpora(tmp_path, [some_texts(30, seed=1), some_texts(17, seed=2)], 8)
@@ -186,7 +186,21 @@ def test_law_parquet_jsonl_and_jsonl_gz_of_the_same_documents_are_one_stream(tmp
         for name, path in paths.items():
             with Ranks(config, {"b": ParquetSource(scan(path), ByteTokenizer())}, n=1, W=2) as ranks:
                 found[name] = [ranks.step() for _ in range(10)]
-        assert found["parquet"] == found["jsonl"] == found["gz"]
+        assert found["parquet"] == found["jsonl"] == found["gz"] == found["zst"]
+
+
+def test_law_txt_files_are_the_stream_of_groups_of_one_document(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    documents, found = some_texts(40, seed=1), []
+    write_parquet(tmp_path / "parquet" / "all.parquet", documents, 1)
+    for i, document in enumerate(documents):
+        (tmp_path / f"{i:02}.txt").write_bytes(document.encode())
+    files = sorted(tmp_path.glob("*.txt"))
+    for manifest in (scan(tmp_path / "parquet"), scan(tmp_path, files)):
+        config = make_config("split", T=32, V=4, overlap=5, buffer_size=4, unit_size=4)
+        with Ranks(config, {"b": ParquetSource(manifest, ByteTokenizer())}, n=1, W=2) as ranks:
+            found.append([ranks.step() for _ in range(10)])
+    assert found[0] == found[1]
 
 
 def test_rows_depend_on_seed_bucket_and_configuration():

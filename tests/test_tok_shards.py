@@ -1,6 +1,7 @@
 """scripts.tok_shards as a whole: the same bytes for any workers and tasks, and after being killed anywhere."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -50,6 +51,35 @@ def arguments(raw, out, tokenizer, *more):
 
 def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
     return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
+
+
+@pytest.mark.parametrize("kind, more", [(".jsonl.gz", []), (".jsonl.zst", []), (".jsonl", ["--text-field=doc.body"])])
+def test_the_same_documents_give_the_same_bytes_from_every_kind(tmp_path, tokenizer, kind, more):
+    texts = some_texts(40, seed=3)
+    write_jsonl(tmp_path / "plain" / "web" / "0.jsonl", texts)
+    assert run(tmp_path / "plain", tmp_path / "a", tokenizer) == 0
+    path = write_jsonl(tmp_path / "other" / "web" / f"0{kind}", texts)
+    if more:
+        path.write_text("".join(json.dumps({"doc": {"body": text}}) + "\n" for text in texts))
+    assert run(tmp_path / "other", tmp_path / "b", tokenizer, *more) == 0
+    for suffix in (".bin", ".idx"):
+        plain, other = (tmp_path / out / "train" / "web" / f"0{suffix}" for out in "ab")
+        assert plain.read_bytes() == other.read_bytes()
+    if more:
+        with pytest.raises(ValueError, match=r"made with text_field doc\.body \(now text\)"):
+            run(tmp_path / "other", tmp_path / "b", tokenizer)
+
+
+def test_txt_files_become_pairs_of_one_document(tmp_path, tokenizer):
+    (tmp_path / "raw").mkdir()
+    for name, content in {"a": "one", "b": "two", "c": "three"}.items():
+        (tmp_path / "raw" / f"{name}.txt").write_text(content)
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
+    pairs = sorted(path.relative_to(tmp_path / "out").as_posix() for path in tmp_path.glob("out/*/data/*.bin"))
+    assert pairs == ["train/data/a.bin", "train/data/b.bin", "val/data/c.bin"]
+    (tmp_path / "raw" / "b.txt").write_bytes(b"caf\xe9")
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 1
+    assert not (tmp_path / "out" / "train" / "data" / "b.bin").exists()
 
 
 def tree(folder):

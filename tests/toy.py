@@ -114,21 +114,29 @@ def write_parquet(path: Path, texts: Sequence[str], group_size: int = 8, **kwarg
     return path
 
 
+def compressed(data: bytes, suffix: str) -> bytes:
+    """As a file of that suffix holds it."""
+    if suffix == ".zst":
+        return pa.compress(data, "zstd", asbytes=True)
+    return gzip.compress(data, 1, mtime=0) if suffix == ".gz" else data
+
+
 def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    path.write_bytes(gzip.compress(data, 1) if path.name.endswith(".gz") else data)
+    path.write_bytes(compressed(data, path.suffix))
     return path
 
 
 def write_corpora(root: Path, files: Sequence[Sequence[str]], group_size: int = 8) -> dict[str, Path]:
-    """The same documents as folders of parquet, jsonl and jsonl.gz. Converted jsonl has the same row groups if
-    `nanochat.text.GROUP_DOCUMENTS` is `group_size` too."""
+    """The same documents as folders of parquet, jsonl, jsonl.gz and jsonl.zst. Converted jsonl has the same
+    row groups if `nanochat.text.GROUP_DOCUMENTS` is `group_size` too."""
     for i, texts in enumerate(files):
         write_parquet(root / "parquet" / f"s{i}.parquet", texts, group_size)
         write_jsonl(root / "jsonl" / f"s{i}.jsonl", texts)
         write_jsonl(root / "gz" / f"s{i}.jsonl.gz", texts)
-    return {name: root / name for name in ("parquet", "jsonl", "gz")}
+        write_jsonl(root / "zst" / f"s{i}.jsonl.zst", texts)
+    return {name: root / name for name in ("parquet", "jsonl", "gz", "zst")}
 
 
 # ---- digests --------------------------------------------------------------------------------------------------------

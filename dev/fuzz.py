@@ -36,6 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 from tqdm import tqdm
 
 from nanochat import checkpoint, config, curriculum, lifecycle, megatron, plan, run_dir, sources, store, text, tokens
@@ -54,9 +55,10 @@ def make_files(base: Path) -> None:
     """Text, token files of both formats, a curriculum, and a run of four steps on the shards."""
     with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
         texts = training.texts(60, seed=1)
-        for name in ("a.jsonl", "a.jsonl.gz"):
-            data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
-            (base / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+        data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+        for name, packed in (("a.jsonl", data), ("a.jsonl.gz", gzip.compress(data)), ("a.txt", data),
+                             ("a.jsonl.zst", pa.compress(data, "zstd", asbytes=True))):
+            (base / name).write_bytes(packed)
         assert tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
                                 f"--tokenizer={base / 'tokenizer'}", "--max-length=96", "--overlap-size=8"]) == 0
         assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
@@ -134,7 +136,7 @@ def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
     """A file's bytes, damaged as its kind may be."""
     zipped = path.name.endswith(".gz")
     plain = gzip.decompress(data) if zipped else data
-    if rng.random() < 0.6 and ".json" in path.name:
+    if rng.random() < 0.6 and ".json" in path.name and path.suffix != ".zst":
         text = plain.decode()
         if ".jsonl" in path.name:
             lines = text.splitlines()
@@ -273,6 +275,8 @@ READERS: dict[str, Reader] = {
     "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
     "jsonl": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl")), ("a.jsonl",)),
     "jsonl.gz": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
+    "jsonl.zst": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.zst")), ("a.jsonl.zst",)),
+    "txt": Reader(lambda base, _: list(text.read_texts(base / "a.txt")), ("a.txt",)),
     "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
                      (*PAIR, "shards/train/data/manifest.json"), 2),
     "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),

@@ -24,7 +24,7 @@ from scripts import base_train, convert_shards, inspect_data, push_shards, tok_s
 from tests import training
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault, Store
 from tests.token_files import write_megatron, write_pair
-from tests.toy import write_jsonl
+from tests.toy import compressed, write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
 
 SMALL: dict[str, Any] = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
@@ -117,6 +117,27 @@ def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, k
     capsys.readouterr()
     assert inspect_data.main(["digest", "--run", "run", "--steps=2:4"]) == 0
     assert all(digest in capsys.readouterr().out for digest in made[2][kind][3:])
+
+
+def test_text_of_other_kinds_in_a_bucket_is_the_text_of_a_folder(bucket, tmp_path):
+    """The same digests, and token files of the same bytes."""
+    texts, folder = training.texts(40, seed=3), tmp_path / "mixed"
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[:30]).encode()
+    content = {"a.jsonl.zst": compressed(lines, ".zst"), **{f"b{i}.txt": t.encode() for i, t in enumerate(texts[30:])}}
+    folder.mkdir()
+    for name, data in content.items():
+        (folder / name).write_bytes(data)
+        bucket.put(f"mixed/{name}", data)
+    tokenizer = tmp_path / "own"
+    RustBPETokenizer.train_from_iterator(texts, 300).save(tokenizer)
+    for tag, where in (("here", folder), ("there", "s3://bucket/mixed")):
+        succeed(**{**SMALL, "data_path": where, "val_path": f"{where}/a.jsonl.zst", "tokenizer_dir": tokenizer,
+                   "model_tag": tag})
+        assert tok_shards.main([f"--input-dir={where}", f"--output-dir={tmp_path / f'out-{tag}'}", "--num-workers=1",
+                                f"--tokenizer={tokenizer}"]) == 0
+    assert training.digests("here") == training.digests("there")
+    found = [{p.name: p.read_bytes() for p in (tmp_path / f"out-{tag}").rglob("*.bin")} for tag in ("here", "there")]
+    assert found[0] == found[1] and len(found[0]) == 11
 
 
 def test_a_run_moves_into_the_bucket_and_back(made, bucket):

@@ -50,7 +50,7 @@ def inputs(tmp_path):
     lines = [json.dumps({"text": t, "n": 1}) + "\n" for t in texts[4000:]]
     (folder / "c.jsonl").write_text("".join(lines[:500]))
     (folder / "d.jsonl.gz").write_bytes(gzip.compress("".join(lines[500:]).encode()))
-    (folder / "notes.txt").write_text("not data")
+    (folder / "notes.md").write_text("not data")
     return folder, texts
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch import Tensor
 
-from nanochat import gpt, optim, reduce
+from nanochat import gpt, optim, reduce, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.run_dir import iter_log
 from scripts import base_train, compare_runs, tok_shards
@@ -281,7 +281,7 @@ def odd_cuts_and_pow() -> Iterator[None]:
         yield
 
 
-GRADIENTS, UPDATE, ADD_UP = reduce.Message.gradients, optim.MuonAdamW._update, base_train.add_up
+GRADIENTS, UPDATE, ADD_UP = reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up
 patch = mock.patch.object
 SHORT: dict[str, Any] = {  # three layers have two gates of 1 x 12
     "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
@@ -297,7 +297,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
     "bfloat16 messages": (lambda: patch(reduce.Message, "gradients", in_parameters_dtype), 2, TRAINED),
     "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, {"optimizer"}),
     "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
-    "losses by rank": (lambda: patch(base_train, "add_up", sums_by_rank), 2, {"losses"}),
+    "losses by rank": (lambda: patch(trainer, "add_up", sums_by_rank), 2, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 2, {"norms"}),
     "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),
     "odd cuts": (odd_cuts, 2, set()),  # break nothing: updates do not know where a tensor was cut

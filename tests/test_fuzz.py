@@ -16,7 +16,7 @@ def test_a_short_run_over_all_readers_finds_nothing(capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:-1]] == [*fuzz.READERS, "all"]
     cases, refused, read, found = map(int, lines[-2].split()[1:])
-    assert cases == refused + read >= 100 and min(refused, read) > 20 and found == 0
+    assert cases == refused + read >= 90 and min(refused, read) > 20 and found == 0
 
 
 def refuse(base: Path, seed: int) -> None:

@@ -168,13 +168,13 @@ class Slot:
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
         def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self.device, non_blocking=True, copy=True)
+            return tensor.to(self.device, non_blocking=True)  # on a CPU the slot's own: nothing of it goes into a batch
 
         tokens, live = there(self.tokens), there(self.live)
         inputs = tokens[:, :-1].to(torch.int64)
         targets = tokens[:, 1:].to(torch.int64).masked_fill_(live[:, 1:] == 0, OFF)
         doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets))
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets).clone())
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()

@@ -175,6 +175,8 @@ class BestFit(Packer):
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
+        """A document waits from now on, or what is left of it from `start`. `place`: its place on
+        the token clock, where a cursor brings it back; else behind all that has come."""
         piece = Piece(length, start, self.left + self.counted if place is None else place)
         self.tokens += length
         self.counted += min(length, self.capacity)
@@ -236,6 +238,8 @@ class BestFit(Packer):
         return room - placed
 
     def next_row(self) -> list[Placement]:
+        """A full row: the document that is due by the clock, or the oldest filler, then what fills
+        the rest best."""
         placements: list[Placement] = []
         self.row += 1
         first = next(iter(self.timed), None)
@@ -334,6 +338,7 @@ class Concat(Packer):
         self.tokens += length - start
 
     def next_row(self) -> list[Placement]:
+        """A full row: documents in the order in which they came, the last one cut where it ends."""
         placements: list[Placement] = []
         room = self.capacity
         while room:

@@ -125,6 +125,8 @@ class ParquetSource(Source):
                 **etag_of(path)}
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        """These documents of a group, tokenized; see `Source.read`. What else was decoded for them,
+        and `keep` says is read soon, is kept compressed."""
         first = int(rows.min())
         unit = self._kept.pop((group, first, len(rows)), None) if keep else None
         if unit is None:

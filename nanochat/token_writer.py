@@ -180,6 +180,7 @@ class MegatronWriter(TokenWriter):
         self.end_documents([1] * len(lengths))
 
     def index(self) -> tuple[int, list[Any]]:
+        """See `TokenWriter.index`; ValueError where sequences lie behind the last document."""
         n, documents = len(self.lengths), len(self._boundaries) - 1
         if self._boundaries[-1] != n:
             raise ValueError(f"{self.bin_path}: {n - self._boundaries[-1]:,} sequence(s) behind "

@@ -51,6 +51,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -61,7 +62,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from nanochat.common import LAUNCH, StopAsked, read_json
+from nanochat.common import LAUNCH, StopAsked, duration, read_json
 from nanochat.run_dir import finite
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ ACTIVE = ("starting", "running", "stopping")
 EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # of runs that have ended
 EXIT_ALIVE = 20
 
+SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
 LOOK_EVERY_S = 1.0  # for the flag file, and whether we still own the run
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
 RECENT_LOOKS = 16
@@ -86,14 +88,37 @@ WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
 
 # ---- when to stop -------------------------------------------------------------------------------
 
+def slurm_end(env: Mapping[str, str]) -> str:
+    """When this process's SLURM job ends, as unix seconds in text; empty outside of a job and
+    where nobody knows. SLURM_JOB_END_TIME, where SLURM sets it (22.05 does not), else what squeue
+    answers: rank 0 alone asks, since a controller should not hear from every rank at once, and a
+    stop of one rank stops all."""
+    told = env.get("SLURM_JOB_END_TIME", "")
+    if told or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
+        return told
+    command = ["squeue", "--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}"]
+    try:
+        answer = subprocess.run(command, env={**env, "SLURM_TIME_FORMAT": "%s"}, capture_output=True, text=True,
+                                timeout=SQUEUE_S, check=True).stdout.strip()
+        return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
+    except (OSError, ValueError, subprocess.SubprocessError) as e:
+        log.warning("walltime: SLURM_JOB_END_TIME is not set, and squeue did not tell when job %s ends (%s)",
+                    env["SLURM_JOB_ID"], e)
+        return ""
+
+
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> tuple[float, float] | None:
     """When this process must have ended: on the monotonic clock, and in seconds after `started`,
-    a time of that clock. None without a walltime. The first that is set counts:
-    `max_runtime_seconds` (-1: not set), SLURM_JOB_END_TIME (unix seconds), NANOCHAT_MAX_RUNTIME
+    a time of that clock. None without a walltime. The first that is set counts, and is logged:
+    `max_runtime_seconds` (-1: not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME
     (seconds). ValueError for what is no such number, and for an end that has passed."""
-    asked = {"--max-runtime-seconds": "" if max_runtime_seconds == -1 else str(max_runtime_seconds),
-             **{name: env.get(name, "") for name in ("SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME")}}
-    name, text = next(((name, text) for name, text in asked.items() if text), ("", ""))
+    slurm = "SLURM_JOB_END_TIME"
+    if max_runtime_seconds != -1:
+        name, text = "--max-runtime-seconds", str(max_runtime_seconds)
+    elif text := slurm_end(env):
+        name = slurm
+    else:
+        name, text = "NANOCHAT_MAX_RUNTIME", env.get("NANOCHAT_MAX_RUNTIME", "")
     if not text:
         return None
     try:
@@ -102,13 +127,12 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{name}: got {text!r}, expected a positive number of seconds")
-    if name != "SLURM_JOB_END_TIME":
-        return started + seconds, seconds
-    left = seconds - time.time()
+    left = seconds - time.time() if name == slurm else seconds
     if left <= 0:
         raise ValueError(f"SLURM_JOB_END_TIME: that was {-left:,.0f} s ago, expected the end of this job; unset it "
                          f"where it is left over from another, or give --max-runtime-seconds")
-    at = time.monotonic() + left
+    at = time.monotonic() + left if name == slurm else started + seconds
+    log.info("walltime: %s left (%s)", duration(left), name if name != slurm else "the end of the SLURM job")
     return at, at - started
 
 

@@ -131,6 +131,29 @@ def test_the_first_limit_that_is_set_counts_and_a_wall_clock_that_jumps_moves_no
     assert stop.wanted(1125.0).startswith("walltime")
 
 
+@pytest.mark.parametrize("answer, env, total_s, told", [
+    ("echo 5000", {}, 1030.0, "walltime: 16 min 40 s left (the end of the SLURM job)"),
+    ("echo 5000", {"RANK": "1"}, None, ""), ("echo 5000", {"SLURM_JOB_END_TIME": "4500"}, 530.0, "8 min 20 s left"),
+    ("echo N/A", {}, None, "did not tell when job 17 ends"), ("exit 1", {}, None, "did not tell"),
+    ("sleep 9", {}, None, "timed out"), ("echo x", {"NANOCHAT_MAX_RUNTIME": "70"}, 70.0, "left (NANOCHAT_MAX_RUNTIME)"),
+    ("", {"SLURM_JOB_ID": ""}, None, "")])
+def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
+        tmp_path, monkeypatch, caplog, answer, env, total_s, told):
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{tmp_path}/asked\n{answer}\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(lifecycle, "SQUEUE_S", 0.3 if "sleep" in answer else 30)
+    monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
+    with caplog.at_level("INFO"):
+        found = deadline(-1, {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", **env}, 100.0)
+    assert found == (total_s and (100.0 + total_s, total_s)) and told in caplog.text
+    asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else None
+    assert asked == (None if env and "NANOCHAT_MAX_RUNTIME" not in env else
+                     ["%s", "--noheader", "--format=%e", "--jobs=17"])
+
+
 @pytest.mark.parametrize("seconds, env, told", [
     *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
     (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),

@@ -328,7 +328,7 @@ def flag(name: str) -> str:
 
 def add_flags(parser: Parser) -> Parser:
     """Give a parser the flags of all settings, in their groups."""
-    parser.instead, parser.usage = ELSEWHERE, "%(prog)s [flags]"
+    parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):
@@ -342,6 +342,16 @@ def add_flags(parser: Parser) -> Parser:
             if f.metadata.get("flag", True):
                 titled.add_argument("--" + f.name.replace("_", "-"), dest=f.name, default=f.default, **how)
     return parser
+
+
+def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a run's config.json that are flags and say what the run is: not how a launch
+    began it. Its curriculum comes with what its file allowed."""
+    found = {name: config[name] for name, f in FIELDS.items()
+             if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
+    if config.get("curriculum"):
+        found["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": config["allow_budget_mismatch"]}
+    return found
 
 
 def from_flags(args: argparse.Namespace) -> Settings:

@@ -220,9 +220,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path | str) -> Curriculum:
-    """Read a curriculum file. Every error (FileNotFoundError, ValueError) names the file, what is there and what is
-    expected."""
+def load(path: Path | str | dict) -> Curriculum:
+    """Read a curriculum file, or take what stands in a file of flags instead. Every error (FileNotFoundError,
+    ValueError) names the file, what is there and what is expected."""
+    if isinstance(path, dict):
+        return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)
     try:
         value = yaml.load(path.read_bytes(), Loader=_Loader)

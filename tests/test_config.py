@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanochat import config
-from nanochat.common import Parser, setting
+from nanochat.common import Parser, setting, write_json
 from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, go_on, settings_table
 
 RUN_DIR = Path("/runs/d4")
@@ -75,6 +75,49 @@ def test_help_shows_each_flag_with_its_default() -> None:
 def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)
+
+
+# ---- a file of flags ------------------------------------------------------------------------------------------------
+
+def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("depth: 4\nmatrix-lr: 1e-2\nno_deterministic: true\nblend_weights: [1, 2]\n"
+                                     "data-format: megatron\norder: megatron\nrun: null\nmodel_tag: 7\n")
+    (tmp_path / "a.toml").write_text('depth = 4\nmatrix_lr = 0.01\ndeterministic = false\nblend-weights = "1,2"\n'
+                                     'data_format = "megatron"\norder = "megatron"\nmodel_tag = "7"\n')
+    by_flags = parse("--depth=4", "--matrix-lr=.01", "--no-deterministic", "--blend-weights=1,2", "--model-tag=7",
+                     "--data-format=megatron", "--order=megatron")
+    for name in ("a.yaml", "a.toml"):
+        assert parse("--config", str(tmp_path / name)) == parse(f"--config={tmp_path / name}") == by_flags
+        assert parse(f"--config={tmp_path / name}", "--depth=9") == replace(by_flags, depth=9)
+
+
+def test_the_config_of_a_run_is_a_file_of_flags(tmp_path: Path) -> None:
+    (tmp_path / "mix.yaml").write_text("curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n"
+                                       "allow_budget_mismatch: true\nallow_bucket_exhaustion: true\n")
+    once = parse("--curriculum", str(tmp_path / "mix.yaml"), "--resume=scratch", "--force", "--depth=3")
+    run = replace(once, vocab_size=5, world_size=2, lanes=8)
+    write_json(tmp_path / "config.json", {**run.to_json(), "derived": {}, "origin": None})
+    assert parse("--config", str(tmp_path / "config.json")) == replace(
+        once, lanes=8, resume="auto", force=False)  # nobody's run is deleted by its own settings
+
+
+@pytest.mark.parametrize("text, told", [
+    ("depht: 3", "--depht: did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
+    ("depth: x", "--depth: got 'x', invalid int value"), ("depth: {a: 1}", "--depth: got {'a': 1}, expected text or"),
+    ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
+    ("long_docs: foo", "--long-docs: got 'foo', invalid choice"), ("- a", "expected a mapping of flags' names"),
+    ("deterministic: no\nno-deterministic: yes", "--no-deterministic: it may be there once"),
+    ("config: b", "--config: it may be there once"), ("a: b: c", "it cannot be read (mapping values are not"),
+    (None, "No such file or directory; expected a file of flags")])
+def test_a_bad_file_of_flags_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
+                                             told: str) -> None:
+    path = tmp_path / "a.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(path))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --config {path}") and told in line
 
 
 # ---- a later launch -------------------------------------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""The list of commands, and the program that runs them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import help as help_
+
+SCRIPTS = Path(help_.__file__).parent
+
+
+def test_every_script_is_a_command_with_a_line(capsys):
+    assert help_.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {line.split()[0] for line in lines[1:lines.index("")]}
+    assert len(listed) == len(list(SCRIPTS.glob("[!_]*.py"))) + 1
+    assert {"train", "eval", "dataset", "tok-shards"} <= listed
+    assert all(len(line) < 120 and len(line.split()) > 3 for line in lines[1:lines.index("")])
+
+
+def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    assert help_.main(["status"]) == 0 and "no runs" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        help_.main(["stop", "--help"])
+    assert "usage: nanochat stop" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nanochat trian: did you mean train"):
+        help_.main(["trian"])
+    with pytest.raises(ValueError, match="nanochat xyzzy: there is no such command"):
+        help_.main(["xyzzy"])
+
+
+def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):
+    assert help_.main(["completion", "bash"]) == 0
+    told = capsys.readouterr().out
+    for word in ("tok-shards", "--window-pattern", "crop split", "_inspect_data_rows"):
+        assert word in told, word
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(ValueError, match=r"shtab is not installed; pip install -e '\.\[cli\]'"):
+        help_.main(["completion", "zsh"])

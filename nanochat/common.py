@@ -60,10 +60,12 @@ def get_base_dir() -> Path:
 
 @dataclass
 class Launch:
-    """What a launch of a program says to object storage."""
+    """What a launch of a program says to object storage, and to whoever prints."""
 
     cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
     stop: Callable[[], object] = lambda: False  # whether whoever waits for a store should give up
+    # lines are printed inside of it: a progress bar steps aside
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class StopAsked(Exception):
@@ -290,7 +292,8 @@ def get_dist_info() -> tuple[bool, int, int, int]:
 def print0(*args: Any, **kwargs: Any) -> None:
     """Print on rank 0 only, at once."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(*args, **{"flush": True, **kwargs})
+        with LAUNCH.aside():
+            print(*args, **{"flush": True, **kwargs})
 
 
 if not typing.TYPE_CHECKING:
@@ -507,12 +510,20 @@ class DummyWandb:
     def finish(self) -> None: ...
 
 
+class _Aside(logging.StreamHandler):
+    """Writes a line to stderr, above a progress bar that is there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with LAUNCH.aside():
+            super().emit(record)
+
+
 def setup_logging() -> None:
     """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr; and the stacks of a process
     that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[_Aside()])
 
 
 def quiet_gc() -> None:

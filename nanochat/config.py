@@ -24,6 +24,7 @@ nobody reads the log of a job that restarts at night.
 """
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -60,6 +61,8 @@ class RunSettings:
     """run"""
 
     run: str = setting("dummy", "name of the wandb run; dummy: no wandb")
+    log_to: str = setting(
+        "wandb", "where values are drawn, with commas between: wandb (where --run names its run), tensorboard")
     model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
         "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path")
@@ -215,8 +218,9 @@ class LookSettings:
         note="bits per byte before and after are taken over different amounts of text")
     sample_every: int = setting(2000, "steps between continuations of validation text")
     save_every: int = setting(-1, "steps between checkpoints")
-    log_every: int = setting(
-        10, "after a launch's first 100 steps, steps between printed lines; the log has all")
+    log_every: int = setting(1, "steps between printed lines; the log has every step")
+    profile_steps: str | None = setting(
+        None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
     keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)")
     keep_milestone_every: int | None = setting(None, "but never those of steps that this divides")
@@ -251,6 +255,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         for name, value in self.differing().items():
             if name in least and value < least[name]:
                 raise ValueError(f"{flag(name)}: got {value}, expected at least {least[name]}")
+        if not set(self.log_to.split(",")) <= {"wandb", "tensorboard"}:
+            raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard or both with a comma between")
+        if self.profile_steps is not None and self.profiled is None:
+            raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
+                             f"behind the last, such as 10:13")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")
@@ -298,6 +307,18 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     def curriculum_tokens(self) -> int:
         """What all phases of the curriculum last together, 0 without one."""
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
+
+    @property
+    def boards(self) -> list[str]:
+        """What draws the values of the run: of the names in `log_to` all but a wandb without a run."""
+        return [name for name in self.log_to.split(",") if name != "wandb" or self.run != "dummy"]
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """The steps to profile, as range(first, last) takes them; None for what is no such text."""
+        first, _, last = (self.profile_steps or "").partition(":")
+        steps = [int(text) for text in (first, last) if re.fullmatch("[0-9]{1,12}", text)]
+        return (steps[0], steps[1]) if len(steps) == 2 and steps[0] < steps[1] else None
 
     def differing(self) -> dict[str, Any]:
         """Those that are not their defaults."""

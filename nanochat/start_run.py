@@ -21,6 +21,7 @@ as far as that.
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass, replace
@@ -135,6 +136,8 @@ def command(settings: Settings, world_size: int, device_type: str
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
+    if "tensorboard" in settings.boards and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # says what is no name
     return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),

@@ -15,10 +15,11 @@ Python:
     GPU        ... backward ............. reduction | update |
 
 A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step
-three times: a line for people, a line of JSON for programs, and wandb for those who ask for it.
-wandb is imported when a run has a name for it, and nothing that goes wrong in it stops training.
+three times: a line for people, a line of JSON for programs, and wandb or TensorBoard for those who
+ask for it (nanochat/boards.py). On a terminal the lines scroll above a bar.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -26,7 +27,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from nanochat.checkpoint import (
     MODEL_NAME,
@@ -45,7 +47,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import DummyWandb, get_dist_info, print0
+from nanochat.common import LAUNCH, DummyWandb, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dist import gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -61,7 +63,7 @@ from nanochat.start_run import Start, build_model
 log = logging.getLogger(__name__)
 
 LONG_S = 1800.0  # what an evaluation or a save may take
-ALL_LINES = 100  # steps of a launch whose lines are all printed
+BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 DRY, FLAGS = 4, 7  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
 
 
@@ -324,8 +326,8 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- telling people ------------------------------------------------------------------------------
 
 class Journal:
-    """The log and the wandb run of a training run, and its live state; on ranks other than 0,
-    which have no `state`, it does nothing.
+    """The log of a training run, its live state, its bar on a terminal, and what it asks for of
+    nanochat/boards.py; on ranks other than 0, which have no `state`, it does nothing.
 
     The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from
     the first launch on, whatever becomes of that launch.
@@ -334,7 +336,8 @@ class Journal:
     def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState | None) -> None:
         self.start, self.progress, self.device, self.state = start, progress, device, state
         self.log: TrainLog | None = None
-        self.wandb_run: Any = DummyWandb()
+        self.boards: Any = DummyWandb()
+        self.profile: Any = None
         self.wandb_id = start.state.get("wandb_id")
         if state is None:
             return
@@ -347,9 +350,20 @@ class Journal:
             if name in before and before[name] != value and (name != "code" or (before[name] and value)):
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
         self.log = TrainLog(path, first_step=progress.step)
+        self.bar = tqdm(total=start.horizon.num_iterations, initial=progress.step, desc=start.run_dir.name,
+                        bar_format=BAR, leave=False, disable=None)  # None: where stderr is no terminal
+        if not self.bar.disable:
+            LAUNCH.aside = tqdm.external_write_mode
         self.wandb_id = self.wandb_id or logged_id
-        if start.settings.run != "dummy":
-            self.to_wandb(self.begin_wandb)
+        if start.settings.boards:
+            from nanochat.boards import Boards
+
+            self.boards = Boards(start.settings, start.run_dir, wandb_id=self.wandb_id, step=progress.step)
+            self.wandb_id = self.boards.wandb_id
+        if start.settings.profiled is not None:
+            from nanochat.boards import Profile
+
+            self.profile = Profile(start.run_dir, *start.settings.profiled)
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
 
@@ -357,23 +371,8 @@ class Journal:
         """This launch is about to take its first step."""
         self.event("started", world_size=world_size, device=self.device.type, code=code_version(),
                    **versions(self.device))
-
-    def begin_wandb(self) -> None:
-        """Start the wandb run, or go on with it."""
-        import wandb  # takes a second, and only here
-
-        settings = self.start.settings
-        self.wandb_run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(),
-                                    dir=self.start.run_dir, id=self.wandb_id, resume="allow")
-        self.wandb_id = self.wandb_run.id
-
-    def to_wandb(self, tell: Callable[..., Any], *args: Any) -> None:
-        """Tell wandb something. What fails is told once, and never stops training."""
-        try:
-            tell(*args)
-        except Exception as e:  # whatever it is, it is not worth a run
-            log.warning("wandb failed (%s); going on without it", e)
-            self.wandb_run = DummyWandb()
+        if self.profile is not None:
+            self.profile.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
@@ -381,7 +380,7 @@ class Journal:
             return
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        self.to_wandb(self.wandb_run.log, {"step": step, **{f"{name}/{k}": v for k, v in record.items()}})
+        self.boards.log({"step": step, **{f"{name}/{k}": v for k, v in record.items()}})
         if name == "saved":
             self.state.update(checkpoint=record["checkpoint"])
         if name == "val":
@@ -407,19 +406,24 @@ class Journal:
         self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
 
     def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Tell of the step that was just counted: `line` to people (in a long launch not of every
-        step), `record` to the log and to wandb, `state` to scripts.status."""
+        """Tell of the step that was just counted: `line` to people (as --log-every says), `record`
+        to the log and to the boards, `state` to scripts.status and to the bar."""
         done, last = self.progress.step, self.start.horizon.num_iterations
-        every = 1 if done - self.start.step <= ALL_LINES else self.start.settings.log_every
-        if done % every == 0 or done == last:
+        if done % self.start.settings.log_every == 0 or done == last:
             print0(f"step {done - 1:05d}/{last:05d} | {line}")
         if self.log is not None and self.state is not None:
             if (peak := peak_memory(self.device)) is not None:
                 record["peak_memory_bytes"] = peak
             self.log.write(step=done - 1, **record)
-            for_wandb = {f"train/{k}": v for k, v in record.items() if k != "digest"}
-            self.to_wandb(self.wandb_run.log, {"step": done - 1, **for_wandb})
+            for_boards = {f"train/{k}": v for k, v in record.items() if k != "digest"}
+            self.boards.log({"step": done - 1, **for_boards})
             self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
+            self.bar.set_postfix_str(
+                f"loss {show(state['loss'])}, bits per byte {show(self.progress.val_bpb)}, "
+                f"{show(state['tokens_per_s'])} tok/s, eta {duration(state['eta_s'])}", refresh=False)
+            self.bar.update()
+            if self.profile is not None:
+                self.profile.at(done)
 
     def told_memory(self) -> str:
         """The end of a sentence: what tensors took at most, on a GPU."""
@@ -438,9 +442,13 @@ class Journal:
             self.state.close(status, reason)
 
     def close(self) -> None:
-        """Finish log and wandb."""
+        """Finish bar, profile, boards and log."""
+        if self.profile is not None:
+            self.profile.finish()
+        self.boards.finish()
         if self.log is not None:
-            self.to_wandb(self.wandb_run.finish)
+            LAUNCH.aside = contextlib.nullcontext
+            self.bar.close()
             self.log.close()
 
 

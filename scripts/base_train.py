@@ -179,8 +179,8 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
         "grad_norm": grad_norm, "step_s": step_s, "wait_s": wait_s,
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
     if len(loader.buckets) > 1:
-        of_buckets = zip(loader.buckets, totals.bucket_losses())
-        record |= {f"loss/{bucket}": loss for bucket, loss in of_buckets}
+        for bucket, loss, live in zip(loader.buckets, totals.bucket_losses(), totals.live):
+            record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}
     line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
             f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
             *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
@@ -211,12 +211,14 @@ def evaluate(run: Trainer) -> None:
 
 
 def sample(run: Trainer) -> None:
-    """Print the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
-    began, engine = time.perf_counter(), Engine(run.model, run.data.tokenizer)
+    """Tell the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
+    began, engine, texts = time.perf_counter(), Engine(run.model, run.data.tokenizer), []
     for prompt in own_prompts(run.data, run.settings.max_seq_len):
         run.dog.beat()
         tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
-        print0(f"  > {run.data.tokenizer.decode(tokens[1:])!r}")
+        texts.append(run.data.tokenizer.decode(tokens[1:]))  # without <|bos|>
+        print0(f"  > {texts[-1]!r}")
+    run.journal.event("samples", texts=texts)
     run.stop.note("sample_every", time.perf_counter() - began)
 
 

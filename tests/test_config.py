@@ -31,8 +31,9 @@ def other(name: str) -> Any:
     """Another value of a setting, of its type."""
     value = getattr(RUN, name)
     choices = FIELDS[name].metadata.get("choices", ())
-    if name in ("curriculum", "blend_weights"):
-        return {"curriculum": {**MIX}, "blend_weights": [1.0, 2.0]}[name]
+    checked = {"curriculum": {**MIX}, "blend_weights": [1.0, 2.0], "log_to": "tensorboard", "profile_steps": "1:2"}
+    if name in checked:
+        return checked[name]
     if choices:
         return next(choice for choice in choices if choice != value)
     if TYPES[name] == int | None:

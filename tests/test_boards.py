@@ -1,0 +1,93 @@
+"""What a run shows beside its log: a bar on a terminal, TensorBoard, a profile. None of it changes a bit."""
+
+import gzip
+import importlib.util
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat import trainer
+from nanochat.common import LAUNCH
+from tests import training
+from tests.training import final, losses, refuse, run_dir, state_of, succeed
+
+SHORT: dict[str, Any] = {"num_iterations": 4, "save_every": -1, "eval_every": 2, "sample_every": 4}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A run that shows nothing, and what it came to."""
+    with training.workplace(tmp_path_factory.mktemp("boards"), **training.SMALL):
+        succeed(model_tag="plain", **SHORT)
+        yield {"losses": losses("plain"), "state": state_of(final("plain"))}
+
+
+def test_a_terminal_has_a_bar_above_which_lines_scroll(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(training.io, "StringIO", lambda: screen)  # what training.run redirects to
+    monkeypatch.setattr(trainer, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
+    text = succeed(model_tag="bar", log_every=2, **SHORT).out
+    assert losses("bar") == plain["losses"]
+    assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+, \S+ tok/s, eta 0", text)
+    lines = [line for line in re.split(r"[\r\n]", text) if line.startswith("step ")]
+    assert [line[:10] for line in lines if " | loss" in line] == ["step 00001", "step 00003"]
+    assert all("<bar" not in line for line in lines), "a line has its own line"
+    assert text.rstrip("\r").endswith(" ") and LAUNCH.aside is nullcontext, "the bar is gone at the end"
+
+
+def test_without_a_terminal_lines_are_plain(plain: dict[str, Any]) -> None:
+    outcome = succeed(model_tag="lines", **SHORT)
+    assert len(re.findall(r"^step \d{5}/00004 \| loss", outcome.out, re.M)) == 4
+    assert "\r" not in outcome.out + outcome.err
+
+
+def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    succeed(model_tag="seen", log_to="tensorboard,wandb", profile_steps="1:3", **SHORT)
+    assert state_of(final("seen")) == plain["state"], "to look changes nothing"
+    board = EventAccumulator(str(run_dir("seen") / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses("seen"), rel=1e-6)
+    assert [event.step for event in board.Scalars("val/bpb")] == [0, 2, 4]
+    assert not (run_dir("seen") / "wandb").exists(), "wandb has no name to run under"
+    trace = json.loads(gzip.decompress((run_dir("seen") / "profile" / "steps-1-3.json.gz").read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert "aten::mm" in names and len(trace["traceEvents"]) > 100
+    [samples] = training.events("samples", "seen")
+    assert samples["step"] == 4 and samples["texts"] and all(isinstance(text, str) for text in samples["texts"])
+    succeed(model_tag="seen", resume="scratch", force=True, **SHORT)
+    assert not (run_dir("seen") / "tensorboard").exists() and not (run_dir("seen") / "profile").exists()
+
+
+@pytest.mark.parametrize("flag, value, told", [
+    ("log_to", "tensorbord", "--log-to: got 'tensorbord', expected wandb, tensorboard"),
+    ("log_to", "", "--log-to: got ''"),
+    ("profile_steps", "7", "--profile-steps: got '7', expected A:B"),
+    ("profile_steps", "9:9", "--profile-steps: got '9:9'"),
+    ("profile_steps", "-1:x", "--profile-steps: got '-1:x'"),
+    ("log_to", "tensorboard", "pip install -e '.[tensorboard]'")])
+def test_what_cannot_be_shown_is_one_sentence(
+        flag: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    assert told in refuse(model_tag="none", **{flag: value})
+    assert not run_dir("none").exists()
+
+
+def test_a_profile_that_cannot_be_written_costs_no_run(plain: dict[str, Any], tmp_path: Path) -> None:
+    run_dir("full").mkdir()
+    (run_dir("full") / "profile").write_text("in the way")
+    outcome = succeed(model_tag="full", profile_steps="0:9", **SHORT)
+    assert "cannot be written" in outcome.err and losses("full") == plain["losses"]

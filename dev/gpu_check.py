@@ -63,7 +63,7 @@ from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.dist import compute_init, versions
 from nanochat.engine import Engine
-from nanochat.optim import MUON_BATCH, adamw_rates, adamw_update, muon_updates
+from nanochat.optim import adamw_rates, adamw_update, muon_batch, muon_updates
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.sources import open_source, scan
@@ -311,10 +311,10 @@ def slots(bench: Bench) -> Iterator[Figure]:
     update, C = torch.compile(muon_updates, dynamic=False, fullgraph=True), bench.sizes.width
     arguments = muon_arguments(bench.device, torch.bfloat16)
     for rows, cols in ((C, C), (4 * C, C), (C, 4 * C)):
-        differ = 0
+        differ, size = 0, muon_batch((rows, cols))
         for draw in range(bench.sizes.draws):
-            batch = [matrix(bench, rows, cols, seed=100 * draw + i) for i in range(MUON_BATCH)]
-            alone = [tuple(map(torch.zeros_like, batch[0]))] * (MUON_BATCH - 1)
+            batch = [matrix(bench, rows, cols, seed=100 * draw + i) for i in range(size)]
+            alone = [tuple(map(torch.zeros_like, batch[0]))] * (size - 1)
 
             def mine(slot: int, others: Sequence[Any], own: Any = batch[0]) -> list[Tensor]:
                 tensors = [tuple(t.clone() for t in other) for other in (*others[:slot], own, *others[slot:])]
@@ -322,9 +322,9 @@ def slots(bench: Bench) -> Iterator[Figure]:
                 return list(tensors[slot])
 
             first = mine(0, alone)
-            differ += sum(not all(map(torch.equal, first, mine(slot, batch[1:]))) for slot in range(MUON_BATCH))
+            differ += sum(not all(map(torch.equal, first, mine(slot, batch[1:]))) for slot in range(size))
         yield ("Muon in batches: slots with other bits",
-               f"{rows} x {cols}, {bench.sizes.draws} draws x {MUON_BATCH} slots", differ)
+               f"{rows} x {cols}, {bench.sizes.draws} draws x {size} slots", differ)
 
 
 # ---- runs of scripts.base_train ------------------------------------------------------------------

@@ -7,11 +7,12 @@
 # changed. The stamp in .venv holds what was installed: pyproject.toml, word for word, and Python's version. It goes
 # before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml only.
 # PYTHON=/path/to/python picks an interpreter; pip's own settings (PIP_INDEX_URL, ...) are honoured. TORCH=installed takes
-# the torch that this interpreter has, 2.11 or newer, with whatever else is installed there.
+# the torch that this interpreter has, 2.11 or newer, with whatever else is installed there; it may be of a venv itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.setup-stamp
+if grep -qs 'include-system-site-packages = true' .venv/pyvenv.cfg; then TORCH=installed; fi # it was made for that
 
 wanted_stamp() {
     if [[ "${TORCH:-}" == installed ]]; then echo "torch: installed"; fi
@@ -78,6 +79,10 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, half ma
     fi
     echo "setup: making .venv with $("$python" -V)"
     "$python" -m venv --clear $site .venv
+    if [[ -n "$site" ]]; then # of an interpreter in a venv, .venv would only see what that one is made from
+        "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+            >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/installed.pth"
+    fi
 fi
 write_requirements
 echo "setup: installing the packages of pyproject.toml into .venv (minutes, the first time)"

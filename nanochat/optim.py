@@ -188,7 +188,6 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-MUON_BATCH = 4  # matrices
 CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole
 NEEDED = {"adamw": ("lr", "betas", "eps", "weight_decay"),
           "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay")}
@@ -213,15 +212,22 @@ def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
             "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
 
 
-def in_batches(messages: Sequence[Message], size: int) -> list[list[int]]:
-    """Which messages are updated together, as runs of their indices: up to `size` neighbours of
-    matrices with equally many elements, any other message alone."""
-    def kind(i: int) -> tuple[bool, int]:
-        matrices = any(part and part.group["kind"] == "muon" for part in messages[i].parts)
-        return matrices, messages[i].chunk if matrices else i
+def muon_batch(shape: Sequence[int]) -> int:
+    """How many matrices of a shape are orthogonalized at once, where they are batched: four such as
+    C x C, two of those with a side at least twice the other, such as 4C x C."""
+    return 4 if max(shape) < 2 * min(shape) else 2
 
-    runs = [list(run) for _, run in groupby(range(len(messages)), key=kind)]
-    return [run[at:at + size] for run in runs for at in range(0, len(run), size)]
+
+def in_batches(messages: Sequence[Message], batched: bool) -> list[list[int]]:
+    """Which messages are updated together, as runs of their indices: of matrices with equally many
+    elements as many neighbours as `muon_batch` allows, any other message alone."""
+    def kind(i: int) -> tuple[int, int]:
+        sizes = [muon_batch(part.param.shape) for part in messages[i].parts
+                 if batched and part and part.group["kind"] == "muon"]
+        return (min(sizes), messages[i].chunk) if sizes else (1, i)
+
+    runs = [(size, list(run)) for (size, _), run in groupby(range(len(messages)), key=kind)]
+    return [run[at:at + size] for size, run in runs for at in range(0, len(run), size)]
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -237,8 +243,8 @@ class MuonAdamW(torch.optim.Optimizer):
     reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
     polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs that have it, else
     float32). compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
-    more graphs than torch keeps ends in an error, not in slow steps. batched: orthogonalize up to
-    MUON_BATCH matrices at once. Raises ValueError for a group that lacks something.
+    more graphs than torch keeps ends in an error, not in slow steps. batched: orthogonalize as many
+    matrices at once as `muon_batch` says. Raises ValueError for a group that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
@@ -250,14 +256,14 @@ class MuonAdamW(torch.optim.Optimizer):
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
-        self._batch = MUON_BATCH if batched else 1
+        self._batched = batched
         self._muon_updates, self._adamw_update = muon_updates, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:
             # fullgraph: more variants than torch's recompile_limit are an error
             self._muon_updates = torch.compile(muon_updates, dynamic=False, fullgraph=True)
             self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True)
         self._messages = lay_out(self._params, self._world_size)
-        self._together = in_batches(self._messages, self._batch)
+        self._together = in_batches(self._messages, batched)
         self._mine = [message.parts[self._rank] for message in self._messages]
         self._num_grains, self._grains = self._place_grains()
         # the count of steps is on the device: one that is not live does not count
@@ -369,8 +375,8 @@ class MuonAdamW(torch.optim.Optimizer):
             matrices = [(param.view(shape), grad.view(shape), *self.state[part.param].values())
                         for part, param, grad in parts]
             # always as many: the bits of a matrix do not depend on how many a rank has
-            matrices += [tuple(map(torch.zeros_like, matrices[0]))
-                         for _ in range(self._batch - len(matrices))]
+            missing = muon_batch(shape) - len(matrices) if self._batched else 0
+            matrices += [tuple(map(torch.zeros_like, matrices[0])) for _ in range(missing)]
             self._muon_updates(matrices, **scalars, polar_dtype=self._polar_dtype)
             return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]

@@ -5,6 +5,7 @@ machine that may be busy.
 
 Laws whose examples are dear take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("quick")
+# Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -189,7 +189,9 @@ class Dataset:
 
     @property
     def data_dir(self) -> Path:
-        return get_base_dir() / "data" / self.name
+        """Where it is, or is downloaded to: data/NAME, or where nanochat's own downloads are."""
+        ours, theirs = get_base_dir() / "data" / self.name, get_base_dir() / f"base_data_{self.name}"
+        return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
 
 DEFAULT_DATASET = Dataset("climbmix", f"{HUB}/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542)

@@ -1,0 +1,245 @@
+"""
+The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` puts beside
+the weights. It needs torch and transformers (5.x) and nothing else of this project.
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+
+The arithmetic is that of `gpt.py`, and its docstring says where each part comes from; parameters have
+the same names, so weights travel unchanged. What differs is what transformers asks of a model:
+
+- Rows may be padded, on either side. `attention_mask` says which positions are tokens; no token looks
+  at padding. Rotary angles count from the start of the row, padding included: attention depends on
+  the distance of two positions only.
+- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the token before, so one
+  more layer of the cache holds embeddings, as keys of a single head; its values are empty. Whatever
+  transformers does to a cache (reorder, repeat, crop) then happens to them as well.
+
+      cache.layers    0 .. n_layer - 1    keys, values (B, kv heads, T, head_dim)
+                      n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
+
+- `labels` are not shifted by the caller: the loss at position t is of label t + 1.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class NanochatExactConfig(PreTrainedConfig):
+    """The shape of the model, and the constants of its architecture.
+
+    `window_sizes`: for each layer how many tokens back it sees, -1 for all.
+    """
+
+    model_type = "nanochat_exact"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {  # noqa: RUF012  transformers reads it so
+        "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len"}
+
+    def __init__(self, *, vocab_size: int = 32768, padded_vocab_size: int = 32768,
+                 sequence_len: int = 2048, n_layer: int = 12, n_head: int = 6, n_kv_head: int = 6,
+                 n_embd: int = 768, window_sizes: list[int] | None = None, rope_base: float = 100_000.0,
+                 ve_gate_channels: int = 12, smear_channels: int = 24, qk_scale: float = 1.2,
+                 logit_cap: float = 15.0, **kwargs: Any) -> None:
+        self.vocab_size = vocab_size
+        self.padded_vocab_size = padded_vocab_size
+        self.sequence_len = sequence_len
+        self.n_layer = n_layer
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.n_embd = n_embd
+        self.window_sizes = window_sizes or [-1] * n_layer
+        self.rope_base = rope_base
+        self.ve_gate_channels = ve_gate_channels
+        self.smear_channels = smear_channels
+        self.qk_scale = qk_scale
+        self.logit_cap = logit_cap
+        super().__init__(**{"tie_word_embeddings": False, **kwargs})
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every other layer, counted back from the last."""
+        return (self.n_layer - 1 - layer) % 2 == 0
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without parameters."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (T, D/2)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None) -> Tensor:
+    """Causal attention of q (B, H, Tq, D), the last Tq of the Tk positions, to k and v (B, Hkv, Tk, D).
+
+    window: how many tokens before itself a query sees; -1 is all. is_token: (B, Tk) bool, None where
+    all are; padding sees itself, so that its softmax is not over nothing. Returns (B, H, Tq, D)."""
+    Tq, out_of_reach = q.size(2), 0
+    if window >= 0:  # keys before the first query's window
+        out_of_reach = max(0, k.size(2) - Tq - window)
+        k, v = k[:, :, out_of_reach:], v[:, :, out_of_reach:]
+    Tk, grouped = k.size(2), q.size(1) != k.size(1)
+    if is_token is None and (window < 0 or window >= Tk - 1) and Tq == Tk:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    back = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(Tk, device=q.device)
+    seen = (back >= 0) & (back <= window) if window >= 0 else back >= 0
+    if is_token is not None:
+        seen = seen & is_token[:, None, None, out_of_reach:] | (back == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: NanochatExactConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.window, self.qk_scale = layer, config.window_sizes[layer], config.qk_scale
+        self.head_dim = config.n_embd // config.n_head
+        kv_width = config.n_kv_head * self.head_dim
+        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_k = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.c_v = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.ve_gate = None
+        if config.has_value_embedding(layer):
+            self.ve_gate = nn.Linear(config.ve_gate_channels, config.n_kv_head, bias=False)
+
+    def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor],
+                cache: Cache | None, is_token: Tensor | None) -> Tensor:
+        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. Returns (B, T, C)."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
+        if self.ve_gate is not None and ve is not None:
+            opened = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
+            v = v + opened.unsqueeze(-1) * ve.view(heads)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = norm(rotate(q, *rotary)) * self.qk_scale
+        k = norm(rotate(k, *rotary)) * self.qk_scale
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        y = attend(q, k, v, self.window, is_token)
+        return self.c_proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: NanochatExactConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: NanochatExactConfig, layer: int) -> None:
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, *attn_args: Any) -> Tensor:
+        x = x + self.attn(norm(x), *attn_args)
+        return x + self.mlp(norm(x))
+
+
+class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NanochatExactConfig
+    _no_split_modules = ("Block",)
+    _supports_sdpa = True
+    # scalars are float32 in training, whatever the activations are
+    _keep_in_fp32_modules_strict = ("resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda")
+
+    def __init__(self, config: NanochatExactConfig) -> None:
+        super().__init__(config)
+        kv_width = config.n_kv_head * (config.n_embd // config.n_head)
+        layers = range(config.n_layer)
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            "h": nn.ModuleList(Block(config, i) for i in layers)})
+        self.value_embeds = nn.ModuleDict({
+            str(i): nn.Embedding(config.padded_vocab_size, kv_width)
+            for i in layers if config.has_value_embedding(i)})
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.smear_gate = nn.Linear(config.smear_channels, 1, bias=False)
+        self.smear_lambda = nn.Parameter(torch.zeros(1))
+        self.backout_lambda = nn.Parameter(torch.zeros(1))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer["wte"]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
+                past_key_values: Cache | None = None, labels: Tensor | None = None,
+                use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
+                **ignored: Any) -> CausalLMOutputWithPast:
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where they
+        do not count, the mean loss in nats.
+
+        attention_mask: (B, past + T), 0 at padding. logits_to_keep: of the last so many positions, 0
+        for all, or an index of positions. ValueError for a cache of a fixed size, or embeddings in
+        place of ids."""
+        if ignored.get("inputs_embeds") is not None:
+            raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
+        cache = past_key_values
+        if cache is None and use_cache is not False and labels is None:
+            cache = DynamicCache()
+        if cache is not None and cache.is_compileable:
+            raise ValueError("cache_implementation: a cache of a fixed size has no room for the embeddings "
+                             "that smear needs; leave it out")
+        start = 0 if cache is None else cache.get_seq_length()
+        is_token = None
+        if attention_mask is not None and not attention_mask.all():
+            is_token = attention_mask.bool()
+        wte = norm(self.transformer["wte"](input_ids))
+        x = x0 = middle = self._smear(wte, cache, is_token)
+        rotary = self._rotary(start, x)
+        for i, block in enumerate(self.transformer["h"]):
+            ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            x = block(x, ve, rotary, cache, is_token)
+            if i == self.config.n_layer // 2:
+                middle = x
+        x = norm(x - self.backout_lambda.to(x.dtype) * middle)
+        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, kept])[..., :self.config.vocab_size].float()
+        logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _rotary(self, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (T, D/2) of the positions of x (B, T, C), which begin at `start`."""
+        half = self.config.n_embd // self.config.n_head // 2
+        turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
+        positions = torch.arange(start, start + x.size(1), dtype=torch.float32)
+        angles = torch.outer(positions, turns)  # on the CPU: the same bits everywhere
+        return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
+
+    def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
+        """Add to each position of x (B, T, C) a gated share of the embedding before it, but not to the
+        first of a row, and never of padding."""
+        T, so_far = x.size(1), x
+        if cache is not None:
+            while len(cache.layers) <= self.config.n_layer:
+                cache.layers.append(DynamicLayer())
+            so_far = cache.update(x[:, None], x[:, None, :, :0], self.config.n_layer)[0][:, 0]
+        previous = F.pad(so_far, (0, 0, 1, 0))[:, -T - 1:-1]
+        gate = torch.sigmoid(self.smear_gate(x[..., :self.smear_gate.in_features]))
+        gate = self.smear_lambda.to(x.dtype) * gate
+        if is_token is not None:
+            gate = gate * F.pad(is_token, (1, 0))[:, -T - 1:-1, None]
+        return x + gate * previous

@@ -1,0 +1,461 @@
+"""
+Take a checkpoint out to transformers or to nanochat, or bring one in from there as a run.
+
+    python -m scripts.export d12 OUT --to=hf                # AutoModelForCausalLM.from_pretrained(OUT, ...)
+    python -m scripts.export d12@1000 OUT --to=nanochat     # NANOCHAT_BASE_DIR=OUT, then nanochat's own commands
+    python -m scripts.export CHECKPOINTS/d12 --from=nanochat --data-path=DIR      # becomes the run d12
+    python -m scripts.export OUT --from=hf --model-tag=tuned                      # what --to=hf made, also tuned
+
+    run directory                          --to=hf                       --to=nanochat
+    checkpoints/checkpoint-1000/
+      model/pytorch_model.bin              model.safetensors             base_checkpoints/TAG/model_001000.pt
+      model/config.json                    config.json                   base_checkpoints/TAG/meta_001000.json
+    tokenizer/                             tokenizer.json                tokenizer/tokenizer.pkl, token_bytes.pt
+                                           modeling_nanochat_exact.py
+                                           README.md, the model card
+
+Parameters keep their names and their types on all ways. What is written appears by one rename, whole
+or not at all, and never over something that is there. What is read executes nothing: weights are
+tensors only, and a pickled tokenizer is opened by parts that are known.
+
+What comes in has no optimizer and no place in the data: such a run can be evaluated, sampled from and
+trained on with --init-from. It counts as completed.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanochat import gpt
+from nanochat.checkpoint import (
+    CURSORS_NAME,
+    FORMAT_VERSION,
+    MODEL_CONFIG_NAME,
+    MODEL_NAME,
+    Checkpoint,
+    find_checkpoint,
+    json_bytes,
+    load_plain,
+    write_sealed,
+)
+from nanochat.common import (
+    Parser,
+    begin_data,
+    check_shape,
+    fsync_dir,
+    hash_json,
+    here,
+    read_json,
+    run_main,
+    setup_logging,
+    write_json,
+)
+from nanochat.config import FIELDS, Settings, flag
+from nanochat.dataset import DEFAULT_DATASET
+from nanochat.gpt import GPTConfig
+from nanochat.run_data import MANIFEST_NAME, find_manifests
+from nanochat.run_dir import CONFIG_NAME, FOLDERS, pack_cursors, remove_tree, run_path
+from nanochat.start_run import build_model, resolve
+from nanochat.tokenizer import RustBPETokenizer, replace_surrogates
+from scripts.report import Facts, markdown, read_facts
+
+log = logging.getLogger(__name__)
+
+CODE = "modeling_nanochat_exact"  # of nanochat/, copied into what transformers reads
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
+NEEDS = "pip install -e '.[hf]'"
+NAMED = 4  # names that an error tells of
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Take a checkpoint out, or bring one in.", epilog=__doc__)
+    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or a checkpoint; with --from the folder of "
+                        "another program's checkpoints, of nanochat with @STEP for an older one")
+    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (with --from: "
+                        "<base dir>/runs/MODEL_TAG)")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", choices=("hf", "nanochat"), help="whose files are written")
+    way.add_argument("--from", choices=("hf", "nanochat"), dest="origin", help="whose files are read")
+    parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's)")
+    parser.add_argument("--data-path", help="with --from: text that base_eval reads (default: the "
+                        f"{DEFAULT_DATASET.name} download, where it is)")
+    parser.add_argument("--tokenizer", type=Path, help="with --from: default: the one beside the checkpoints")
+    args = parser.parse_args(argv)
+    if args.to is not None and args.out is None:
+        raise ValueError(f"--to {args.to}: say where to, as in scripts.export {args.source} OUT --to={args.to}")
+    if args.to is not None and (args.model_tag or args.data_path or args.tokenizer):
+        raise ValueError("--model-tag, --data-path, --tokenizer: they go with --from")
+    return args
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out`. It takes that name when the block ends, with everything on disk;
+    where the block raises it is removed. ValueError where something is there already."""
+    out = here(out, "OUT").expanduser().absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out}: something is there, and nothing is ever written over; name a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            if path.is_dir():
+                fsync_dir(path)
+            else:
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        os.rename(temporary, out)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    fsync_dir(out.parent)
+
+
+# ---- to transformers -----------------------------------------------------------------------------
+
+def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """A state dict as safetensors: one file, or where it has more than `shard_bytes` several with an
+    index. A tensor is in one file."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in state.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor.contiguous()
+        room -= tensor.nbytes
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WEIGHTS]
+    for name, shard in zip(names, shards):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file for file, shard in zip(names, shards) for name in shard}
+        size = sum(tensor.nbytes for tensor in state.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
+    """Our ranks as an object of the package `tokenizers` that gives the same ids and puts BOS in front.
+
+    tiktoken joins any two neighbours whose join has a rank; `tokenizers` wants the pairs listed. So
+    each token has a merge for each way to cut it in two tokens, all of them at the place of its rank.
+    ValueError where the ids differ on texts made to be hard.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    from nanochat.encoders import hard_sample
+
+    # a byte is written as a letter: itself where it can be seen, else the next one from 256 on (GPT-2's table)
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    letters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+    def written(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    ranks, special, bos = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens, tokenizer.bos_token
+    cuts = sorted((rank, at, token) for token, rank in ranks.items() for at in range(1, len(token))
+                  if token[:at] in ranks and token[at:] in ranks)
+    made = Tokenizer(models.BPE(
+        vocab={written(token): rank for token, rank in ranks.items()} | special,
+        merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts], ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, special[bos])])
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    made.encode_special_tokens = True  # as ours: "<|bos|>" in a text is seven characters
+    for text in map(replace_surrogates, [*hard_sample(), *special]):
+        if made.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
+            raise ValueError(f"tokenizer.json: `tokenizers` gives other ids than tiktoken for {text[:40]!a}, with "
+                             f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported")
+    return made
+
+
+def tokenizer_files(tokenizer: RustBPETokenizer, sequence_len: int) -> dict[str, bytes]:
+    """The tokenizer as transformers reads it, by file name."""
+    bos = tokenizer.bos_token
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos,
+              "model_max_length": sequence_len, "clean_up_tokenization_spaces": False,
+              "split_special_tokens": True,  # text never turns into a special token
+              "model_input_names": ["input_ids", "attention_mask"]}
+    return {"tokenizer.json": as_tokenizers(tokenizer).to_str(pretty=True).encode(),
+            "tokenizer_config.json": json_bytes(config),
+            "special_tokens_map.json": json_bytes({"bos_token": bos, "eos_token": bos, "pad_token": bos})}
+
+
+def model_files(checkpoint: Checkpoint, config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
+    """config.json and generation_config.json. The first has all fields of `GPTConfig`, what follows from
+    them, and of the run what --from=hf needs."""
+    ids = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
+    model = {
+        "architectures": ["NanochatExactForCausalLM"], "model_type": "nanochat_exact",
+        "auto_map": {"AutoConfig": f"{CODE}.NanochatExactConfig",
+                     "AutoModelForCausalLM": f"{CODE}.NanochatExactForCausalLM"},
+        "dtype": str(dtype).removeprefix("torch."), **asdict(config), "padded_vocab_size": config.padded_vocab_size,
+        "window_sizes": config.window_sizes, "rope_base": float(gpt.ROPE_BASE), "qk_scale": gpt.QK_SCALE,
+        "logit_cap": gpt.LOGIT_CAP, "ve_gate_channels": min(gpt.VE_GATE_CHANNELS, config.n_embd),
+        "smear_channels": min(gpt.SMEAR_CHANNELS, config.n_embd), "tie_word_embeddings": False, **ids,
+        "trained": {"step": checkpoint.step, "tokens": checkpoint.trainer_state["tokens"]}}
+    return {"config.json": json_bytes(model), "generation_config.json": json_bytes({"do_sample": False, **ids})}
+
+
+def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> bytes:
+    """README.md: what the model is, what it was trained on and how, and how to use it. Where things lay
+    on the machine that trained it is left out."""
+    step, tag = checkpoint.step, facts.config.get("model_tag") or facts.run_dir.name
+    settings = Settings.from_json(facts.config)
+    done = [record for record in facts.steps if record["step"] == step - 1]
+    started = [event for event in facts.named("started") if event["step"] <= step]
+    bpb = [event["bpb"] for event in facts.named("val") if event["step"] <= step]
+    files = [(f"{bucket} ({split})", sum(sum(file["groups"]) for file in manifest["files"]),
+              sum(file["size"] for file in manifest["files"]), Path(manifest["root"]).name)
+             for split, buckets in facts.manifest.items() for bucket, manifest in buckets.items()]
+    rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
+            ("validation bits per byte", f"{bpb[-1]:.6f}" if bpb else "not measured"),
+            ("digest of the last step's batch", f"`{done[0]['digest']}`" if done else "not known"),
+            ("seal of the checkpoint", f"`{checkpoint.trainer_state['checksum']}`"),
+            ("tokenizer", f"`{settings.tokenizer_fingerprint}`"),
+            ("code, commit", (started[-1].get("code") if started else None) or "not known"),
+            ("PyTorch", started[-1]["torch"] if started else "not known")]
+    chosen = {name: value for name, value in settings.differing().items()
+              if FIELDS[name].metadata["fixed"] or name == "num_iterations"}
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
+             f"# {tag}, step {step:,}", "", "A language model, pretrained and not tuned: it continues text.", "",
+             *markdown(("fact", "value"), rows),
+             *markdown(("data", "documents", "bytes", "folder"), files),
+             "Settings that differ from their defaults:", "", "```",
+             *(f"{flag(name)} {json.dumps(value)}" for name, value in chosen.items()), "```", "",
+             f"The architecture is in `{CODE}.py`, which transformers runs when it is told to trust it. Every text",
+             "begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.",
+             "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
+             'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
+             'tokenizer = AutoTokenizer.from_pretrained(".")',
+             'tokens = model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=64)',
+             "print(tokenizer.decode(tokens[0], skip_special_tokens=True))", "```", ""]
+    return "\n".join(lines).encode()
+
+
+def to_hf(source: str, out: Path) -> str:
+    """Write a folder for transformers; a sentence that says what it is."""
+    checkpoint, config, tokenizer = open_checkpoint(source)
+    state = checkpoint.model_state()
+    dtype = state["transformer.wte.weight"].dtype
+    card = model_card(checkpoint, read_facts(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
+    files = {**model_files(checkpoint, config, dtype, tokenizer.get_bos_token_id()),
+             **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
+    with new_folder(out) as folder:
+        write_weights(folder, state)
+        shutil.copyfile(Path(gpt.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"
+
+
+# ---- to nanochat ---------------------------------------------------------------------------------
+
+def to_nanochat(source: str, out: Path) -> str:
+    """Write a base directory for nanochat; a sentence that says what it is. ValueError where nanochat
+    has no place for the model or the tokenizer."""
+    checkpoint, config, tokenizer = open_checkpoint(source)
+    run_dir, step = run_of(checkpoint), checkpoint.step
+    settings = Settings.from_json(read_json(run_dir / CONFIG_NAME, dict))
+    if config.n_embd < gpt.SMEAR_CHANNELS:
+        raise ValueError(f"{checkpoint.path}: n_embd is {config.n_embd}, and nanochat's smear gate reads "
+                         f"{gpt.SMEAR_CHANNELS} channels; such a model cannot go there")
+    if tokenizer.bos_token != "<|bos|>":
+        raise ValueError(f"{run_dir / 'tokenizer'}: documents begin with {tokenizer.bos_token}, and nanochat looks for "
+                         "<|bos|>; export --to=hf instead")
+    meta = {"step": step, "val_bpb": checkpoint.trainer_state["progress"]["val_bpb"], "model_config": asdict(config),
+            "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
+            "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
+    with new_folder(out) as folder:
+        model_folder, tokenizer_folder = folder / "base_checkpoints" / run_dir.name, folder / "tokenizer"
+        model_folder.mkdir(parents=True)
+        tokenizer_folder.mkdir()
+        torch.save(checkpoint.model_state(), model_folder / f"model_{step:06d}.pt")
+        write_json(model_folder / f"meta_{step:06d}.json", meta)
+        (tokenizer_folder / "tokenizer.pkl").write_bytes(pickle.dumps(tokenizer.enc))
+        torch.save(tokenizer.token_bytes(), tokenizer_folder / "token_bytes.pt")
+    return f"{out}: step {step:,} of {run_dir.name} for nanochat; set NANOCHAT_BASE_DIR={out} for its commands"
+
+
+def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, RustBPETokenizer]:
+    """A run's checkpoint with its shape and tokenizer. Errors of `find_checkpoint`, and ValueError for
+    a tokenizer that is not the checkpoint's."""
+    checkpoint = find_checkpoint(source)
+    tokenizer = RustBPETokenizer.from_directory(run_of(checkpoint) / "tokenizer")
+    checkpoint.check_tokenizer(tokenizer.fingerprint)
+    return checkpoint, GPTConfig(**checkpoint.model_config), tokenizer
+
+
+def run_of(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.absolute().parent.parent
+
+
+# ---- from elsewhere ------------------------------------------------------------------------------
+
+class Found(NamedTuple):
+    """What another program's folder holds. `config`: fields of `GPTConfig`; `batch`: settings of a
+    step, as far as they are known; `tokenizer`: where it lies."""
+
+    folder: Path
+    step: int
+    state: dict[str, Tensor]
+    config: dict[str, Any]
+    batch: dict[str, Any]
+    tokenizer: Path
+
+
+def from_hf(source: str) -> Found:
+    """A folder that --to=hf made, or that transformers saved after it read one. FileNotFoundError or
+    ValueError names the file that is missing, cut short or of something else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = here(source, "SOURCE").expanduser()
+    config = read_json(folder / "config.json", {"model_type": str}, way_out="is it an export?")
+    if config["model_type"] != "nanochat_exact":
+        raise ValueError(f"{folder / 'config.json'}: model_type is {config['model_type']!r}, expected nanochat_exact; "
+                         "other architectures cannot be read")
+    index = folder / INDEX
+    names = {WEIGHTS: WEIGHTS}
+    if index.is_file():
+        names = read_json(index, {"weight_map": dict})["weight_map"]
+    state: dict[str, Tensor] = {}
+    for name in sorted(set(names.values())):
+        try:
+            state |= load_file(folder / name)
+        except SafetensorError as e:
+            raise ValueError(f"{folder / name}: cut short or no safetensors ({e}); copy it again, or export "
+                             "anew") from None
+    shape = {name: config.get(name) for name in GPTConfig.__dataclass_fields__}
+    return Found(folder, config.get("trained", {}).get("step", 0), state, shape, {}, folder)
+
+
+def from_nanochat(source: str) -> Found:
+    """A folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than the
+    newest. FileNotFoundError or ValueError names what is missing or of something else."""
+    text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
+    folder = here(text, "SOURCE").expanduser()
+    steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
+    if not steps or (at and int(at) not in steps):
+        there = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
+        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps there: {there}")
+    step = int(at) if at else steps[-1]
+    meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, way_out="copy it again")
+    state = load_plain(folder / f"model_{step:06d}.pt")
+    check_shape(state, dict, folder / f"model_{step:06d}.pt")
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
+    config = {"window_pattern": "L", **meta["model_config"]}  # older ones see everything in every layer
+    config["window_pattern"] = str(config["window_pattern"]).upper()
+    of_layers = torch.ones(config.get("n_layer", 0))
+    state = {"resid_lambdas": of_layers, "x0_lambdas": 0 * of_layers, **state}  # and have no such scalars
+    batch = {name: meta[name] for name in ("device_batch_size", "total_batch_size") if name in meta}
+    return Found(folder, step, state, config, batch, folder.absolute().parent.parent / "tokenizer")
+
+
+def check_shapes(found: Found, shape: GPTConfig, model: gpt.GPT) -> None:
+    """ValueError, in one sentence, where weights are not those of our model, or settings of a run
+    cannot ask for its shape."""
+    theirs, ours = found.state, model.state_dict()
+    other = [f"{name} is {value}, and --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
+             for name, value in asdict(shape).items() if value != getattr(model.config, name)]
+    other += [f"{name} is missing" for name in sorted(ours.keys() - theirs.keys())]
+    other += [f"{name} is unknown" for name in sorted(theirs.keys() - ours.keys())]
+    other += [f"{name} is {tuple(theirs[name].shape)}, expected {tuple(ours[name].shape)}"
+              for name in ours.keys() & theirs.keys() if theirs[name].shape != ours[name].shape]
+    if other:
+        more = f" and {len(other) - NAMED} more" * (len(other) > NAMED)
+        raise ValueError(f"{found.folder}: another architecture than ours, which is nanochat's of July 2026: "
+                         f"{', '.join(other[:NAMED])}{more}; it cannot be brought in")
+
+
+def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTConfig, RustBPETokenizer]:
+    """The settings that a run of this model would have, resolved; its shape; its tokenizer. ValueError
+    where shape, weights and tokenizer do not go together."""
+    try:
+        shape = GPTConfig(**found.config)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{found.folder}: no shape of our model: {e}") from e
+    folder = args.tokenizer or found.tokenizer
+    tokenizer = RustBPETokenizer.from_directory(folder)
+    if tokenizer.get_vocab_size() != shape.vocab_size:
+        raise ValueError(f"{folder}: {tokenizer.get_vocab_size():,} tokens, and the model has {shape.vocab_size:,}; "
+                         f"name its own tokenizer with --tokenizer")
+    settings = Settings(
+        depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
+        max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
+        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or DEFAULT_DATASET.data_dir),
+        model_tag=args.model_tag or (args.out or found.folder.absolute()).name, num_iterations=max(1, found.step),
+        **found.batch)
+    check_shapes(found, shape, build_model(settings))
+    narrow = found.state["transformer.wte.weight"].dtype == torch.bfloat16
+    return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
+
+
+def bring_in(found: Found, args: argparse.Namespace) -> str:
+    """Write a run directory of what was found; a sentence that says what it is. Raises what
+    `settings_of` and, of data, `find_manifests` raise."""
+    settings, shape, tokenizer = settings_of(found, args)
+    out = args.out or run_path(settings.model_tag or "")
+    begin_data()
+    manifests: dict[str, Any] = {}
+    if args.data_path or Path(settings.data_path or "").is_dir():
+        manifests = find_manifests({}, settings)
+    else:
+        log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path", settings.data_path)
+    head = {"format_version": FORMAT_VERSION, "step": found.step, "architecture_hash": hash_json(asdict(shape)),
+            "status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
+            "tokenizer_fingerprint": tokenizer.fingerprint}
+    with new_folder(out) as run_dir:
+        for name in FOLDERS:
+            (run_dir / name).mkdir(exist_ok=True)
+        write_sealed(run_dir / "checkpoints" / "final", head, {
+            CURSORS_NAME: pack_cursors(found.step, []), MODEL_CONFIG_NAME: json_bytes(asdict(shape)),
+            MODEL_NAME: found.state})
+        tokenizer.save(run_dir / "tokenizer")
+        if manifests:
+            write_json(run_dir / MANIFEST_NAME, manifests)
+        write_json(run_dir / CONFIG_NAME, settings.to_json())
+    return f"{out}: a run at step {found.step:,}, from {args.source}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, write, say what. ValueError and OSError for bad input; then nothing is left behind."""
+    args = parse_args(argv)
+    setup_logging()
+    if "hf" in (args.to, args.origin):
+        for package in ("safetensors", "tokenizers"):
+            if importlib.util.find_spec(package) is None:
+                raise ValueError(f"hf: the package {package} is not installed; {NEEDS}")
+    if args.to is not None:
+        print({"hf": to_hf, "nanochat": to_nanochat}[args.to](args.source, args.out))
+    else:
+        print(bring_in({"hf": from_hf, "nanochat": from_nanochat}[args.origin](args.source), args))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

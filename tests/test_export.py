@@ -1,0 +1,235 @@
+"""Exports: what goes out is the checkpoint and the tokenizer to the bit, and comes in again as it was. What transformers
+and nanochat themselves make of it is in dev/compare_hf.py and dev/compare_nanochat.py."""
+
+import functools
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from nanochat.checkpoint import find_checkpoint
+from nanochat.common import get_base_dir
+from nanochat.dataset import DEFAULT_DATASET
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
+from scripts import base_eval, base_train, export, sample
+from tests import training
+from tests.toy import examples, write_parquet
+
+
+@pytest.fixture(scope="module", autouse=True)
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A base directory with a run of three steps, and its exports hf/ and nc/."""
+    changed = {"num_iterations": 3, "save_every": -1, "eval_every": 3, "max_seq_len": 64, "total_batch_size": 64 * 8,
+               "eval_tokens": 64 * 16}
+    with training.workplace(tmp_path_factory.mktemp("export"), **changed) as path:
+        assert base_train.main(training.flags()) == 0
+        assert export.main(["run", f"{path / 'hf'}", "--to=hf"]) == 0
+        (path / "nc").mkdir()  # an empty folder may be there
+        assert export.main(["run@3", f"{path / 'nc'}", "--to=nanochat"]) == 0
+        yield path
+
+
+def weights(run: str) -> dict:
+    return training.as_bytes(dict(find_checkpoint(run).model_state()))
+
+
+@functools.cache
+def exported_tokenizer() -> tuple[RustBPETokenizer, Tokenizer]:
+    found = Tokenizer.from_file(str(get_base_dir() / "hf" / "tokenizer.json"))
+    found.encode_special_tokens = True
+    return get_tokenizer(), found
+
+
+# ---- out ------------------------------------------------------------------------------------------------------------
+
+def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(base, tmp_path):
+    assert training.as_bytes(load_file(base / "hf" / "model.safetensors")) == weights("run")
+    export.write_weights(tmp_path, find_checkpoint("run").model_state(), shard_bytes=40_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2 and {path.name for path in tmp_path.glob("model-*.safetensors")} == files
+    found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert training.as_bytes(found) == weights("run")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+@settings(max_examples=examples(0.7))
+@given(st.text("ab '<|bos|>19\n\r\t é漢\u0301\u1680😀"))
+@example("<|bos|><|user_start|> aaaaaaaaa'S'ſ   \n  x")
+def test_the_exported_tokenizer_gives_our_ids(text):
+    ours, theirs = exported_tokenizer()
+    text = replace_surrogates(text)
+    ids = ours.encode(text)
+    assert theirs.encode(text, add_special_tokens=False).ids == ids
+    assert theirs.encode(text).ids == [ours.bos_token_id, *ids], "BOS stands in front of every text"
+    assert theirs.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_exported_tokenizer_gives_our_ids_on_much_text_and_has_our_special_tokens(base):
+    ours, theirs = exported_tokenizer()
+    texts = training.texts(200, seed=7)
+    assert [e.ids for e in theirs.encode_batch(texts, add_special_tokens=False)] == ours.encode(texts)
+    assert {text: theirs.token_to_id(text) for text in ours.get_special_tokens()} == ours.enc._special_tokens
+    assert theirs.get_vocab_size() == ours.get_vocab_size()
+
+
+def test_a_tokenizer_whose_ids_would_differ_is_not_exported(base):
+    class Other(RustBPETokenizer):
+        def encode(self, text, **kwargs):
+            return [0, *super().encode(text, **kwargs)]
+
+    with pytest.raises(ValueError, match="gives other ids than tiktoken"):
+        export.as_tokenizers(Other(get_tokenizer().enc, "<|bos|>"))
+
+
+def test_config_and_card_tell_what_the_model_is(base):
+    config = json.loads((base / "hf" / "config.json").read_text())
+    checkpoint = find_checkpoint("run")
+    assert checkpoint.model_config.items() <= config.items()
+    assert config["auto_map"]["AutoModelForCausalLM"] == f"{export.CODE}.NanochatExactForCausalLM"
+    assert (base / "hf" / f"{export.CODE}.py").read_bytes() == Path(f"nanochat/{export.CODE}.py").read_bytes()
+    card = (base / "hf" / "README.md").read_text()
+    [val] = [event["bpb"] for event in training.events("val") if event["step"] == 3]
+    for fact in (training.digests()[-1], f"{val:.6f}", "1,536", checkpoint.trainer_state["checksum"], "--depth 2"):
+        assert fact in card, fact
+    assert str(base) not in card, "where data lay is nobody's business"
+
+
+# ---- in -------------------------------------------------------------------------------------------------------------
+
+def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_per_byte(base, capsys):
+    assert export.main([f"{base / 'nc/base_checkpoints/run'}", "--from=nanochat", "--model-tag=back",
+                        f"--data-path={base / 'data'}", f"--tokenizer={base / 'tokenizer'}"]) == 0
+    assert weights("back") == weights("run")
+    assert base_eval.main(["--run=back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
+    result = json.loads((training.run_dir("back") / "eval.json").read_text())
+    assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == 3
+    assert sample.main(["--run=back", "--max-tokens=2", "--device-type=cpu"]) == 0
+    assert base_train.main(training.flags(model_tag="next", init_from="back", num_iterations=1, eval_every=1)) == 0
+    assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]
+    assert base_train.main(training.flags(model_tag="back")) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_what_went_to_transformers_comes_back_too_with_the_tokenizer_that_is_named(base, caplog):
+    assert export.main([f"{base / 'hf'}", f"{base / 'elsewhere'}", "--from=hf",
+                        f"--tokenizer={base / 'tokenizer'}"]) == 0
+    assert weights(str(base / "elsewhere")) == weights("run")
+    assert "base_eval has nothing to read" in caplog.text
+
+
+def test_older_checkpoints_of_nanochat_lack_what_changes_nothing(base):
+    folder = copy_of(base / "nc", "older")
+    state = torch.load(folder / "model_000003.pt")
+    kept = {f"_orig_mod.{name}": value for name, value in state.items() if name not in ("resid_lambdas", "x0_lambdas")}
+    torch.save(kept, folder / "model_000003.pt")
+    meta = json.loads((folder / "meta_000003.json").read_text())
+    del meta["model_config"]["window_pattern"]
+    (folder / "meta_000003.json").write_text(json.dumps(meta))
+    found = export.from_nanochat(str(folder))
+    assert found.config["window_pattern"] == "L" and found.state.keys() == state.keys()
+    assert found.state["resid_lambdas"].tolist() == [1, 1] and found.state["x0_lambdas"].tolist() == [0, 0]
+
+
+def copy_of(made: Path, name: str) -> Path:
+    """A copy of an export for nanochat, beside it; its folder of checkpoints."""
+    shutil.copytree(made, made.with_name(name))
+    return made.with_name(name) / "base_checkpoints" / "run"
+
+
+def test_the_data_that_nanochat_downloaded_are_found(base):
+    assert DEFAULT_DATASET.data_dir == base / "data" / "climbmix"
+    write_parquet(base / "base_data_climbmix" / "shard_00000.parquet", ["a"])
+    assert DEFAULT_DATASET.data_dir == base / "base_data_climbmix"
+    (base / "data" / "climbmix").mkdir()
+    assert DEFAULT_DATASET.data_dir == base / "data" / "climbmix", "where both are, ours"
+    (base / "data" / "climbmix").rmdir()
+    shutil.rmtree(base / "base_data_climbmix")
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+def refused(*argv: object) -> str:
+    """What a command says that is refused. It leaves nothing in the base directory."""
+    before = sorted(get_base_dir().rglob("*"))
+    with pytest.raises((ValueError, OSError)) as e:
+        export.main([str(arg) for arg in argv])
+    assert sorted(get_base_dir().rglob("*")) == before
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_nothing_is_written_over_and_nothing_half_written_stays(base, monkeypatch):
+    assert "something is there" in refused("run", base / "hf", "--to=nanochat")
+    assert "something is there" in refused("run", base / "hf" / "config.json", "--to=hf")
+    assert "something is there" in refused(base / "hf", "--from=hf", "--model-tag=run",
+                                           f"--tokenizer={base / 'tokenizer'}")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "write_weights", full)
+    assert "No space left" in refused("run", base / "new", "--to=hf")
+    assert "OUT" in refused("run", "--to=hf")
+    assert "go with --from" in refused("run", base / "new", "--to=hf", "--model-tag=x")
+
+
+def test_a_safetensors_cut_short_and_a_missing_one_are_named(base):
+    for name, keep, told in (("short", 2000, "cut short"), ("none", 0, "No such file")):
+        shutil.copytree(base / "hf", base / name)
+        file = base / name / "model.safetensors"
+        whole = file.read_bytes()
+        file.unlink() if keep == 0 else file.write_bytes(whole[:keep])
+        said = refused(base / name, "--from=hf", f"--tokenizer={base / 'tokenizer'}")
+        assert str(file) in said and told in said
+
+
+def test_a_package_that_is_not_installed_names_its_extra(base, monkeypatch):
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
+    assert "pip install -e '.[hf]'" in refused("run", base / "new", "--to=hf")
+
+
+def test_other_architectures_and_what_is_no_checkpoint_are_refused_in_a_sentence(base):
+    folder = copy_of(base / "nc", "other")
+    file, meta = folder / "model_000003.pt", folder / "meta_000003.json"
+    way = ("--from=nanochat", f"--tokenizer={base / 'tokenizer'}", "--model-tag=x", f"--data-path={base / 'data'}")
+    whole, shape = torch.load(file), json.loads(meta.read_text())
+    torch.save({name: value for name, value in whole.items() if not name.startswith("smear")}, file)
+    assert "smear_gate.weight is missing, smear_lambda is missing" in refused(folder, *way)
+    torch.save(whole | {"bias": torch.zeros(1), "smear_lambda": torch.zeros(3)}, file)
+    said = refused(folder, *way)
+    assert "bias is unknown" in said and "smear_lambda is (3,), expected (1,)" in said
+    meta.write_text(json.dumps({"model_config": shape["model_config"] | {"n_kv_head": 1}}))
+    assert "n_kv_head is 1" in refused(folder, *way)
+    meta.write_text(json.dumps({"model_config": shape["model_config"] | {"vocab_size": 500}}))
+    assert "320 tokens, and the model has 500" in refused(folder, *way)
+    meta.write_text(json.dumps({"model_config": {"layers": 3}}))
+    assert "no shape of our model" in refused(folder, *way)
+    assert "steps there: 3" in refused(f"{folder}@7", *way)
+    assert "none" in refused(base, *way)
+    file.write_bytes(pickle.dumps(Trap(base / "trapped")))
+    assert "refused" in refused(folder, *way)
+    assert not (base / "trapped").exists()
+
+
+class Trap:
+    """A pickle that makes a file where it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_what_nanochat_has_no_place_for_is_refused(base):
+    assert base_train.main(training.flags(model_tag="narrow", depth=1, num_iterations=1, eval_every=-1)) == 0
+    assert "n_embd is 12" in refused("narrow", base / "new", "--to=nanochat")

@@ -206,7 +206,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         wte = norm(self.transformer["wte"](input_ids))
         x = x0 = middle = self._smear(wte, cache, is_token)
         rotary = self._rotary(start, x)
-        for i, block in enumerate(self.transformer["h"]):
+        for i, block in enumerate(self.transformer["h"].children()):
             ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             x = block(x, ve, rotary, cache, is_token)

@@ -128,7 +128,7 @@ cpu_profile() {
     stage "tokenizer" python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=2048
     # Documents are ten rows long here: --long-docs=crop would drop 73 % of their tokens. Rates are four times the usual
     # ones, which are for long runs: after 200 steps 1.81 validation bits per byte, instead of 2.09.
-    stage "training" python -m scripts.base_train --data-path="$data" --tokenizer-dir="$tokenizer" \
+    stage "training" python -m scripts.base_train --data-path="$data" --tokenizer="$tokenizer" \
         --depth=4 --aspect-ratio=48 --head-dim=64 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=16 \
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=10 --eval-every=50 --eval-tokens=65536 --save-every=50 \
         --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer_dir = find_tokenizer(None, SHARED, folder)
         lengths = make_files(folder / "data", args.documents)
         command = [sys.executable, "-m", "scripts.validate", f"--data-path={folder / 'data'}", "--data-format=shards",
-                   f"--tokenizer-dir={tokenizer_dir}", f"--max-seq-len={T}", f"--num-iterations={args.steps}",
+                   f"--tokenizer={tokenizer_dir}", f"--max-seq-len={T}", f"--num-iterations={args.steps}",
                    f"--total-batch-size={ROWS * T}", f"--lanes={LANES}", "--depth=4", "--device-type=cpu"]
         found = in_turns({
             "bare packers": lambda: seconds(lambda: pack(lengths, args.steps)),

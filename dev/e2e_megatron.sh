@@ -72,7 +72,7 @@ prefixes() { # of the first training pair of each bucket, below a path
 }
 train=(-m scripts.base_train --data-format megatron --depth 2 --aspect-ratio 32 --head-dim 32 --max-seq-len 256
     --total-batch-size 2048 --device-batch-size 2 --lanes 8 --device-type cpu --eval-every 12 --eval-tokens 16384
-    --sample-every -1 --save-every 4 --num-iterations 24 --tokenizer-dir)
+    --sample-every -1 --save-every 4 --num-iterations 24 --tokenizer)
 blend=(--order megatron --blend-weights 30,70 --split 90,10)
 local_prefixes=$(prefixes "$pairs") remote_prefixes=$(prefixes s3://bucket/pairs)
 

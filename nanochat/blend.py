@@ -399,7 +399,7 @@ class SampleStream:
             raise ValueError(
                 f"{place['file']}: document {place['document']:,} holds the id {ids[at]:,}, outside "
                 f"the vocabulary of {self.vocab_size:,}; python -m scripts.verify tells which there "
-                f"are; make the pair again, or name its tokenizer with --tokenizer-dir")
+                f"are; make the pair again, or name its tokenizer with --tokenizer")
 
     def dry_bucket(self, lane: int) -> None:
         """As of `Stream`: it is no bucket that is dry, the run has had its samples."""

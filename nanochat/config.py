@@ -38,6 +38,7 @@ from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
 from nanochat.text import FIELD_HELP, TEXT_FIELD
+from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
 SHAPE = "the shape of the model"
 STREAM = "decides which tokens come in which order"
@@ -117,13 +118,14 @@ class DataSettings:
         "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
         "nanochat/source_xyz.py reads", fixed=STREAM)
     text_field: str = setting(TEXT_FIELD, FIELD_HELP, metavar="NAME", fixed=STREAM)
-    tokenizer_dir: str | None = setting(
-        None, "default: the tokenizer folder beside the data, or <base dir>/tokenizer, where "
-        "scripts.tok_train puts it")
+    tokenizer: str | None = setting(
+        None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
+        f"where scripts.tok_train puts it)", also="--tokenizer-dir", metavar="NAME")
+    eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
         "", "of the tokenizer", flag=False,
         fixed="decides the tokens of every text; the run's own copy is in its folder: "
-        "--tokenizer-dir=RUN/tokenizer")
+        "--tokenizer=RUN/tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize")
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
@@ -361,7 +363,8 @@ def add_flags(parser: Parser) -> Parser:
                 [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
                 how.setdefault("type", kind if kind in (int, float) else str)
             if f.metadata.get("flag", True):
-                titled.add_argument("--" + f.name.replace("_", "-"), dest=f.name, default=f.default, **how)
+                flags = ["--" + f.name.replace("_", "-"), f.metadata.get("also", "")]
+                titled.add_argument(*filter(None, flags), dest=f.name, default=f.default, **how)
     return parser
 
 
@@ -410,7 +413,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
                 refused.append(f"{change} ({f.metadata['fixed']})")
             elif f.metadata["note"]:
                 notices.append(f"{change} ({f.metadata['note']})")
-    unknown = run.keys() - FIELDS.keys() - {"origin", "derived"}
+    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last is --tokenizer now
     refused += [f"{flag(name)}: the run has {run[name]!r}, and this code has no such setting"
                 for name in sorted(unknown)]
     if refused:

@@ -41,7 +41,7 @@ from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig
 from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
-from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches that are ready ahead
@@ -195,7 +195,7 @@ class DataLoader:
     Close it, or use it as a context manager.
     """
 
-    def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: RustBPETokenizer,
+    def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False, with_digest: bool = True,
@@ -330,7 +330,7 @@ def validation_config(source: Source, T: int) -> StreamConfig:
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
 
 
-def validation_loader(source: Source, *, tokenizer: RustBPETokenizer, T: int, device_batch_size: int, num_tokens: int,
+def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane
@@ -371,7 +371,7 @@ State = dict[str, Any]
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer: RustBPETokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
+        tokenizer: Tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
         tokenizer_batch_size: int = 128, device: torch.device | str = "cuda", resume_state_dict: State | None = None,
         buffer_size: int = 1000, data_dir: Path | str | None = None
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
@@ -417,7 +417,7 @@ def _lanes_per_rank(B: int) -> int:
     return max(d for d in range(1, B + 1) if B % d == 0 and d <= most)
 
 
-def _nanochat_loader(tokenizer: RustBPETokenizer, B: int, split: str, config: StreamConfig, num_threads: int,
+def _nanochat_loader(tokenizer: Tokenizer, B: int, split: str, config: StreamConfig, num_threads: int,
                      device: torch.device | str, state: State | None, data_dir: Path | str | None
                      ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
     if split not in ("train", "val"):

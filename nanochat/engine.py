@@ -25,7 +25,7 @@ from nanochat.attention import KVCache
 from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, find_checkpoint
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 # not cuDNN's, which makes a plan for every length: that takes longer than the token
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -124,7 +124,7 @@ class Engine:
 # ---- a model from a checkpoint alone --------------------------------------------------------------------------------
 
 def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
-               compute_dtype: torch.dtype | None = None) -> tuple[GPT, RustBPETokenizer, dict[str, Any]]:
+               compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """Rebuild model (in eval mode) and tokenizer from what `checkpoint.find_checkpoint` finds, and nothing else.
 
     `compute_dtype` None is the device's own. Returns (model, tokenizer, meta); meta has path, step, model_config,
@@ -137,7 +137,7 @@ def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
     if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
         raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
                          f"{', '.join(sorted(unknown))}; use the code that trained it")
-    tokenizer = RustBPETokenizer.from_directory(checkpoint.path.absolute().parent.parent / "tokenizer")
+    tokenizer = get_tokenizer(checkpoint.path.absolute().parent.parent / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     with torch.device("meta"):
         model = GPT(GPTConfig(**checkpoint.model_config))

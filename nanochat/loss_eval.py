@@ -4,8 +4,10 @@ Bits per byte: how many bits the model needs for a byte of text, whatever its to
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
 A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have
-none. Unlike loss per token, this compares vocabularies. It is a ratio of two sums over the whole
-set, not a mean of batch means, so it does not depend on how rows are dealt to batches and ranks.
+none. Where a tokenizer puts a blank of its own in front of every document, `token_bytes` of BOS is
+-1, and takes that byte off the target behind it. Unlike loss per token, this compares vocabularies.
+It is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on how
+rows are dealt to batches and ranks. With 1 for every token it is bits per token: `in_nats`.
 
 The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows
 are added by `math.fsum`, whose result is the rounded true sum. So order, batch size and number of
@@ -36,7 +38,8 @@ def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_by
     model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
     batch with `doc_ids` also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or
     objects with .inputs and .targets, (B, T) int64, targets of -100 off. token_bytes: (vocab_size,)
-    integers, bytes of each token's text, 0 for special tokens.
+    integers, bytes of each token's text, 0 for special tokens; one below zero is added to the bytes
+    of the target behind it.
 
     Collective when torch.distributed is initialized; ranks may have different numbers of batches,
     or none. Raises ValueError on all ranks if no rank has a byte. The model's train or eval mode is
@@ -52,6 +55,12 @@ def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_byt
     all_nats = [nats for row_nats, _ in found.values() for nats in row_nats]
     together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in found.values()))
     return together, {name: _bits_per_byte(*of_bucket) for name, of_bucket in found.items()}
+
+
+def in_nats(bits: float) -> float:
+    """Bits per token, which is what all of this gives for a tokenizer that does not know bytes, as
+    nats per token: the loss."""
+    return bits * math.log(2)
 
 
 def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
@@ -73,9 +82,10 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
             extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
             losses: Tensor = model(x, y, loss_reduction="none", **extra)
             token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
-            of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0)
+            of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
             counted.append(losses.view(y.shape).masked_fill(of_targets == 0, 0))
-            sizes.append(of_targets.sum())
+            off = torch.where(of_targets > 0, token_bytes[x], 0).clamp(max=0)
+            sizes.append(of_targets.sum() + off.sum())
     except StopAsked as e:  # all ranks learn of it where they meet
         stopped = str(e)
     # the device is waited for here and not in the loop, where it would wait for the next batch

@@ -46,10 +46,10 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import etag_of, place, read_json, remove_leftovers, write_json
+from nanochat.common import etag_of, read_json, remove_leftovers, write_json
 from nanochat.text import TEXT_FIELD, read_footer, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tokens import (
     MANIFEST_NAME,
     RECORD_SHAPE,
@@ -159,27 +159,16 @@ def read_documents(path: Path, skipped: Record, field: str = TEXT_FIELD, *, stri
         yield batch
 
 
-def load_tokenizer(name: str) -> RustBPETokenizer:
-    """A saved tokenizer if `name` is a folder, else one of tiktoken's."""
-    if place(name).is_dir():
-        return RustBPETokenizer.from_directory(name)
-    try:
-        return RustBPETokenizer.from_pretrained(name)
-    except ValueError as e:
-        raise ValueError(f"--tokenizer {name}: no such folder, and no name of tiktoken's ({e})"
-                         ) from e
-
-
 @functools.lru_cache(maxsize=1)
-def _load_same(name: str, fingerprint: str) -> RustBPETokenizer:
-    """`load_tokenizer`, once in a process; ValueError if it is not the one that it was."""
-    tokenizer = load_tokenizer(name)
+def _load_same(folder: Path, fingerprint: str) -> Tokenizer:
+    """The tokenizer in a folder, once in a process; ValueError if it is not the one that it was."""
+    tokenizer = get_tokenizer(folder)
     if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"--tokenizer {name}: it changed meanwhile; run the same command again")
+        raise ValueError(f"{folder}: the tokenizer changed meanwhile; run the same command again")
     return tokenizer
 
 
-def describe_tokenizer(tokenizer: RustBPETokenizer) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """What a manifest says of the tokenizer."""
     return {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.get_bos_token_id(),
             "vocab_size": tokenizer.get_vocab_size()}
@@ -200,8 +189,7 @@ class Pretokenizer:
     output: Path
     inputs: Sequence[Input]
     windows: Windows
-    tokenizer_name: str
-    tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it
+    tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it; it lies in output/tokenizer
     strict: bool = False
     data_format: str = "shards"
     text_field: str = TEXT_FIELD
@@ -244,11 +232,11 @@ class Pretokenizer:
         if was_there:  # asked before the record was read: another process may just have made it
             idx_path.unlink(missing_ok=True)
             bin_path.unlink(missing_ok=True)
-        tokenizer = _load_same(self.tokenizer_name, self.tokenizer["fingerprint"])
+        tokenizer = _load_same(self.output / TOKENIZER, self.tokenizer["fingerprint"])
         with WRITERS[self.data_format](prefix, vocab_size=tokenizer.get_vocab_size()) as writer:
             return self._write(i, tokenizer, writer)
 
-    def _write(self, i: Input, tokenizer: RustBPETokenizer, writer: TokenWriter) -> Record:
+    def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source = 0, _source(i)
         skipped: Record = {"count": 0, "lines": []}

@@ -20,7 +20,7 @@ from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.sources import Manifest, Source, check, check_format, open_source, read_manifests, scan
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 MANIFEST_NAME = "data_manifest.json"
 
@@ -29,7 +29,7 @@ MANIFEST_NAME = "data_manifest.json"
 class RunData:
     """What a run's stream is made of."""
 
-    tokenizer: RustBPETokenizer
+    tokenizer: Tokenizer
     train: dict[str, Source]
     val: dict[str, Source]
     manifests: Mapping[str, Mapping[str, Manifest]]
@@ -72,7 +72,7 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]]) -> None:
             check(manifest)
 
 
-def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: RustBPETokenizer, *,
+def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokenizer, *,
               as_stored: bool = False) -> RunData:
     """The sources of a run's manifests."""
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
@@ -104,5 +104,5 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
         raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any "
                                 f"data; start it first")
     check_files(manifests)
-    tokenizer, config = RustBPETokenizer.from_directory(run_dir / "tokenizer"), stream_config(settings)
+    tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings

@@ -57,8 +57,8 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
 # log a run begins anew, and as long as config.json is there nobody begins another one in its
 # place.
 WRITTEN = ("logs/cursors/step-*.json.gz", "logs/train.jsonl", "tokenizer/tokenizer.json",
-           "tokenizer/ranks.tiktoken", "tensorboard", "profile", "report.md", "report-*.png",
-           ".shutdown_requested", PLAN_NAME, "data_manifest.json", CONFIG_NAME)
+           "tokenizer/ranks.tiktoken", "tokenizer/hf_tokenizer.json", "tokenizer/sentencepiece.model", "tensorboard",
+           "profile", "report.md", "report-*.png", ".shutdown_requested", PLAN_NAME, "data_manifest.json", CONFIG_NAME)
 
 
 # ---- finding runs -------------------------------------------------------------------------------

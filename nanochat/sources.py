@@ -26,7 +26,7 @@ import importlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -43,23 +43,11 @@ from nanochat.common import (
 )
 from nanochat.dataset import data_folder, find_files
 from nanochat.text import SUFFIXES, TEXT_FIELD, as_parquet, open_parquet, read_batches, read_footer
+from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 Manifest = dict[str, Any]  # of this shape; "root" may move
 PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
-
-
-class Tokenizer(Protocol):
-    """What the stream needs of a tokenizer; `nanochat.tokenizer.RustBPETokenizer` is one."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def get_bos_token_id(self) -> int: ...
-
-    def get_vocab_size(self) -> int: ...
-
-    def encode_flat(self, texts: list[str], *, num_threads: int = ...) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 class Source:

@@ -61,7 +61,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.stream import carry_on, open_stream, stream_identity
-from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, read_description
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -124,15 +124,17 @@ class Start:
 # ---- the command on this machine -----------------------------------------------------------------
 
 def command(settings: Settings, world_size: int, device_type: str
-            ) -> tuple[Settings, RustBPETokenizer]:
+            ) -> tuple[Settings, Tokenizer]:
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
     begin_data(settings.object_storage_cache)
     data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
     folder = data_folder(data_path)
     if len(folder.parts) == 1:  # prefixes that have no folder in common
         folder = data_folder(data_path.partition(",")[0])
-    beside = folder / "tokenizer" if read_description(folder / "tokenizer") else None
-    tokenizer = get_tokenizer(settings.tokenizer_dir or beside, data_path=data_path)
+    beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
+    tokenizer = get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token, data_path=data_path)
+    if settings.data_format == "text":
+        tokenizer.encode("")  # says so where it knows ids only
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
@@ -353,7 +355,7 @@ def _settle_samples(start: Start) -> Start:
 
 # ---- data ----------------------------------------------------------------------------------------
 
-def find_data(start: Start, tokenizer: RustBPETokenizer, rank: int = 0) -> tuple[Start, RunData]:
+def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
     """Collective. The files of a run, found (or, where it has pinned them, compared) by rank 0,
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""

@@ -1,6 +1,6 @@
 """
 Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an
-encoder equal to it.
+encoder equal to it. And the one door to any other tokenizer, `get_tokenizer`.
 
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
@@ -23,12 +23,16 @@ Invariants
 On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`,
 written last. A pickle of the tiktoken object would be one file less, but to load it is to run
 code, and tiktoken's classes change.
+
+`Tokenizer` is what every command asks of a tokenizer, whoever trained it. Those of other programs
+are in nanochat/hf.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of ours.
 """
 
+import argparse
 import base64
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -67,9 +71,13 @@ _LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
+TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json of Hugging Face; .model of SentencePiece; tokenizer.pkl of "
+                  "nanochat; a name of tiktoken's (gpt2, ...); ids:VOCAB:EOD for token files alone")
+EOD_HELP = "the token that separates documents, where the tokenizer's files do not tell (text or id)"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
-SHAPE = {"format": str, "version": int, "fingerprint": str, "bos_token": str, "special_tokens": dict,
-         "pattern": str, "training": dict}  # of tokenizer.json
+SHAPE = {"format": str, "version": int, "fingerprint": str}  # of any tokenizer.json, and of
+OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # our own and of
+FOREIGN = {"kind": str, "file": str | None, "bos_token_id": int}  # one that stands for another's file
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
 Encoder = Callable[[Sequence[str]], Encoded]  # texts as ordinary text; one object is called from many threads
@@ -110,9 +118,147 @@ def cut_long_spaces(text: str) -> list[str]:
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
-# ---- the tokenizer -------------------------------------------------------------------------------
+# ---- what every tokenizer can do ------------------------------------------------------------------
 
-class RustBPETokenizer:
+class Tokenizer:
+    """What the commands ask of a tokenizer. A kind of tokenizer is a subclass: it gives the members
+    up to `contents`, and the others follow from them.
+
+    Documents are separated by one id, `bos_token_id`: it stands in front of a document in the
+    stream and behind it in token files, whatever its own program calls it (BOS, EOD, EOS).
+    """
+
+    bos_token_id: int
+    special_tokens: Mapping[str, int]  # id of each token that no text turns into
+    knows_bytes: bool = True  # whether `token_bytes` tells bytes of text; else validation tells nats a token
+
+    @property
+    def fingerprint(self) -> str:
+        """128 bits, as hex, of everything that decides ids."""
+        raise NotImplementedError
+
+    @property
+    def encoder(self) -> Encoder:
+        """From texts to ids, without BOS. ValueError where only ids are known and no text."""
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        raise NotImplementedError
+
+    def token_bytes(self) -> "torch.Tensor":
+        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
+        tokens. The sum over a document, BOS included, is the length of its text in UTF-8: where a
+        tokenizer begins every document with a blank of its own, BOS counts -1. All are 1 for one
+        that does not know bytes."""
+        raise NotImplementedError
+
+    def decode(self, ids: Any) -> str:
+        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
+        U+FFFD."""
+        raise NotImplementedError
+
+    def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
+        """What `save` writes: (what tokenizer.json says, name of the file beside it or None, its
+        bytes)."""
+        raise NotImplementedError
+
+    # -- vocabulary
+
+    def get_special_tokens(self) -> list[str]:
+        """The special tokens in the order of their ids."""
+        return sorted(self.special_tokens, key=self.special_tokens.__getitem__)
+
+    def id_to_token(self, id: int) -> str:
+        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a
+        token."""
+        return self.decode([id])
+
+    def encode_special(self, text: str) -> int:
+        """The id of a special token; ValueError for any other text."""
+        if text not in self.special_tokens:
+            known = ", ".join(self.get_special_tokens())
+            raise ValueError(f"special token {text!r}: unknown; this tokenizer has {known}")
+        return self.special_tokens[text]
+
+    def get_bos_token_id(self) -> int:
+        """The id that stands in front of every document."""
+        return self.bos_token_id
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The smallest type that holds every id: uint16 or uint32."""
+        return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
+
+    # -- text to ids
+
+    def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
+               num_threads: int = 8) -> list[Any]:
+        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]).
+        `prepend`, `append`: ids or the texts of special tokens. For much text use `encode_flat`: a
+        list costs 8 bytes a token or more."""
+        first, last = ([] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
+                       for end in (prepend, append))
+        ids, offsets = self.encode_flat([text] if isinstance(text, str) else text, num_threads=num_threads, bos=False)
+        rows = [[*first, *ids[a:b].tolist(), *last] for a, b in pairwise(offsets.tolist())]
+        return rows[0] if isinstance(text, str) else rows
+
+    __call__ = encode
+
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4, bos: bool = True
+                    ) -> tuple[np.ndarray, np.ndarray]:
+        """Encode documents, with `bos` BOS in front of each, back to back.
+
+        Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
+        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
+        threads.
+        """
+        if isinstance(texts, str):
+            raise TypeError("texts: got one str, expected a list of them")
+        if num_threads == 1 or len(texts) <= 1:
+            ids, lengths = self.encoder(texts)
+        else:
+            size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
+            runs = [texts[i:i + size] for i in range(0, len(texts), size)]
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
+                ids, lengths = map(np.concatenate, zip(*pool.map(self.encoder, runs)))
+        ids = ids.astype(self.token_dtype)
+        if bos:
+            ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1
+        return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    def encode_one(self, text: str) -> np.ndarray:
+        """One document: (num_tokens,) `token_dtype`, BOS first."""
+        return self.encode_flat([text], num_threads=1)[0]
+
+    # -- disk
+
+    def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
+        """Write tokenizer.json and the file beside it; where they hold this already, nothing is
+        written.
+
+        Raises ValueError where a different tokenizer is there that runs were trained with, unless
+        `force`.
+        """
+        own, file, data = self.contents()
+        json_path, data_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / (file or JSON_FILE)
+        description = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
+                       "vocab_size": self.get_vocab_size(), **own}
+        if not force:
+            if (read_description(tokenizer_dir) == description and data_path.is_file()
+                    and (file is None or data_path.read_bytes() == data)):
+                return
+            refuse_if_in_use(tokenizer_dir, self.fingerprint)
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
+        if file is not None:
+            write_bytes(data_path, data)
+        write_json(json_path, description)
+
+
+# ---- our own -------------------------------------------------------------------------------------
+
+class RustBPETokenizer(Tokenizer):
     """A tiktoken encoding, the special token that separates documents, and what it was trained on.
 
     `training` is a JSON dict for people (files, counts); it is saved and has no part in the
@@ -122,6 +268,7 @@ class RustBPETokenizer:
     def __init__(self, enc: tiktoken.Encoding, bos_token: str, *, training: dict[str, Any] | None = None):
         self.enc = enc
         self.bos_token = bos_token
+        self.special_tokens = enc._special_tokens
         self.bos_token_id = self.encode_special(bos_token)
         self.training = dict(training or {})
 
@@ -166,7 +313,7 @@ class RustBPETokenizer:
                 f"{len(ranks) + len(SPECIAL_TOKENS):,} tokens; train on more text or ask for a "
                 f"smaller vocabulary (--vocab-size)")
         special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
-        encoding = _make_encoding(ranks, SPLIT_PATTERN, special_tokens)
+        encoding = make_encoding(ranks, SPLIT_PATTERN, special_tokens)
         return cls(encoding, SPECIAL_TOKENS[0], training=training)
 
     @classmethod
@@ -191,16 +338,13 @@ class RustBPETokenizer:
         except (ValueError, TypeError) as e:
             raise ValueError(f"{json_path}: no usable tokenizer, or {RANK_FILE} beside it has "
                              f"changed ({e}); {RESTORE}") from e
-        if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: it or {RANK_FILE} changed since it was saved: they have "
-                             f"fingerprint {tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
+        refuse_changed(tokenizer, json_path, saved["fingerprint"], RANK_FILE)
         return tokenizer
 
     @classmethod
-    def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...) with `<|endoftext|>` as BOS;
-        tiktoken downloads its ranks on first use. Raises ValueError for an unknown name, OSError
-        where the ranks cannot be had."""
+    def from_pretrained(cls, tiktoken_name: str, bos_token: str = "<|endoftext|>") -> "RustBPETokenizer":
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...); tiktoken downloads its ranks on
+        first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
@@ -211,47 +355,16 @@ class RustBPETokenizer:
                           f"(TIKTOKEN_CACHE_DIR) and its download failed with {type(e).__name__}; "
                           f"fetch it once on a machine with a network"
                           ) from e
-        return cls(encoding, "<|endoftext|>")
+        return cls(encoding, bos_token)
 
     # -- vocabulary
 
     def get_vocab_size(self) -> int:
-        """Number of ids, special tokens included."""
         return self.enc.n_vocab
 
-    def get_special_tokens(self) -> list[str]:
-        """The special tokens in the order of their ids."""
-        return sorted(self.enc._special_tokens, key=self.enc._special_tokens.__getitem__)
-
-    def id_to_token(self, id: int) -> str:
-        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a
-        token."""
-        return self.enc.decode([id])
-
-    def encode_special(self, text: str) -> int:
-        """The id of a special token; ValueError for any other text."""
-        if text not in self.enc._special_tokens:
-            known = ", ".join(self.get_special_tokens())
-            raise ValueError(f"special token {text!r}: unknown; this tokenizer has {known}")
-        return self.enc._special_tokens[text]
-
-    def get_bos_token_id(self) -> int:
-        """The id that stands in front of every document."""
-        return self.bos_token_id
-
-    @property
-    def token_dtype(self) -> np.dtype:
-        """The smallest type that holds every id: uint16 or uint32."""
-        return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
-
     def token_bytes(self) -> "torch.Tensor":
-        """(vocab_size,) int32 on the CPU: raw bytes that each token stands for, 0 for special
-        tokens.
-
-        Summed over the tokens of a text this is `len(text.encode())`. Counting the bytes of each
-        token's decoded text would not be: a token that is part of a character decodes to U+FFFD,
-        three bytes.
-        """
+        """As of `Tokenizer`. Counting the bytes of each token's decoded text would be wrong: a
+        token that is part of a character decodes to U+FFFD, three bytes."""
         import torch
 
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
@@ -261,82 +374,21 @@ class RustBPETokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """128 bits, as hex, of everything that decides ids."""
         ranks = hash_bytes(format_ranks(self.enc._mergeable_ranks))
         return hash_json({"ranks": ranks, "pattern": self.enc._pat_str, "bos_token": self.bos_token,
                           "special_tokens": self.enc._special_tokens})
 
     # -- text to ids and back
 
-    def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
-               num_threads: int = 8) -> list[Any]:
-        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]).
-        `prepend`, `append`: ids or the texts of special tokens. For much text use `encode_flat`: a
-        list costs 8 bytes a token or more."""
-        first, last = ([] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
-                       for end in (prepend, append))
-        ids, offsets = self.encode_flat([text] if isinstance(text, str) else text, num_threads=num_threads, bos=False)
-        rows = [[*first, *ids[a:b].tolist(), *last] for a, b in pairwise(offsets.tolist())]
-        return rows[0] if isinstance(text, str) else rows
-
-    __call__ = encode
-
-    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4, bos: bool = True
-                    ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode documents, with `bos` BOS in front of each, back to back.
-
-        Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
-        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
-        threads.
-        """
-        if isinstance(texts, str):
-            raise TypeError("texts: got one str, expected a list of them")
-        if num_threads == 1 or len(texts) <= 1:
-            ids, lengths = self.encoder(texts)
-        else:
-            size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
-            runs = [texts[i:i + size] for i in range(0, len(texts), size)]
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
-                ids, lengths = map(np.concatenate, zip(*pool.map(self.encoder, runs)))
-        ids = ids.astype(self.token_dtype)
-        if bos:
-            ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1
-        return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    def encode_one(self, text: str) -> np.ndarray:
-        """One document: (num_tokens,) `token_dtype`, BOS first."""
-        return self.encode_flat([text], num_threads=1)[0]
-
     def decode(self, ids: Any) -> str:
-        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
-        U+FFFD."""
         return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
 
     # -- disk
 
-    def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write the two files; where they hold this already, nothing is written.
-
-        Raises ValueError where a different tokenizer is there that runs were trained with, unless
-        `force`.
-        """
-        json_path, rank_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / RANK_FILE
-        rank_bytes = format_ranks(self.enc._mergeable_ranks)
-        description = {
-            "format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
-            "vocab_size": self.get_vocab_size(), "bos_token": self.bos_token,
-            "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
-            "rank_file": RANK_FILE, "training": self.training,
-        }
-        if not force:
-            if (read_description(tokenizer_dir) == description and rank_path.is_file()
-                    and rank_path.read_bytes() == rank_bytes):
-                return
-            refuse_if_in_use(tokenizer_dir, self.fingerprint)
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
-        write_bytes(rank_path, rank_bytes)
-        write_json(json_path, description)
+    def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
+        own = {"bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
+               "rank_file": RANK_FILE, "training": self.training}
+        return own, RANK_FILE, format_ranks(self.enc._mergeable_ranks)
 
 
 # ---- helpers -------------------------------------------------------------------------------------
@@ -348,7 +400,7 @@ def format_ranks(ranks: dict[bytes, int]) -> bytes:
                     for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
-def _make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
+def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
     """tiktoken's object, after a look at what it does not survive; ValueError where it would
     not."""
     ids = [*ranks.values(), *special_tokens.values()]
@@ -368,12 +420,12 @@ def _make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[s
 def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
     """The encoding of a rank file; the last one is kept, as its encoder is."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, rank_bytes.splitlines())}
-    return _make_encoding(ranks, pattern, dict(special_tokens))
+    return make_encoding(ranks, pattern, dict(special_tokens))
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
-    """What tokenizer.json says, None where there is none; ValueError if it is broken. Does not
-    look at the ranks."""
+    """What tokenizer.json says, None where there is none; ValueError if it is broken, or none of
+    ours. Does not look at the file beside it."""
     path = place(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
@@ -381,7 +433,14 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
                          f"{saved['version']}; {RESTORE}")
-    return saved
+    return read_json(local(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
+
+
+def refuse_changed(tokenizer: Tokenizer, json_path: Path, fingerprint: str, file: str | None) -> None:
+    """Raise ValueError unless a tokenizer that was loaded is the one that was saved."""
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"{json_path}: it or {file} changed since it was saved: they have "
+                         f"fingerprint {tokenizer.fingerprint}, it says {fingerprint}; {RESTORE}")
 
 
 def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
@@ -403,16 +462,52 @@ def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> No
                          f"(--output-dir), or overwrite it with --force")
 
 
-def get_tokenizer(tokenizer_dir: Path | str | None = None, *, data_path: Path | str | None = None
-                  ) -> RustBPETokenizer:
-    """The tokenizer in a directory; by default the one that scripts.tok_train writes,
-    get_base_dir()/"tokenizer". `data_path`: the user's data, for the advice where there is
-    none."""
-    return RustBPETokenizer.from_directory(tokenizer_dir or get_base_dir() / "tokenizer", data_path=data_path)
+# ---- the door ------------------------------------------------------------------------------------
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of a script that takes a tokenizer its two flags."""
+    parser.add_argument("--tokenizer", "--tokenizer-dir", metavar="NAME", help=TOKENIZER_HELP)
+    parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
 
 
-def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: RustBPETokenizer | None = None
+def is_ours(folder: Path) -> bool:
+    """Whether a folder holds, or should hold, what `Tokenizer.save` wrote."""
+    if (folder / RANK_FILE).is_file():
+        return True
+    path = folder / JSON_FILE
+    if not path.is_file():
+        return False
+    with local(path).open("rb") as file:
+        return FORMAT.encode() in file.read(100)
+
+
+def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = None,
+                  data_path: Path | str | None = None) -> Tokenizer:
+    """The tokenizer that a --tokenizer names; by default the one that scripts.tok_train writes,
+    get_base_dir()/"tokenizer". All commands open tokenizers here.
+
+    `name`: a folder that `Tokenizer.save` wrote, or whatever else nanochat/hf.py opens.
+    `eod_token`: --eod-token, the text or the number of the token that separates documents, for a
+    tokenizer whose files do not tell. `data_path`: the user's data, for the advice where there is
+    no tokenizer. Raises FileNotFoundError, OSError and ValueError, in a sentence that says what to
+    do.
+    """
+    folder = get_base_dir() / "tokenizer" if name is None else name
+    if name is not None and not is_ours(place(name)):
+        from nanochat.hf import open_foreign
+
+        return open_foreign(str(name), eod_token, data_path=data_path)
+    if eod_token is not None:
+        raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave it out")
+    if "kind" in (read_description(folder) or {}):
+        from nanochat.hf import open_saved
+
+        return open_saved(place(folder))
+    return RustBPETokenizer.from_directory(folder, data_path=data_path)
+
+
+def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: Tokenizer | None = None
                     ) -> "torch.Tensor":
-    """`RustBPETokenizer.token_bytes` of a tokenizer (None: the default one) on `device`:
-    (vocab_size,) int32."""
+    """`Tokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,)
+    int32."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

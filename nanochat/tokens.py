@@ -173,7 +173,7 @@ class TokenFile:
             raise ValueError(
                 f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
                 f"{vocab_size:,}; it was made with another tokenizer: name that one with "
-                f"--tokenizer-dir")
+                f"--tokenizer")
         # entries begin at these places, counted in tokens or in sequences
         is_gpts, n = self.format == "shards", len(self)
         self._edges, what = ("offsets", "tokens") if is_gpts else ("boundaries", "sequences")
@@ -350,7 +350,7 @@ class TokenFile:
         if theirs != fingerprint:
             raise ValueError(
                 f"{self.path.parent}: its shards were made with tokenizer {theirs}, this run has "
-                f"{fingerprint}; name their tokenizer with --tokenizer-dir, or make them again "
+                f"{fingerprint}; name their tokenizer with --tokenizer, or make them again "
                 f"with scripts.tok_shards")
 
     def pin(self, name: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import find_run
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Tokenizer
 from scripts.sample import own_prompts
 
 
@@ -86,7 +86,7 @@ def count_training_tokens(data: RunData, config: Any, num_tokens: int) -> np.nda
     return counts
 
 
-def draw_samples(model: GPT, tokenizer: RustBPETokenizer, prompts: list[list[int]]
+def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
                  ) -> dict[str, list[str]]:
     """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
     engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()

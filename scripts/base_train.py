@@ -41,7 +41,7 @@ from nanochat.dist import (
 )
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
-from nanochat.loss_eval import evaluate_buckets
+from nanochat.loss_eval import evaluate_buckets, in_nats
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
@@ -190,7 +190,8 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
 
 
 def evaluate(run: Trainer) -> None:
-    """Bits per byte on validation data, of each bucket and of all."""
+    """Bits per byte on validation data, of each bucket and of all; nats per token where the
+    tokenizer does not know bytes."""
     began, settings, layout = time.perf_counter(), run.settings, run.loader.layout
     run.dog.beat(run.progress.step, "evaluation", LONG_S)
     batches = {bucket: validation_loader(
@@ -200,13 +201,18 @@ def evaluate(run: Trainer) -> None:
         num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
         with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
     try:
-        bpb, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+        bits, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
     except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
         raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
-    run.progress.note_val(bpb)
+    unit, found = "bits per byte", {"bpb": bits}
+    if run.data.tokenizer.knows_bytes:
+        run.progress.note_val(bits)
+    else:
+        unit, bits, by_bucket = "loss", in_nats(bits), {name: in_nats(bits) for name, bits in by_bucket.items()}
+        found = {"bpb": None, "loss": bits}  # type: ignore[dict-item]
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
-    print0(f"step {run.progress.step:05d} | validation bits per byte {bpb:.6f}{told}")
-    run.journal.event("val", bpb=bpb, buckets=by_bucket)
+    print0(f"step {run.progress.step:05d} | validation {unit} {bits:.6f}{told}")
+    run.journal.event("val", **found, buckets=by_bucket)
     run.stop.note("eval_every", time.perf_counter() - began)
 
 

@@ -40,7 +40,7 @@ from nanochat.run_dir import cursor_files, find_run, read_cursors, read_log
 from nanochat.sources import Source
 from nanochat.start_run import command, find_data, look
 from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger, open_stream
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Opened:
 
     config: Any
     sources: dict[str, Source]
-    tokenizer: RustBPETokenizer
+    tokenizer: Tokenizer
     rows_per_step: int
     begin: list[Cursor] | None = None
     run_dir: Path | None = None

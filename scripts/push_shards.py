@@ -184,7 +184,7 @@ def push(args: argparse.Namespace) -> int:
     idx = next((f for f in files if f.suffix == ".idx"), None)
     words = [f"--data-path={args.target}", f"--data-format={(idx and pair_format(idx)) or 'text'}"]
     if (args.folder / TOKENIZER).is_dir():
-        words.append(f"--tokenizer-dir={args.target}/{TOKENIZER}")
+        words.append(f"--tokenizer={args.target}/{TOKENIZER}")
     print(f"train from it: python -m scripts.base_train {shlex.join(words)}")
     return 0
 

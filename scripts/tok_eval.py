@@ -18,7 +18,7 @@ from pathlib import Path
 from nanochat.common import Parser, run_main, setup_logging, table
 from nanochat.dataset import FORMATS, split_train_val
 from nanochat.text import TEXT_FIELD, add_text_field, read_texts
-from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+from nanochat.tokenizer import RustBPETokenizer, Tokenizer, add_tokenizer_flags, get_tokenizer
 
 PEERS = ("gpt2", "cl100k_base")
 
@@ -68,7 +68,7 @@ def load_peers() -> dict[str, RustBPETokenizer]:
     return peers
 
 
-def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
+def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
     """Bytes of UTF-8 per token, BOS not counted."""
     ids, _ = tokenizer.encode_flat(texts)
     return sum(len(text.encode()) for text in texts) / max(1, len(ids) - len(texts))
@@ -76,15 +76,14 @@ def bytes_per_token(tokenizer: RustBPETokenizer, texts: list[str]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
-    parser.add_argument("--tokenizer-dir", type=Path,
-                        help="a saved tokenizer (default: tok_train's)")
+    add_tokenizer_flags(parser)
     parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
     add_text_field(parser)
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
     parser.add_argument("--max-chars", type=int, default=5_000_000, help="of each split")
     args = parser.parse_args(argv)
     setup_logging()
-    tokenizer = get_tokenizer(args.tokenizer_dir)
+    tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
         for split, buckets in split_train_val(args.data_path, args.val_path).items():

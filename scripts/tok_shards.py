@@ -2,7 +2,7 @@
 Tokenize text once: every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt)
 becomes a pair of token files.
 
-    python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer DIR_OR_NAME] [--num-workers 8]
+    python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer NAME] [--num-workers 8]
 
 RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, each bucket's last file OUT/val/BUCKET/...;
 RAW/train/BUCKET and RAW/val/BUCKET are kept as they are. Beside the pairs: manifest.json, and
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, here, place, run_main, sigterm_interrupts
+from nanochat.common import Parser, here, place, run_main, sigterm_interrupts
 from nanochat.dataset import data_folder, find_buckets, find_files
 from nanochat.pretokenize import (
     TOKENIZER,
@@ -31,10 +31,9 @@ from nanochat.pretokenize import (
     Pretokenizer,
     Windows,
     describe_tokenizer,
-    load_tokenizer,
 )
 from nanochat.text import SUFFIXES, add_text_field
-from nanochat.tokenizer import get_tokenizer, read_description
+from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
 SHOWN = 10  # broken lines of an input, and missing inputs, that are told one by one
@@ -46,9 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help=f"folder of {', '.join(SUFFIXES)} files, here or in a store (s3://BUCKET/KEY)")
     add_text_field(parser)
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--tokenizer", default=None,
-                        help="folder of a saved tokenizer, or one of tiktoken's names (gpt2, ...); default: the one "
-                             "that scripts.tok_train made")
+    add_tokenizer_flags(parser)
     parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
                         help="of the pairs: gpts | megatron, which holds whole documents only")
     parser.add_argument("--max-length", type=int, default=None,
@@ -189,9 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     windows = check_args(args)
     inputs = find_inputs(args.input_dir, val_files=args.val_files)
-    name = args.tokenizer or str(get_base_dir() / "tokenizer")
-    tokenizer = load_tokenizer(name) if args.tokenizer else get_tokenizer(data_path=args.input_dir)
-    job = Pretokenizer(args.output_dir, inputs, windows, name, describe_tokenizer(tokenizer), args.strict,
+    tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
+    tokenizer.encode("")  # says so where it knows ids only
+    job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer), args.strict,
                        OUTPUTS[args.format], args.text_field)
     job.refuse_others(force=args.force)
     if args.finish:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
-from nanochat.tokenizer import RustBPETokenizer
+from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
 SEAL_NAME = "trainer_state.json"
@@ -299,14 +299,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-len", type=int, default=2048, metavar="T",
                         help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", type=place, metavar="DIR", help="the tokenizer of the ids")
+    known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N",
                        help="bound of ids where no manifest.json tells it")
+    parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
     begin_data()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:
-        tokenizer = RustBPETokenizer.from_directory(args.tokenizer)
+        tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
         args.fingerprint, args.eod = tokenizer.fingerprint, tokenizer.get_bos_token_id()
         args.vocab_size = tokenizer.get_vocab_size()
     return args

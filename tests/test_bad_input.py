@@ -103,8 +103,8 @@ def test_a_flag_that_cannot_be(settings: dict[str, Any], words: tuple[str, ...])
 def test_a_tokenizer_that_is_not_the_runs(workplace: Path, half_done: Path) -> None:
     other = workplace / "other"
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
-    refuse_old("--tokenizer-dir", str(half_done / "tokenizer"), "--model-tag", tokenizer_dir=other)
-    succeed(tokenizer_dir=half_done / "tokenizer", **SHORT)
+    refuse_old("--tokenizer", str(half_done / "tokenizer"), "--model-tag", tokenizer=other)
+    succeed(tokenizer=half_done / "tokenizer", **SHORT)
 
 
 # ---- a run that goes on ---------------------------------------------------------------------------------------------

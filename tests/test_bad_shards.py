@@ -155,13 +155,13 @@ def test_shards_of_another_tokenizer_are_refused_and_theirs_lies_beside_them(wor
     other = workplace / "other"
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
     for plan in ("error", "off"):
-        refuse_new(workplace / "shards" / "train" / "data", "were made with tokenizer", "--tokenizer-dir",
-                   tokenizer_dir=other, plan=plan)
+        refuse_new(workplace / "shards" / "train" / "data", "were made with tokenizer", "--tokenizer",
+                   tokenizer=other, plan=plan)
     found = check(workplace / "shards", "--tokenizer", str(other))
     assert found.code == 1 and "made with tokenizer" in found.out
     shutil.rmtree(workplace / "tokenizer")  # the default one is not needed
     succeed(num_iterations=1, save_every=-1)
-    succeed(num_iterations=1, save_every=-1, model_tag="named", tokenizer_dir=workplace / "shards" / "tokenizer")
+    succeed(num_iterations=1, save_every=-1, model_tag="named", tokenizer=workplace / "shards" / "tokenizer")
 
 
 def test_a_start_with_the_wrong_layout_is_not_in_the_way(workplace: Path) -> None:

@@ -53,7 +53,7 @@ class Fork:
         env = {**os.environ, "NANOCHAT_BASE_DIR": str(self.base), "OMP_NUM_THREADS": "1",
                "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run([sys.executable, "-m", "scripts.base_train", *SMALL, f"--data-path={self.base / 'text'}",
-                               f"--tokenizer-dir={self.base / 'tokenizer'}", f"--model-tag={tag}", *flags],
+                               f"--tokenizer={self.base / 'tokenizer'}", f"--model-tag={tag}", *flags],
                               cwd=self.root, env=env, capture_output=True, text=True, timeout=120)
         assert (done.returncode == 0) == ok, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -187,7 +187,7 @@ def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint() -> None
 @pytest.mark.parametrize("changed, words", [
     ({"depth": 3}, ("another architecture", "no weight was loaded", "--model-tag", "n_layer: the checkpoint has 1,")),
     ({"head_dim": 6}, ("another architecture", "n_head")),
-    ({"tokenizer_dir": "other"}, ("trained with the tokenizer",)),
+    ({"tokenizer": "other"}, ("trained with the tokenizer",)),
     ({"lanes": 8, "init_data": "continue"}, ("--init-data continue", "of another stream", "--init-data fresh")),
     ({"long_docs": "split", "init_data": "continue"}, ("--init-data continue", "long_docs")),
     ({"init_from": "nobody"}, ("nobody", "origin")),
@@ -197,10 +197,10 @@ def test_what_cannot_begin_there_is_refused_before_a_weight_is_loaded(
         workplace: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: tuple[str, ...]) -> None:
     damaged = checkpoint("checkpoint-4", "origin") / "model" / "pytorch_model.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    if "tokenizer_dir" in changed:
+    if "tokenizer" in changed:
         other = RustBPETokenizer.train_from_iterator(training.texts(150, seed=5), training.VOCAB_SIZE)
         other.save(workplace / "other")
-        changed, words = {"tokenizer_dir": workplace / "other"}, (*words, other.fingerprint)
+        changed, words = {"tokenizer": workplace / "other"}, (*words, other.fingerprint)
     monkeypatch.setattr("nanochat.checkpoint.load_plain", None)
     message = refuse(**{"init_from": "origin@8", "num_iterations": 1, **changed})
     for word in words:

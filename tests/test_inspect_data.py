@@ -39,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def stream_flags(corpus: tuple[Path, Path], shape: str = "crop") -> list[str]:
-    return [f"--data-path={corpus[0]}", f"--tokenizer-dir={corpus[1]}", *FLAGS, *SHAPES[shape]]
+    return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS, *SHAPES[shape]]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -248,7 +248,7 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
     (["rows", "--step=0", "--total-batch-size=100"], "--total-batch-size"),
     (["rows", "--step=0", "--lanes=4"], "--lanes 4"),
     (["rows", "--step=0", "--data-path=nowhere"], "nowhere"),
-    (["rows", "--step=0", "--tokenizer-dir=nowhere"], "nowhere"),
+    (["rows", "--step=0", "--tokenizer=nowhere"], "nowhere"),
     (["ledger"], "--step")])
 def test_bad_input_is_an_error_that_says_what(corpus, argv, message, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))

@@ -64,7 +64,7 @@ def other(workplace: Path) -> Path:
 
 def paths(workplace: Path) -> dict[str, Any]:
     """The flags that make both machines read the same files."""
-    return {"data_path": workplace / "data", "tokenizer_dir": workplace / "tokenizer"}
+    return {"data_path": workplace / "data", "tokenizer": workplace / "tokenizer"}
 
 
 def start(*bases: Path, hook: Callable[[], None] | None = None, own: dict[str, Any] | None = None,
@@ -180,7 +180,7 @@ def lose_data() -> None:
 def test_a_machine_that_lacks_something_is_named(workplace: Path, lacks: str, told: str) -> None:
     flags: dict[str, Any] = paths(workplace)
     if "tokenizer" in lacks:
-        flags.pop("tokenizer_dir")
+        flags.pop("tokenizer")
     if lacks == "our tokenizer":
         training.RustBPETokenizer.train_from_iterator(training.texts(200, seed=1), training.VOCAB_SIZE).save(
             other(workplace) / "tokenizer")

@@ -33,7 +33,7 @@ def _bytes(monkeypatch):
 def make(path, folder, windows=None, **kwargs):
     """(the pair, what the manifest will say of it) of one file."""
     i = Input(path, path.name, "train", "b", "out", path.stat().st_size)
-    job = Pretokenizer(folder, [i], windows or Windows(16, 4), "bytes", describe_tokenizer(Tokenizer()), **kwargs)
+    job = Pretokenizer(folder, [i], windows or Windows(16, 4), describe_tokenizer(Tokenizer()), **kwargs)
     job.prepare()
     return open_tokens(job.make(i) and folder / "train" / "b" / "out.bin"), job.finished(i)["shard"]
 
@@ -251,7 +251,7 @@ def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, 
 
 def job_of(root, windows=None, tokenizer=None, strict=False):
     """The job as each start of the command sees it."""
-    return Pretokenizer(root / "out", find_inputs(root / "raw"), windows or Windows(), "bytes",
+    return Pretokenizer(root / "out", find_inputs(root / "raw"), windows or Windows(),
                         tokenizer or describe_tokenizer(Tokenizer()), strict)
 
 

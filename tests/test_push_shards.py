@@ -52,7 +52,7 @@ def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
         f"set/1/{name}": data for name, data in files_of(folder).items()}
     assert all(p.endswith("manifest.json") for p in puts(store)[-2:])
     assert ("train from it: python -m scripts.base_train --data-path=s3://bucket/set/1 --data-format=shards "
-            "--tokenizer-dir=s3://bucket/set/1/tokenizer\n") in capsys.readouterr().out
+            "--tokenizer=s3://bucket/set/1/tokenizer\n") in capsys.readouterr().out
 
 
 def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, capsys, monkeypatch):

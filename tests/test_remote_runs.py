@@ -131,7 +131,7 @@ def test_text_of_other_kinds_in_a_bucket_is_the_text_of_a_folder(bucket, tmp_pat
     tokenizer = tmp_path / "own"
     RustBPETokenizer.train_from_iterator(texts, 300).save(tokenizer)
     for tag, where in (("here", folder), ("there", "s3://bucket/mixed")):
-        succeed(**{**SMALL, "data_path": where, "val_path": f"{where}/a.jsonl.zst", "tokenizer_dir": tokenizer,
+        succeed(**{**SMALL, "data_path": where, "val_path": f"{where}/a.jsonl.zst", "tokenizer": tokenizer,
                    "model_tag": tag})
         assert tok_shards.main([f"--input-dir={where}", f"--output-dir={tmp_path / f'out-{tag}'}", "--num-workers=1",
                                 f"--tokenizer={tokenizer}"]) == 0
@@ -184,7 +184,7 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, name, before, monk
 def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change: Callable[..., Any], said: str):
     env = {"path": "s3://bucket"}
     change(bucket, env)
-    sentence = refuse(**command("documents", env["path"], tokenizer_dir="s3://bucket/shards/tokenizer"))
+    sentence = refuse(**command("documents", env["path"], tokenizer="s3://bucket/shards/tokenizer"))
     assert re.search(said, sentence) and "\n" not in sentence
     assert not run_dir().exists() and ACCESS_KEY not in sentence and SECRET_KEY not in sentence
 

@@ -106,10 +106,10 @@ def test_all_stages_mean_the_same_run_and_the_same_folders(profile: str, tmp_pat
         assert MODULES[f"scripts.{name}"].parse_args(arguments(found[f"scripts.{name}"])).run == train.model_tag
     tokenizer = tok_train.parse_args(arguments(found["scripts.tok_train"]))
     assert (train.data_path or None) == (str(tokenizer.data_path) if tokenizer.data_path else None)
-    assert (train.tokenizer_dir or None) == (str(tokenizer.output_dir) if tokenizer.output_dir else None)
+    assert (train.tokenizer or None) == (str(tokenizer.output_dir) if tokenizer.output_dir else None)
     if profile == "cpu":
         assert f"--output-dir={train.data_path}" in found["dev.make_sample_corpus"]
-        assert Path(train.data_path).is_relative_to(base) and Path(train.tokenizer_dir).is_relative_to(base)
+        assert Path(train.data_path).is_relative_to(base) and Path(train.tokenizer).is_relative_to(base)
     assert not base.exists(), "a dry run writes nothing"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanochat import common, pretokenize
+from nanochat import common
 from nanochat.common import hash_file, read_json
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
@@ -229,7 +229,7 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_told(raw, tmp_path, to
     (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
     (("--num-workers", 0), "--num-workers 0"), (("--val-files", -1), "--val-files -1"),
     (("--task-index", 2, "--num-tasks", 2), "--task-index 2 --num-tasks 2"), (("--num-tasks", 0), "--num-tasks 0"),
-    (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no such folder"),
+    (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no such file or folder"),
     (("--input-dir", "nowhere"), "--input-dir nowhere: no such folder"), (("--output-dir", "raw"), "--output-dir")])
 def test_bad_arguments_write_nothing(raw, tmp_path, tokenizer, monkeypatch, more, what):
     monkeypatch.chdir(tmp_path)
@@ -262,8 +262,6 @@ def test_other_arguments_are_refused_and_force_gives_what_a_fresh_folder_would(r
 @pytest.mark.parametrize("again", [False, True], ids=["first run", "made again"])
 def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again,
                                                                            monkeypatch):
-    for module in (pretokenize, tok_shards):  # loaded once for all
-        monkeypatch.setattr(module, "load_tokenizer", functools.cache(module.load_tokenizer))
     monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
     raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
     for n in range(2):

@@ -123,7 +123,7 @@ def test_bad_input_is_one_sentence(workplace, capsys, monkeypatch):
     mix(workplace, 5, 0.01)
     for changed, words in (({"data_path": workplace / "nowhere"}, "nowhere"), ({"lanes": 5}, "lanes"),
                            ({"curriculum": workplace / "no.yaml"}, "no such curriculum file"),
-                           ({"tokenizer_dir": workplace / "text"}, "tokenizer")):
+                           ({"tokenizer": workplace / "text"}, "tokenizer")):
         code, _, err = checked(capsys, **changed)
         assert code == 1 and words in err and "Traceback" not in err
     usage = shutil.disk_usage(workplace)

@@ -1,0 +1,293 @@
+"""Tokenizers of other programs: ids equal to the library's own, bytes that add up, folders that run directories copy,
+and pickles that execute nothing."""
+
+import collections
+import functools
+import io
+import json
+import operator
+import os
+import pickle
+import pydoc_data.topics
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, trainers
+
+from nanochat.hf import BLANK
+from nanochat.tokenizer import get_tokenizer
+from tests.toy import examples, some_texts
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+END = "<|endoftext|>"
+TEXTS = [*some_texts(40, longest=400), "The ferry left at six, an hour late, with eleven passengers. " * 9,
+         "def f(x):\n    return x  # na\u00efve \u6f22\u5b57\n" * 9]
+LLAMA = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+         "remove_extra_whitespaces": False}
+
+
+def sentencepiece_model(**options) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, minloglevel=2,
+                                             **{"vocab_size": 340, "hard_vocab_limit": False, **LLAMA, **options})
+    return model.getvalue()
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """GPT-2's kind."""
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(TEXTS, vocab_size=340, special_tokens=[END, "<|pad|>"], show_progress=False)
+    return made._tokenizer
+
+
+def llama(**more) -> tokenizers.Tokenizer:
+    """Llama 2's kind: blanks are U+2581, unknown bytes <0x00> .. <0xFF>."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), normalizers.Replace(" ", BLANK)])
+    made.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])
+    fallback = [f"<0x{b:02X}>" for b in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>", "</s>", *fallback],
+                                  show_progress=False, limit_alphabet=30, **more)
+    made.train_from_iterator(TEXTS, trainer)
+    spec = json.loads(made.to_str())  # bytes are no special tokens
+    spec["added_tokens"] = spec["added_tokens"][:3]
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> dict[str, Path]:
+    """One file of each kind."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, library in {"gpt2": byte_level(), "llama": llama()}.items():
+        (folder / name).mkdir()
+        library.save(str(folder / name / "tokenizer.json"))
+    (folder / "pieces.model").write_bytes(sentencepiece_model())
+    ranks = {bytes([b]): b for b in range(256)} | {b" t": 256, b"he": 257}
+    encoding = tiktoken.Encoding("rustbpe", pat_str=r"\s?\S+|\s+", mergeable_ranks=ranks,
+                                 special_tokens={"<|bos|>": 258, "<|user_start|>": 259})
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    return {"gpt2": folder / "gpt2", "llama": folder / "llama" / "tokenizer.json", "pieces": folder / "pieces.model",
+            "pickle": folder / "tokenizer.pkl"}
+
+
+@pytest.fixture(scope="module")
+def opened(made):
+    return {name: get_tokenizer(path) for name, path in made.items()}
+
+
+def real_texts() -> list[str]:
+    """The shared corpus, where it is beside the checkout; else what Python brings along."""
+    if found := sorted(SHARED.rglob("*.parquet")):
+        return pq.ParquetFile(found[0]).read_row_group(0)["text"].to_pylist()
+    return list(pydoc_data.topics.topics.values())
+
+
+KINDS = ("gpt2", "llama", "pieces", "pickle")
+
+
+# ---- ids ------------------------------------------------------------------------------------------------------------
+
+def test_ids_are_the_librarys_own_on_real_text(made, opened):
+    texts = [text[:2000] for text in real_texts()[:60]]
+    assert sum(map(len, texts)) > 40_000
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(made["pieces"]))
+    theirs = {"pieces": [pieces.encode(text) for text in texts],
+              "pickle": [pickle.loads(made["pickle"].read_bytes()).encode_ordinary(text) for text in texts]}
+    for name, path in (("gpt2", made["gpt2"] / "tokenizer.json"), ("llama", made["llama"])):
+        library = tokenizers.Tokenizer.from_file(str(path))
+        theirs[name] = [library.encode(text, add_special_tokens=False).ids for text in texts]
+    for name in KINDS:
+        assert opened[name].encode(texts) == theirs[name], name
+        ids, offsets = opened[name].encode_flat(texts, num_threads=1)
+        assert ids[offsets[:-1]].tolist() == [opened[name].bos_token_id] * len(texts)
+        assert opened[name].decode(theirs[name][0]) == texts[0], name
+
+
+PARTS = st.sampled_from(["  ", "\n\n", "the ", "\u6f22\u5b57", "\U0001f642", "</s>", END, "<0x41>", "\t", "x" * 40])
+TEXT = st.lists(st.one_of(PARTS, st.text(max_size=8)), max_size=8).map("".join).filter(lambda text: BLANK not in text)
+
+
+@settings(max_examples=examples(1))
+@given(text=TEXT)
+def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, text):
+    sizes = len(text.encode("utf-8", "replace"))
+    for name in KINDS:
+        ids = opened[name].encode_one(text).astype(np.int64)
+        found = int(opened[name].token_bytes()[ids].sum())
+        empty_with_blank = len(ids) == 1 and name in ("llama", "pieces")  # no blank is put before nothing
+        assert found == sizes - empty_with_blank, name
+        assert opened[name].bos_token_id not in ids[1:], "text is no special token"
+        assert "\x00" in text or opened[name].decode(ids[1:]) == text, name
+
+
+def test_lone_surrogates_are_replaced_as_by_tiktoken(opened):
+    for name in KINDS:
+        assert opened[name].encode("a\ud800b") == opened[name].encode("a\ufffdb")
+
+
+def test_tokens_that_do_not_add_up_to_the_text_are_told_and_have_no_bytes(tmp_path, caplog):
+    (tmp_path / "nmt.model").write_bytes(sentencepiece_model(normalization_rule_name="nmt_nfkc", byte_fallback=False))
+    tokenizer = get_tokenizer(tmp_path / "nmt.model")
+    assert not tokenizer.knows_bytes and set(tokenizer.token_bytes().tolist()) == {1}
+    assert "nmt.model: its tokens stand for" in caplog.text and "nats" in caplog.text
+
+
+# ---- the end of a document ------------------------------------------------------------------------------------------
+
+def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(made, opened, tmp_path):
+    library = tokenizers.Tokenizer.from_file(str(made["llama"]))
+    assert [opened[name].bos_token_id for name in KINDS] == [0, 2, 2, 258]
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<s>"}}))
+    assert get_tokenizer(tmp_path).bos_token_id == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<unk>", "bos_token": "</s>"}))
+    assert get_tokenizer(tmp_path).bos_token_id == 0, "tokenizer_config.json comes first"
+    assert [get_tokenizer(tmp_path, eod_token=end).bos_token_id for end in ("</s>", "7")] == [2, 7]
+    prints = {get_tokenizer(tmp_path, eod_token=str(end)).fingerprint for end in (2, 7, 7)}
+    assert len(prints) == 2, "the end of documents decides ids"
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: no JSON object"):
+        get_tokenizer(tmp_path)
+
+
+def without_end(tmp_path):
+    library = byte_level()
+    spec = json.loads(library.to_str())
+    spec["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    return tmp_path
+
+
+def test_a_tokenizer_json_without_an_end_is_a_sentence_that_names_the_flag(tmp_path):
+    folder = without_end(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: nothing in it tells which.*--eod-token.*340 ids"):
+        get_tokenizer(folder)
+    assert get_tokenizer(folder, eod_token=END).bos_token_id == 0
+    with pytest.raises(ValueError, match=r"--eod-token 340: no token of"):
+        get_tokenizer(folder, eod_token="340")
+    with pytest.raises(ValueError, match=r"--eod-token <nope>: no token of"):
+        get_tokenizer(folder, eod_token="<nope>")
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+def test_a_copy_is_the_same_tokenizer_and_a_changed_one_is_refused(made, opened, tmp_path):
+    files = {"gpt2": "hf_tokenizer.json", "llama": "hf_tokenizer.json", "pieces": "sentencepiece.model",
+             "pickle": "ranks.tiktoken"}
+    for name in KINDS:
+        opened[name].save(tmp_path / name)
+        assert sorted(os.listdir(tmp_path / name)) == sorted([files[name], "tokenizer.json"])
+        copy = get_tokenizer(tmp_path / name)
+        assert copy.fingerprint == opened[name].fingerprint == get_tokenizer(made[name]).fingerprint
+        assert copy.encode(TEXTS) == opened[name].encode(TEXTS)
+    assert len({tokenizer.fingerprint for tokenizer in opened.values()}) == len(KINDS)
+    copy = tmp_path / "gpt2" / "hf_tokenizer.json"
+    copy.write_text(copy.read_text().replace('"<|pad|>"', '"<|pod|>"'))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: it or hf_tokenizer\.json changed since it was saved"):
+        get_tokenizer(tmp_path / "gpt2")
+    (tmp_path / "pieces" / "sentencepiece.model").unlink()
+    with pytest.raises(FileNotFoundError, match=r"sentencepiece\.model: missing"):
+        get_tokenizer(tmp_path / "pieces")
+    with pytest.raises(ValueError, match=r"--eod-token </s>: the tokenizer in .* has its own"):
+        get_tokenizer(tmp_path / "llama", eod_token="</s>")
+
+
+def test_what_is_not_about_ids_does_not_change_the_fingerprint(made, opened, tmp_path):
+    spec = json.loads(made["llama"].read_text())
+    spec |= {"truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+             "decoder": None}
+    spec["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec, indent=4))
+    same = get_tokenizer(tmp_path)
+    assert same.fingerprint == opened["llama"].fingerprint and same.encode(TEXTS) == opened["llama"].encode(TEXTS)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, content, said", [
+    ("tokenizer.json", b"{}", "no tokenizer.json that the package tokenizers"),
+    ("tokenizer.json", b"not json", "no tokenizer.json that the package tokenizers"),
+    ("tokenizer.json", b'{"model": []}', "no tokenizer.json that the package tokenizers"),
+    ("x.model", b"garbage", "no model that the package sentencepiece reads"),
+    ("x.model", b"", "no model that the package sentencepiece reads"),
+    ("tokenizer.pkl", b"", "no tokenizer that nanochat saved"),
+    ("x.vocab", b"", "expected a folder, tokenizer.json"),
+])
+def test_a_broken_file_is_one_sentence_that_names_it(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{tmp_path / name}.*{said}"):
+        get_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize("name, said", [
+    ("ids:x", "expected ids:VOCAB:EOD"), ("ids:10", "--eod-token"), ("ids:10:10", "an id below 10"),
+    ("ids:999999999:0", "at most"), ("meta/llama", "nothing is fetched from a hub"), (".", "no tokenizer here")])
+def test_a_name_that_means_nothing_is_one_sentence(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        get_tokenizer(name)
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra(made, monkeypatch):
+    for package, name in (("tokenizers", "gpt2"), ("sentencepiece", "pieces")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ValueError, match=rf"needs the package {package}.*\[hf\]"):
+            get_tokenizer(made[name])
+
+
+class Attack:
+    """Pickled, a call of anything."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def attacks(flag: Path) -> list:
+    """Pickles that would make `flag`."""
+    touch, shell = f"open({str(flag)!r}, 'w')", f"touch {flag}"
+    return [Attack(os.system, shell), Attack(eval, touch), Attack(exec, touch), Attack(Path.touch, flag),
+            {"mergeable_ranks": Attack(os.system, shell)}, [Attack(eval, touch)],
+            Attack(getattr, Attack(__import__, "os"), "system"),
+            Attack(functools.partial, os.system, shell), Attack(operator.methodcaller, "system", shell),
+            Attack(collections.OrderedDict, [(1, Attack(os.system, shell))]), Attack(tiktoken.Encoding, "x")]
+
+
+def test_a_malicious_pickle_executes_nothing(made, tmp_path):
+    flag, path = tmp_path / "executed", tmp_path / "tokenizer.pkl"
+    os.system(f"touch {flag}")
+    assert flag.exists(), "the attack works"
+    flag.unlink()
+    raw = [b"\x80\x04" + b"\x8c\x0dtiktoken.core\x8c" + bytes([len(name)]) + name + b"\x93" + tail for name, tail in (
+        (b"Encoding.__init__.__globals__", b"."), (b"Encoding.__setstate__", b"."),
+        (b"Encoding", b")R."), (b"Encoding", b")\x81}\x8c\x05stateNsb."), (b"get_encoding", b"."))]
+    raw += [b"cos\nsystem\n(S'touch " + str(flag).encode() + b"'\ntR.", b"\x80\x04P1\n.", b"\x80\x02\x82\x01.",
+            b"(i__main__\nAttack\n."]
+    for data in [*(pickle.dumps(attack, protocol) for attack in attacks(flag) for protocol in (0, 2, 5)), *raw]:
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"tokenizer\.pkl: no tokenizer that nanochat saved.*nothing"):
+            get_tokenizer(path)
+        assert not flag.exists()
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"_mergeable_ranks": {"a": 1}}, "its tokens are not bytes"), ({"_mergeable_ranks": {}}, "not every byte"),
+    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot load it"),
+    ({"_special_tokens": {"<|x|>": 300}}, "--eod-token")])
+def test_a_pickle_of_nonsense_is_one_sentence(made, tmp_path, change, said):
+    encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)
+    encoding.__dict__ |= pickle.loads(made["pickle"].read_bytes()).__dict__ | change
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    with pytest.raises(ValueError, match=rf"tokenizer\.pkl: no.*{said}"):
+        get_tokenizer(tmp_path)

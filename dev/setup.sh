@@ -5,9 +5,12 @@
 #
 # Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second when nothing
 # changed. The stamp in .venv holds what was installed: pyproject.toml, word for word, and Python's version. It goes
-# before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml only.
-# PYTHON=/path/to/python picks an interpreter; pip's own settings (PIP_INDEX_URL, ...) are honoured. TORCH=installed takes
-# the torch that this interpreter has, 2.11 or newer, with whatever else is installed there; it may be of a venv itself.
+# before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml; uv.lock
+# has those of what these need. Where uv is installed it makes .venv, by uv.lock, and brings a Python if need be; else pip
+# does, and one that pip made stays pip's. Their own settings are honoured (PIP_INDEX_URL, UV_DEFAULT_INDEX, ...).
+# UV=no leaves uv out, as for another build of torch, which pip finds by PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL.
+# PYTHON=/path/to/python picks an interpreter. TORCH=installed takes, by pip, the torch that it has, 2.11 or newer, with
+# whatever else is installed there; it may be of a venv itself.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -58,19 +61,37 @@ for name, requirements in lines.items():
 PY
 }
 
-install() { # a requirements file; quiet unless it fails
-    local output
-    if ! output=$(.venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$1" 2>&1); then
-        printf '%s\nsetup: pip could not install %s; run this again when that is mended\n' "$output" "$1" >&2
+quietly() { # what is installed, and the command; its output is shown if it fails
+    local what=$1 output
+    shift
+    if ! output=$("$@" 2>&1); then
+        printf '%s\nsetup: could not install %s; run this again when that is mended\n' "$output" "$what" >&2
         return 1
     fi
+}
+
+install() { # a requirements file
+    quietly "$1" .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$1"
+}
+
+finished() {
+    wanted_stamp >"$stamp.tmp"
+    mv "$stamp.tmp" "$stamp"
+    exit 0
 }
 
 if [[ -f "$stamp" ]] && wanted_stamp 2>/dev/null | cmp -s - "$stamp"; then
     exit 0
 fi
 rm -f "$stamp"
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then # none yet, half made, or its Python is gone
+made_by_pip=yes # or by nobody, or half made, or its Python is gone: then either may make it anew
+.venv/bin/python -m pip --version >/dev/null 2>&1 || made_by_pip=
+if [[ -z "$made_by_pip" && "${UV:-}" != no && "${TORCH:-}" != installed ]] && command -v uv >/dev/null; then
+    echo "setup: installing the packages of uv.lock into .venv with $(uv --version) (minutes, the first time)"
+    quietly uv.lock uv sync --inexact --extra dev ${PYTHON:+--python "$PYTHON"} # what else is in .venv stays
+    finished
+fi
+if [[ -z "$made_by_pip" ]]; then
     python=$(find_python)
     site=""
     if [[ "${TORCH:-}" == installed ]]; then
@@ -92,5 +113,4 @@ else
     install .venv/requirements-torch.txt # alone, so that nothing else decides which build of it comes
 fi
 install .venv/requirements-rest.txt
-wanted_stamp >"$stamp.tmp"
-mv "$stamp.tmp" "$stamp"
+finished

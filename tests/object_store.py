@@ -7,13 +7,15 @@ An S3 on this machine for tests and benchmarks: moto's server, and a proxy befor
         store.put("a.bin", b"...")                 # behind the proxy's back
         store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
 
-    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed
+    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed, then tells how many
+                                                   # requests there were of each method
 
 A fault is used `times` times by requests that it fits, then it is gone.
 """
 
 import contextlib
 import http.client
+import json
 import logging
 import os
 import re
@@ -21,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -248,3 +251,4 @@ if __name__ == "__main__":
         running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
         print(running.proxy.url, running.moto_url, flush=True)
         sys.stdin.read()
+        print(json.dumps(Counter(seen.method for seen in running.proxy.seen)), flush=True)

@@ -6,10 +6,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dev import make_sample_corpus
 from nanochat import dataset
@@ -19,7 +22,8 @@ from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {"speedrun.sh": "gpu", "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
-           "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware"}
+           "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware",
+           "dev/slurm/tok_shards.sbatch": "hardware", "dev/e2e_slurm.sh": "hardware"}
 MODULES: dict[str, ModuleType] = {m.__name__: m for m in (
     make_sample_corpus, dataset, base_eval, base_train, report, sample, tok_eval, tok_train)}
 
@@ -227,3 +231,38 @@ def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path: P
                           env={**os.environ, "TORCH": "installed", "PYTHON": str(python)})
     assert done.returncode == 1 and "has no torch; name one that has" in done.stderr, done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_takes_uv_where_it_is_and_leaves_what_pip_made_to_pip(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("dev/setup.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\nmkdir -p .venv/bin\n'
+                  f'printf \'#!/bin/sh\\n[ "$2" != pip ] && exec {sys.executable} "$@"\' >.venv/bin/python\n'
+                  f'chmod +x .venv/bin/python\n')
+    uv.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}", "PYTHON": "python3.12"}
+    environment.pop("TORCH", None)
+    for _ in range(2):  # the second time there is nothing to do
+        done = subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert [line for line in (tmp_path / "asked").read_text().splitlines() if "version" not in line] == [
+        "sync --inexact --extra dev --python python3.12"]
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\n[ "$2 $3" != "pip install" ] && exec {sys.executable} "$@"')
+    (tmp_path / ".venv/.setup-stamp").unlink()
+    done = subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "could not install .venv/requirements-torch.txt" in done.stderr
+
+
+def test_the_lock_file_is_that_of_the_project_and_names_public_places_only() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "uv.lock").read_text()
+    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
+    [ours] = [package for package in tomllib.loads(text)["package"] if package["name"] == project["name"]]
+    locked = {(entry["name"], tuple(entry.get("extras", ())), entry.get("specifier", ""))
+              for entry in ours["metadata"]["requires-dist"]}
+    wanted = {Requirement(line) for lines in (project["dependencies"], *project["optional-dependencies"].values())
+              for line in lines}
+    assert locked == {(canonicalize_name(r.name), tuple(r.extras), str(r.specifier)) for r in wanted}

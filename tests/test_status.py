@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -379,3 +380,13 @@ def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():
     [patience] = [int(word.partition("=")[2]) for word in words if word.startswith("--shutdown-timeout=")]
     assert 60 < patience < pod["terminationGracePeriodSeconds"]
     assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 3, 10]
+
+
+@pytest.mark.parametrize("name", ["train", "tok_shards"])
+def test_a_kubernetes_template_fits_the_published_schema_which_knows_a_wrong_word(name):
+    spec = yaml.safe_load((ROOT / f"dev/slurm/{name}.k8s.yaml").read_text())
+    latest = kubernetes_validate.latest_version()
+    kubernetes_validate.validate(spec, latest, strict=True)
+    spec["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
+        kubernetes_validate.validate(spec, latest, strict=True)

@@ -27,7 +27,8 @@ from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
-# not cuDNN's, which makes a plan for every length: that takes longer than the token
+# Not cuDNN's, which makes a plan for every length: that takes longer than the token. Of the three the plain one comes
+# last. On CUDA it serves what the others refuse: grouped heads in float32 or with a mask, odd head dimensions.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

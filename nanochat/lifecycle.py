@@ -30,8 +30,8 @@ it:
 
 A number is never used twice: an owner that ends says so in its state, and leaves its record. So a
 launch that was delayed between its look and its claim finds its number taken, or a higher one. The
-owner looks at its record every second; where the record is gone or another's (the run directory
-was removed; the owner slept and was taken for dead), it ends itself.
+owner looks at its record every other second; where the record is gone or another's (the run
+directory was removed; the owner slept and was taken for dead), its watchdog ends all its ranks.
 
 **Alive** means, in the same place (boot of the machine and process namespace): the process exists
 and started when the record says. From any other place, and where the system has no /proc: the
@@ -455,12 +455,11 @@ class RunState:
     order.
 
     A daemon thread writes what `update` was told and the heartbeat, so that a step never waits for
-    a disk, and a long compilation is not taken for death. The same thread looks whether this
-    launch still owns the run, and ends the process where it does not. All methods may be called
-    from any thread."""
+    a disk, and a long compilation is not taken for death. It writes nothing where this launch does
+    not own the run any more. All methods may be called from any thread."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
-        self._owner, self._path = owner, owner.path.with_name(STATE_NAME)
+        self.owner, self._path = owner, owner.path.with_name(STATE_NAME)
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
             **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.record["launch"],
@@ -505,17 +504,14 @@ class RunState:
         self.close("failed", "ended without saying how" if error is None else told)
 
     def _keep_up(self) -> None:
-        """Every second: does this launch still own the run, and is there anything to tell?"""
+        """Every second: is there anything to tell, and does this launch still own the run?"""
         written, told, over = time.monotonic(), dict(self._state), False
         while not over:
             self._news.wait(LOOK_EVERY_S)
             self._news.clear()
             over = self._over.is_set()  # then this is the last round
-            if lost := self._owner.lost():
-                if over:
-                    return  # the run says itself why it ends
-                os.write(2, f"error: {lost}\n".encode())
-                os._exit(1)
+            if self.owner.lost():
+                continue
             if self._state != told or time.monotonic() - written >= HEARTBEAT_S:
                 written, told = time.monotonic(), dict(self._state)
                 self._write()

@@ -273,6 +273,9 @@ class Trainer:
                                "wandb_id": self.journal.wandb_id, **more})
 
             def write(step: int = p.step) -> Path:
+                assert self.journal.state is not None
+                if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
+                    raise ValueError(lost)
                 path = save()
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
                       keep_milestone_every=settings.keep_milestone_every)

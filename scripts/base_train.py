@@ -266,6 +266,7 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
             checkpoint=start.checkpoint.path.name if start.checkpoint else None)) if rank == 0 else None
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
+            lost=owner.lost if rank == 0 else lambda: "",
             on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
         if rank == 0:
             stop.clear(start.run_dir)

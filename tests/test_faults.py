@@ -19,6 +19,7 @@ import torch
 from nanochat import checkpoint as ckpt
 from nanochat import lifecycle, start_run
 from nanochat.run_dir import cursor_files, iter_log, read_cursors
+from nanochat.watchdog import Watchdog
 from tests import faults, training
 from tests.training import (
     checkpoints,
@@ -255,19 +256,25 @@ def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -
 
 # ---- removed and wiped ------------------------------------------------------------------------------
 
+def stop_itself(watched: bool) -> None:
+    """A hook: rank 0 is stopped after step 5, until SIGCONT. Not watched: nobody looks who owns the run."""
+    if not watched:
+        Watchdog._watch = lambda self: None  # type: ignore[method-assign]
+    training.after_step(5, partial(training.send, signal.SIGSTOP))
+
+
 def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing is made anew at the old place, and a launch that began there meanwhile is alone."""
-    for begun_again in (False, True):
-        flag = tmp_path / f"flag-{begun_again}"
-        first = training.start(hook=partial(pause, 5, flag), sync_save=True)
-        wait_for(flag.exists)
+    """All ranks, with one sentence. Nothing is made anew at the old place, and a launch that began there meanwhile is
+    alone: not even a save that comes before the watchdog looks writes there."""
+    for begun_again, world_size in ((False, 2), (True, 1)):
+        first = training.start(world_size, hook=partial(stop_itself, watched=not begun_again), sync_save=True)
         pid = first.processes[0].pid
-        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda pid=pid: ") T" in Path(f"/proc/{pid}/stat").read_text())
         training.run_dir().rename(tmp_path / f"gone-{begun_again}")
         if begun_again:
             succeed()
         os.kill(pid, signal.SIGCONT)
-        assert first.wait() == [1]
+        assert first.wait() == [1] * world_size
         told = first.text()
         assert told.count("error: ") == 1 and "does not own the run any more" in told and "Traceback" not in told
         assert training.run_dir().exists() == begun_again

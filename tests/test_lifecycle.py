@@ -360,10 +360,11 @@ def test_life_in_the_same_place_is_the_process_and_elsewhere_a_young_heartbeat(m
 LAUNCH = """
 import sys
 from pathlib import Path
-from nanochat import lifecycle
-run_dir = Path(sys.argv[1])
+from nanochat import lifecycle, watchdog
+run_dir, me = Path(sys.argv[1]), [lifecycle.identify()]
 lifecycle.HEARTBEAT_S, lifecycle.LOOK_EVERY_S = 0.1, 0.02
-with lifecycle.RunState(lifecycle.acquire(run_dir), [lifecycle.identify()], status="running") as state:
+with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as state, watchdog.Watchdog(
+        None, me, timeout_s=1, lost=state.owner.lost, on_failure=lambda verdict: state.close("failed", verdict)):
     print("ready", flush=True)
     sys.stdin.readline()
     state.close("stopped")

@@ -1,19 +1,22 @@
 """
-Write the report of a run as markdown: what ran, on what, how long, what came of it, and where
-everything lies.
+Write the report of a run as markdown: how it went, what ran, on what, how long, what came of it,
+and where everything lies.
 
-    python -m scripts.report --run d12                      # writes RUN/report.md
+    python -m scripts.report --run d12                      # writes RUN/report.md and RUN/report-*.png
     python -m scripts.report --run d12 --stages FILE        # with the times of speedrun.sh's stages
 
 It reads the run directory and changes nothing else, so it may be written at any time and as often
 as you like. Every part of the report is a function from Facts to lines. A part whose file is
-missing says so in one line: a report of an unfinished run is a report, too.
+missing says so in one line: a report of an unfinished run is a report, too. The pictures are drawn
+by matplotlib without a display, from the same Facts; where it is missing, the report says so.
 
 FILE is what speedrun.sh keeps: a line `name <tab> seconds <tab> exit code <tab> command` for each
 stage that ended. Where a stage ran several times, its times are added up.
 """
 
 import argparse
+import json
+import math
 import os
 import platform
 import re
@@ -22,17 +25,21 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from nanochat.common import Parser, check_shape, duration, read_json, run_main, show, write_bytes
+from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, write_bytes
+from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
-from nanochat.run_dir import cursor_files, find_run, read_config, read_cursors, read_log
+from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import ledger
 
 CURVE_ROWS = 16  # lines of the loss curve, about
+MIX_STRETCHES = 50  # points of the picture of the mix
 LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
                   "epochs")
 # the shape of what is computed with, in the lines of the log
@@ -56,12 +63,17 @@ class Facts:
     events: list[dict[str, Any]] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
     cursors: tuple[int, list[dict[str, Any]]] | None = None  # of the newest save: (step, cursors)
+    launches: list[dict[str, Any]] = field(default_factory=list)  # see `read_launches`
     evaluation: dict[str, Any] = field(default_factory=dict)
     stages: list[list[Any]] = field(default_factory=list)  # [name, seconds, runs, failed, command]
 
     def named(self, *names: str) -> list[dict[str, Any]]:
         """The events of some names, in order."""
         return [e for e in self.events if e.get("event") in names]
+
+    def val(self) -> dict[int, float | None]:
+        """{steps done: bits per byte on validation}."""
+        return {event["step"]: event["bpb"] for event in self.named("val")}
 
     @property
     def status(self) -> str:
@@ -85,6 +97,30 @@ def read_stages(path: Path) -> list[list[Any]]:
     return list(stages.values())
 
 
+def read_launches(log: Path) -> list[dict[str, Any]]:
+    """The launches of a run in order, from its log: {"first": steps that were done when it began, "last":
+    when it ended, "end": completed, stopped, halted, failed, killed (it does not say), or "" for the last
+    one where it does not say, "reason": of the end, "world_size", "device", "events": the others}."""
+    launches: list[dict[str, Any]] = []
+    for record in iter_log(log):
+        step, event = record.get("step"), record.get("event")
+        if type(step) is not int:
+            continue
+        if event == "started":
+            for before in launches[-1:]:
+                before["end"] = before["end"] or "killed"
+            launches.append({"first": step, "last": step, "end": "", "reason": "", "events": [],
+                             **{name: record.get(name) for name in ("world_size", "device")}})
+        elif launches:
+            launch = launches[-1]
+            launch["last"] = max(launch["last"], step + (event is None))
+            if event in ENDS:
+                launch |= {"end": event, "reason": record.get("reason") or ""}
+            elif event is not None:
+                launch["events"].append(record)
+    return launches
+
+
 def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     """Everything about a run that lies on disk. FileNotFoundError if it never started, ValueError
     for a broken file."""
@@ -97,6 +133,7 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     return Facts(run_dir, read_config(run_dir),
                  steps=[r for r in records if "event" not in r],
                  events=[r for r in records if "event" in r], manifest=pinned_data(run_dir),
+                 launches=read_launches(run_dir / "logs" / "train.jsonl"),
                  cursors=read_cursors(kept[max(kept)]) if kept else None, evaluation=evaluation,
                  stages=read_stages(stages) if stages is not None and stages.is_file() else [])
 
@@ -120,6 +157,31 @@ def quoted(text: str) -> list[str]:
 
 
 # ---- the parts ----------------------------------------------------------------------------------
+
+def in_words(facts: Facts) -> list[str]:
+    """How the run went, a few sentences: how far it came and how it ended, what it learned, what
+    happened on the way."""
+    launches, steps = facts.launches, facts.steps
+    if not (launches and steps):
+        return ["No step was logged."]
+    last, of_all = launches[-1], facts.config.get("derived", {}).get("num_iterations")
+    ends = {"": "has not said how it ended", **{end: end for end in ENDS}}
+    reason = f" ({last['reason']})" if last["reason"] else ""
+    step_s, wait_s = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
+    said = [f"The run {ends[last['end']]}{reason} after {last['last']:,} steps"
+            f"{f' of {of_all:,}' if of_all else ''}: {steps[-1]['tokens']:,} tokens in {duration(step_s)} of steps, "
+            f"{100 * wait_s / step_s:.1f} % of it waiting for data."]
+    val = [event["bpb"] for event in facts.named("val") if event["bpb"] is not None]
+    if len(val) > 1:
+        moved = "fell" if val[-1] < val[0] else "did not fall: it went"
+        said.append(f"Validation bits per byte {moved} from {show(val[0])} to {show(val[-1])}.")
+    cut = [f"{sum(launch['end'] == end for launch in launches[:-1])} {end}" for end in ("killed", "stopped", "failed")]
+    told = ", ".join(text for text in cut if not text.startswith("0 ")) or "one after the other"
+    worlds = sorted({launch["world_size"] for launch in launches if launch["world_size"]})
+    said.append(f"It took {len(launches)} launches ({told})" if len(launches) > 1 else "It took one launch")
+    said[-1] += f", on {' and '.join(map(str, worlds)) or '?'} process{'es' * (worlds != [1])}."
+    return said
+
 
 def result_part(facts: Facts) -> list[str]:
     """The figures to look at first. Two runs with equal digests saw equal data."""
@@ -147,12 +209,27 @@ def result_part(facts: Facts) -> list[str]:
     return lines
 
 
+def split_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """The settings of a run: (name, value, default) of those that are not their default or not known
+    to this code, and (name, value) of the others; values as JSON."""
+    changed, default = [], []
+    for name, value in config.items():
+        usual = FIELDS[name].default if name in FIELDS else None
+        if name in FIELDS and value == usual:
+            default.append((name, json.dumps(value)))
+        elif name != "derived":
+            changed.append((name, json.dumps(value), json.dumps(usual)))
+    return changed, default
+
+
 def settings_part(facts: Facts) -> list[str]:
     """What ran: commands, resolved settings, and what follows from them."""
     commands = "\n".join(stage[-1] for stage in facts.stages) or "not known"
-    settings = "\n".join(f"{name} {value}" for name, value in facts.config.items()
-                         if name != "derived")
-    lines = ["Commands:", "", *quoted(commands), "Settings (`config.json`):", "", *quoted(settings)]
+    changed, default = split_settings(facts.config)
+    lines = ["Commands:", "", *quoted(commands), "Settings (`config.json`):", "",
+             *markdown(("changed from the default", "value", "default"), changed)]
+    lines += ["<details><summary>default</summary>", "",
+              *quoted("\n".join(f"{name} {value}" for name, value in default)), "</details>", ""]
     return lines + markdown(("derived", "value"), list(facts.config.get("derived", {}).items()))
 
 
@@ -218,7 +295,7 @@ def data_part(facts: Facts) -> list[str]:
 
 def curve_part(facts: Facts) -> list[str]:
     """Loss and validation by step, about CURVE_ROWS of each, with both ends."""
-    val = {event["step"]: event["bpb"] for event in facts.named("val")}
+    val = facts.val()
     logged = {step["step"]: step for step in facts.steps}
     if not logged:
         return ["No step was logged."]
@@ -254,10 +331,87 @@ PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_pa
          "Samples": samples_part, "Where everything lies": places_part}
 
 
-def make_report(facts: Facts) -> str:
-    """The whole report."""
+# ---- pictures -----------------------------------------------------------------------------------
+
+def draw_loss(facts: Facts, axes: Any) -> None:
+    """Loss as logged and smoothed, and bits per byte on a scale of its own."""
+    x = [step["step"] for step in facts.steps]
+    axes.plot(x, [nan(step["loss"]) for step in facts.steps], color="C0", alpha=0.3, linewidth=0.8, label="loss")
+    axes.plot(x, [nan(step["smooth_loss"]) for step in facts.steps], color="C0", label="loss, smoothed")
+    axes.set_ylabel("loss, nats a token")
+    if val := facts.val():
+        right = axes.twinx()
+        right.plot([*val], [nan(bpb) for bpb in val.values()], "o-", color="C1", markersize=3, label="bits per byte")
+        right.set_ylabel("bits per byte on validation")
+        right.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper center", frameon=False)
+
+
+def draw_mix(facts: Facts, axes: Any) -> None:
+    """Shares of the buckets in what was trained on, over stretches of the run; nothing where there is
+    one bucket, or the log does not tell."""
+    buckets = sorted(name for name in facts.steps[-1] if name.startswith("tokens/"))
+    if not buckets:
+        return
+    trained = np.array([[step.get(name, 0) for name in buckets] for step in facts.steps], float)
+    edges = np.unique(np.linspace(0, len(trained), min(len(trained), MIX_STRETCHES) + 1).astype(int))
+    sums = np.add.reduceat(trained, edges[:-1])
+    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+    middle = [facts.steps[(a + b - 1) // 2]["step"] for a, b in pairwise(edges)]
+    axes.stackplot(middle, shares.T, labels=[name.removeprefix("tokens/") for name in buckets])
+    axes.set_ylabel("share of trained tokens")
+    axes.set_ylim(0, 1)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def draw_throughput(facts: Facts, axes: Any) -> None:
+    """Tokens/s of every step."""
+    axes.plot([step["step"] for step in facts.steps], [step["tokens_per_s"] for step in facts.steps], linewidth=0.8)
+    axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
+
+
+PICTURES = {"loss": draw_loss, "mix": draw_mix, "throughput": draw_throughput}
+
+
+def nan(value: float | None) -> float:
+    """A number for matplotlib, which leaves out a NaN."""
+    return math.nan if value is None else value
+
+
+def pictures(facts: Facts) -> dict[str, Any]:
+    """{name: figure of matplotlib} of what there is to draw. ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    found = {}
+    for name, draw in PICTURES.items() if facts.steps else ():
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        axes = figure.subplots()
+        draw(facts, axes)
+        axes.set_xlabel("step")
+        axes.margins(x=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.has_data():
+            found[name] = figure
+    return found
+
+
+def save_pictures(facts: Facts, folder: Path) -> list[str]:
+    """Draw the pictures beside the report; the lines of the report that show them."""
+    try:
+        figures = pictures(facts)
+    except ImportError:
+        return ["No pictures: matplotlib is not installed (`pip install -e '.[plot]'`)."]
+    for name, figure in figures.items():
+        with atomic_open(folder / f"report-{name}.png") as f:
+            figure.savefig(f, format="png", dpi=100)
+    return [f"![{name} by step](report-{name}.png)" for name in figures]
+
+
+def make_report(facts: Facts, shown: Sequence[str] = ()) -> str:
+    """The whole report. `shown`: the lines that show its pictures."""
     lines = [f"# Run `{facts.config.get('model_tag', facts.run_dir.name)}`: {facts.status}", "",
-             f"Written {time.strftime('%Y-%m-%d %H:%M %Z')}.", ""]
+             *in_words(facts), "", *shown, "", f"Written {time.strftime('%Y-%m-%d %H:%M %Z')}.", ""]
     for title, part in PARTS.items():
         lines += [f"## {title}", "", *part(facts), ""]
     return "\n".join(lines)
@@ -278,7 +432,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = find_run(args.run).absolute()
     facts = read_facts(run_dir, args.stages)
     output = args.output or run_dir / "report.md"
-    write_bytes(output, make_report(facts).encode())
+    shown = save_pictures(facts, output.absolute().parent)
+    write_bytes(output, make_report(facts, shown).encode())
     print(f"{run_dir.name}: {facts.status}", *result_part(facts), f"report: {output}", sep="\n")
     return 0
 

@@ -1,6 +1,8 @@
 """The report: every figure in it is the one on disk, and whatever is missing, there is a report."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory as a finished training leaves it."""
     path = tmp_path / "runs" / "tiny"
     path.mkdir(parents=True)
-    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "derived": {"params": 12345}})
+    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "seed": 42, "derived": {"params": 12345}})
     (path / "logs").mkdir()
     lines = [json.dumps(line) for line in log_lines()]
     (path / "logs" / "train.jsonl").write_text("\n".join(lines[:10] + ['{"step": 8, "lo'] + lines[10:]) + "\n")
@@ -85,7 +87,12 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["train, data"] == ["/data", "4", "4,000", "52"]
     assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.54 %"]
     assert "It balances" in text and "step 40, in tokens" in text and "10.00 % of it waiting for data" in text
-    assert "\ndepth 2\nmax_seq_len 15\n" in text and "train --fast" in text
+    assert found["depth"] == ["2", "20"] and found["model_tag"] == ['"tiny"', "null"] and "train --fast" in text
+    assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
+    assert text.splitlines()[2:5] == [
+        "The run completed after 40 steps: 6,400 tokens in 20.0 s of steps, 10.0 % of it waiting for data.",
+        "Validation bits per byte fell from 4.25 to 2.125.",
+        "It took 2 launches (1 killed), on 1 and 2 processes."]
     curve = rows(text.partition("## Loss curve")[2].partition("## Samples")[0])
     assert curve["0"] == ["8", "8", "1", "0.5", "4.25"] and curve["39"][0] == "4.1" and curve["40"][-1] == "2.125"
     assert found["digest of the batch of step 0"] == ["`0000000000000000`"]
@@ -124,6 +131,27 @@ def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
         started = max(i for i, line in enumerate(lines) if '"started"' in line)
         log.write_text("\n".join(lines[:started + 1]) + "\n")
         assert read_facts(training.run_dir()).status == "unfinished, saved at step 2"
+
+
+def test_the_pictures_beside_it_have_the_figures_of_the_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = read_facts(run)
+    for i, step in enumerate(facts.steps):
+        step |= {"tokens/a|b": i, "tokens/web": 2 * i}
+    drawn = report.pictures(facts)
+    assert list(drawn) == ["loss", "mix", "throughput"]
+    raw, smooth = drawn["loss"].axes[0].lines
+    assert raw.get_xydata().tolist() == [[step["step"], step["loss"]] for step in facts.steps]
+    assert smooth.get_ydata().tolist() == [step["smooth_loss"] for step in facts.steps]
+    assert drawn["loss"].axes[1].lines[0].get_xydata().tolist() == [[0, 4.25], [STEPS, 2.125]]
+    assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in facts.steps]
+    first = drawn["mix"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert first.max() == pytest.approx(1 / 3), "a third of what was trained on, in every stretch"
+    report.main([f"--run={run}"])
+    shown = re.findall(r"!\[.*\]\((.*)\)", (run / "report.md").read_text())
+    assert shown == ["report-loss.png", "report-throughput.png"]
+    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in shown)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert report.main([f"--run={run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
 
 
 def test_accounts_that_do_not_balance_are_said_not_to() -> None:

@@ -30,7 +30,7 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)):
+        elif type(value) in (int, float):
             yield f"{prefix}{name}", float(value)
 
 

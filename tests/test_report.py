@@ -49,7 +49,8 @@ def run(tmp_path: Path) -> Path:
     """A run directory as a finished training leaves it."""
     path = tmp_path / "runs" / "tiny"
     path.mkdir(parents=True)
-    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "seed": 42, "derived": {"params": 12345}})
+    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "seed": 42,
+                                      "derived": {"params": 12345}})
     (path / "logs").mkdir()
     lines = [json.dumps(line) for line in log_lines()]
     (path / "logs" / "train.jsonl").write_text("\n".join(lines[:10] + ['{"step": 8, "lo'] + lines[10:]) + "\n")

@@ -1,0 +1,347 @@
+"""
+Draw runs as one HTML page: curves, mix, time line, accounts, samples, settings. It needs no network.
+
+    python -m scripts.page d12                            # writes page.html
+    python -m scripts.page d12 d24 --out=both.html        # two runs in one page; without a name: all runs
+    python -m scripts.page d12 --watch                    # written anew while the run goes on
+
+    logs, cursors, settings --report.read_facts--> Facts --curves, launches--> JSON in the page --plotly--> curves
+                                                     '---- tables, words ----> HTML, escaped
+
+What is drawn is what the log has: a number in the lines of steps gets a curve, a number in an event a
+curve of points, any other event a mark on the time line. So a value that somebody adds to the log needs
+nothing here. The page is scripts/page.html with its parts filled in; plotly is embedded, and a policy in
+the page forbids the browser to load anything. Where all steps of a long run would make it too large, of
+each block of steps the one with the highest loss is drawn, so that spikes stay.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.boards import flat_numbers
+from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
+from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
+from nanochat.stream import ledger
+from scripts import status
+from scripts.report import ENDS, LEDGER_COLUMNS, Facts, balance, in_words, read_facts, split_settings
+
+ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
+WATCH_EVERY_S = 10
+AXES = ("steps", "tokens", "FLOPs", "hours")
+LOSS, BPB, BUCKETS = "Loss, nats a token", "Bits per byte on validation", "Loss by bucket, smoothed"
+# how a number is drawn: title of the chart, factor; any other under its own name
+CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, times its peak", 1),
+          "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1), "bpb": (BPB, 1),
+          "mfu": ("Model FLOPs utilization, %", 100), "wait_s": ("Data wait, ms a step", 1000),
+          "peak_memory_bytes": ("Peak memory, GB", 1e-9)}
+# numbers that the axes show, and events that are marks although they may have numbers
+NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
+MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
+TONES = {"completed": "good", "running": "good", "starting": "good", "stopping": "wait", "stopped": "wait"}  # else bad
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the page tells of it."""
+
+    index: int  # its colour
+    facts: Facts
+    state: dict[str, Any]  # as scripts.status sees it
+
+    @property
+    def name(self) -> str:
+        return self.facts.run_dir.name
+
+    @property
+    def alive(self) -> bool:
+        return self.state["liveness"] == "alive"
+
+
+# ---- curves -------------------------------------------------------------------------------------
+
+def step_axes(facts: Facts) -> dict[str, list[float]]:
+    """Of each logged step its number, and the tokens, FLOPs and hours of training by its end."""
+    steps, flops = facts.steps, facts.config.get("derived", {}).get("flops_per_token") or 0
+    spent_s = accumulate(step["step_s"] for step in steps)
+    return {"steps": [step["step"] for step in steps],
+            "tokens": [step["tokens"] for step in steps],
+            "FLOPs": [step.get("total_training_flops") or flops * step["tokens"] for step in steps],
+            "hours": [(step.get("total_training_time") or s) / 3600 for step, s in zip(steps, spent_s)]}
+
+
+def place(axes: Mapping[str, list[float]], done: int) -> dict[str, float]:
+    """Where on each axis `done` steps are done."""
+    i = bisect_left(axes["steps"], done) - 1
+    return {name: axes[name][i] if i >= 0 else 0 for name in AXES} | {"steps": done}
+
+
+def drawable(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record of the log that are drawn as a curve."""
+    return {name: number for name, number in flat_numbers(record)
+            if name not in NOT_DRAWN and record.get("event") not in MARKS}
+
+
+def smooth(values: Sequence[float | None]) -> list[float | None]:
+    """A running mean as `smooth_loss` is one; what is None is passed over."""
+    found: list[float | None] = []
+    total = weight = 0.0
+    for value in values:
+        if value is not None:
+            total, weight = 0.9 * total + 0.1 * value, 0.9 * weight + 0.1
+        found.append(total / weight if weight else None)
+    return found
+
+
+def step_series(facts: Facts) -> Iterator[dict[str, Any]]:
+    """Curves with a value for each step: {chart, name, look, bucket, y}."""
+    for name in dict.fromkeys(name for step in facts.steps for name in drawable(step)):
+        values = [step.get(name) for step in facts.steps]
+        group, _, bucket = name.partition("/")
+        if group == "loss" and bucket:
+            yield {"chart": BUCKETS, "name": bucket, "look": "line", "bucket": bucket, "y": smooth(values)}
+        elif group != "tokens" and any(values):
+            title, factor = CHARTS.get(name, (name, 1))
+            scaled = [None if value is None else factor * value for value in values]
+            look, name = {"loss": ("raw", name), "smooth_loss": ("line", "smoothed")}.get(name, ("line", name))
+            yield {"chart": title, "name": name, "look": look, "bucket": "", "y": scaled}
+
+
+def mix_series(facts: Facts, chart: str) -> Iterator[dict[str, Any]]:
+    """Shares of the buckets: as trained on over the last fiftieth of the run, and as planned."""
+    buckets = sorted({name[7:] for step in facts.steps for name in step if name.startswith("tokens/")})
+    if not buckets:
+        return
+    plan = facts.run_dir / PLAN_NAME
+    phases = read_json(plan, {"phases": [{"first_step": int, "asked": dict}]})["phases"] if plan.is_file() else []
+    begins = [phase["first_step"] for phase in phases]
+    counts = np.array([[step.get(f"tokens/{bucket}") or 0 for bucket in buckets] for step in facts.steps], float)
+    sums, window = counts.cumsum(axis=0), max(8, len(counts) // 50)
+    sums[window:] -= sums[:-window].copy()
+    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+    for bucket, share in zip(buckets, shares.T.tolist()):
+        yield {"chart": chart, "name": bucket, "look": "line", "bucket": bucket, "y": share}
+        asked = [phase["asked"].get(bucket, 0) / max(1, sum(phase["asked"].values())) for phase in phases]
+        planned = [asked[max(0, bisect_right(begins, step["step"]) - 1)] for step in facts.steps if asked]
+        if planned:
+            yield {"chart": chart, "name": f"{bucket}, planned", "look": "plan", "bucket": bucket, "y": planned}
+
+
+def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
+    """Curves of what is measured now and then, validation above all; `steps`: how many were done."""
+    found: dict[str, dict[int, float]] = {}
+    for event in facts.events:
+        for name, value in drawable(event).items():
+            found.setdefault(name, {})[event["step"]] = value
+    for name, points in found.items():
+        group, _, bucket = name.rpartition("/")
+        of_bucket = bucket if group == "buckets" else ""
+        if not (of_bucket and len(facts.manifest.get("val", {})) == 1):  # one bucket is all there is
+            yield {"chart": BPB if of_bucket else CHARTS.get(name, (name, 1))[0], "name": of_bucket or name,
+                   "look": "points", "bucket": of_bucket, "steps": [*points], "y": [*points.values()]}
+
+
+def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
+    """The launches for the time line, with a mark for each save, skip and so on."""
+    for number, launch in enumerate(run.facts.launches, 1):
+        marks = []
+        for event in launch["events"]:
+            if event["event"] not in ("wandb", "samples") and not drawable(event):
+                told = ", ".join(f"{k} {show(v)}" for k, v in event.items() if k not in ("event", "step", "time"))
+                marks.append({"at": place(axes, event["step"]), "kind": event["event"],
+                              "text": f"{event['event']} at step {event['step']:,}: {told}"})
+        end = launch["end"] or ("" if run.alive else "killed")
+        told = f"launch {number} on {launch['world_size']} process(es): {end or 'at work'} at step {launch['last']:,}"
+        yield {"from": place(axes, launch["first"]), "to": place(axes, launch["last"]), "end": end, "marks": marks,
+               "label": f"{number}: {launch['world_size']} proc.", "text": f"{told} {launch['reason']}"}
+
+
+def rounded(values: Sequence[Any]) -> list[Any]:
+    """Six digits of each number, which no eye tells from all of them."""
+    return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
+
+
+def drawn(run: Run, stride: int) -> dict[str, Any]:
+    """What page.html draws of a run, with one of each `stride` steps and the last."""
+    steps, axes = run.facts.steps, step_axes(run.facts)
+    blocks = [range(first, min(first + stride, len(steps))) for first in range(0, len(steps), stride)]
+    kept = sorted({max(block, key=lambda i: steps[i]["loss"] or 0.0) for block in blocks} | {*range(len(steps))[-1:]})
+    pick = lambda values: rounded([values[i] for i in kept])
+    places = [{name: pick(axes[name]) for name in AXES}]
+    series = [{**one, "axis": 0, "y": pick(one["y"])}
+              for one in (*step_series(run.facts), *mix_series(run.facts, f"mix-{run.index}"))]
+    for one in point_series(run.facts):
+        at = [place(axes, done) for done in one.pop("steps")]
+        series.append({**one, "axis": len(places), "y": rounded(one["y"])})
+        places.append({name: rounded([there[name] for there in at]) for name in AXES})
+    return {"name": run.name, "axes": places, "series": series, "launches": [*launches_of(run, axes)],
+            "steps": pick(axes["steps"]), "digests": [steps[i]["digest"] for i in kept]}
+
+
+def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All charts in order, for what is drawn of the runs: {id, title, section, wide, look of its y-axis}."""
+    found = dict.fromkeys(series["chart"] for run in runs for series in run["series"])
+    charts: list[dict[str, Any]] = []
+    for name in sorted(found, key=lambda name: (name != LOSS, name != BPB)):
+        y = {"rangemode": "normal" if name in (LOSS, BPB, BUCKETS) else "tozero"}
+        mix = {f"mix-{i}": i for i in range(len(runs))}.get(name)
+        if mix is None:
+            log = {"type": "log"} if name == "Gradient norm" else {}
+            charts.append({"id": name, "title": name, "section": "curves", "wide": name == LOSS, "y": y | log})
+        else:
+            title = f"Mix of {runs[mix]['name']}: trained, and planned (dashed)"
+            charts.append({"id": name, "title": title, "run": mix, "section": "mix", "wide": len(runs) == 1,
+                           "y": y | {"tickformat": ".0%"}})
+    return [*charts, {"id": "timeline", "title": "Launches", "section": "timeline", "wide": True, "y": {}}]
+
+
+# ---- tables and words ---------------------------------------------------------------------------
+
+def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
+    """A table that scrolls where it is too wide, nothing without rows."""
+    lines = [f"<tr>{''.join(f'<{tag}>{escape(show(cell))}</{tag}>' for cell in row)}</tr>"
+             for tag, some in (("th", [header]), ("td", rows)) for row in some]
+    return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>' if rows else ""
+
+
+def card(title: str, content: str, kind: str = "") -> str:
+    """A box with a title; `content` is HTML."""
+    return f'<div class="card {kind}"><h3>{escape(title)}</h3>{content}</div>'
+
+
+def headline(run: Run) -> str:
+    """What to see first of a run: state, step, bits per byte, tokens/s, time."""
+    state, facts = run.state, run.facts
+    last = facts.steps[-1] if facts.steps else {"step": -1, "tokens": 0}
+    shown = state["shown"] if state["status"] else facts.status
+    done, total = last["step"] + 1, facts.config.get("derived", {}).get("num_iterations") or last["step"] + 1
+    val = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
+    rate = statistics.median([step["tokens_per_s"] for step in facts.steps[-100:]] or [0.0])
+    left_s = state["eta_s"] if run.alive else sum(step["step_s"] for step in facts.steps)
+    figures = [(f"{done:,} / {total:,}", "steps"), (show(val[-1]), f"bits per byte, {show(val[0])} at first"),
+               (show(rate), "tokens/s"), (duration(left_s), "left" if run.alive else "in steps"),
+               (show(last["tokens"]), "tokens")]
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
+    words = " ".join([*in_words(facts), f"Last checkpoint: {state.get('checkpoint') or 'none'}."])
+    return (f'<div class="card"><span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
+            f'<span class="pill {TONES.get(shown, "bad")}">{escape(shown)}</span>'
+            f'<progress max="{total}" value="{done}"></progress>'
+            f'<div class="facts">{cells}</div><p class="soft">{escape(words)}</p></div>')
+
+
+def account(run: Run) -> str:
+    """The ledger of a run, nothing before its first save."""
+    if run.facts.cursors is None:
+        return ""
+    step, cursors = run.facts.cursors
+    accounts = ledger(cursors, run.facts.config["max_seq_len"])
+    rows = [(bucket, *(of[name] for name in LEDGER_COLUMNS)) for bucket, of in accounts.items()]
+    words = f"After {step:,} steps, in tokens. {balance(accounts)}".replace("**", "")
+    told = table(("bucket", *LEDGER_COLUMNS), rows, "numbers") + f'<p class="soft">{escape(words)}</p>'
+    return card(f"Ledger of {run.name}", told)
+
+
+def samples(run: Run) -> str:
+    """What the model wrote, the newest first."""
+    told = [(f"after {event['step']:,} steps", event.get("texts") or []) for event in run.facts.named("samples")[::-1]]
+    told += [(f"at the evaluation, {kind}", texts) for kind, texts in run.facts.evaluation.get("samples", {}).items()]
+    parts = []
+    for when, texts in told:
+        quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
+        parts.append(f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>{quotes}</details>")
+    return card(run.name, "".join(parts) or "None: --sample-every says how often.")
+
+
+def differing(runs: Sequence[Run]) -> str:
+    """The settings that differ between runs."""
+    configs = [{k: json.dumps(v) for k, v in run.facts.config.items() if k != "derived"} for run in runs]
+    names = [name for name in {k: 0 for config in configs for k in config}
+             if len({config.get(name) for config in configs}) > 1]
+    rows = [(name, *(config.get(name) for config in configs)) for name in names]
+    return card("What differs", table(("setting", *(run.name for run in runs)), rows)) if rows else ""
+
+
+def settings(run: Run) -> str:
+    """The settings of a run, those apart that are not their default."""
+    changed, default = split_settings(run.facts.config)
+    rest = f"<details><summary>default</summary>{table(('setting', 'value'), default)}</details>"
+    return card(run.name, table(("changed from the default", "value", "default"), changed) + rest)
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+def embed(value: Any) -> str:
+    """JSON that no browser takes for the end of its element, whatever is in it."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
+    """The whole page. `refresh`: whether it loads itself anew now and then. ValueError without plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
+    stride, longest = 1, max(len(run.facts.steps) for run in runs)
+    while True:
+        found = [drawn(run, stride) for run in runs]
+        buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
+        data = embed({"charts": charts_of(found), "buckets": buckets, "runs": found})
+        if len(data) < ROOM or stride >= longest:
+            break
+        stride *= 2
+    thin = f"Of every {stride} steps the one with the highest loss is drawn." if stride > 1 else ""
+    parts = {"data": data, "plotly": get_plotlyjs(), "written": f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {thin}",
+             "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
+             "title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"), "last": str(max(0, longest - 1)),
+             "digests": "".join(f'<tr><td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td></tr>'
+                                for run in runs),
+             "curves": "", "mix": "", "timeline": "", "differing": differing(runs)}
+    for chart in charts_of(found):
+        plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
+        parts[chart["section"]] += card(chart["title"], plot, "wide" * chart["wide"])
+    for part in (headline, account, samples, settings):
+        parts[part.__name__] = "".join(part(run) for run in runs)
+    template = Path(__file__).with_name("page.html").read_text()
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # in one go: no part is looked into
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Draw runs as one HTML page that needs no network.", epilog=__doc__)
+    parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
+    parser.add_argument("--out", type=Path, default=Path("page.html"), help="the page")
+    parser.add_argument("--watch", action="store_true", help="write it every ten seconds while a run is at work")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page, say where. FileNotFoundError where there is no such run, ValueError for a broken file in one."""
+    args = parse_args(argv)
+    folders = [find_run(name).absolute() for name in args.run] or [
+        path for path in map(run_path, list_runs()) if (path / CONFIG_NAME).is_file()]
+    if not folders:
+        raise FileNotFoundError("no runs yet; name a run directory")
+    again = True
+    while again:
+        runs = [Run(index, read_facts(path), status.look(path)) for index, path in enumerate(folders)]
+        again = args.watch and any(run.alive for run in runs)
+        write_bytes(args.out, make_page(runs, refresh=again).encode())
+        print(f"{args.out}: {', '.join(run.name for run in runs)}", flush=True)
+        if again:
+            time.sleep(WATCH_EVERY_S)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

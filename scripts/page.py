@@ -145,8 +145,7 @@ def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
         for name, value in drawable(event).items():
             found.setdefault(name, {})[event["step"]] = value
     for name, points in found.items():
-        group, _, bucket = name.rpartition("/")
-        of_bucket = bucket if group == "buckets" else ""
+        of_bucket = name.removeprefix("buckets/") if name.startswith("buckets/") else ""
         if not (of_bucket and len(facts.manifest.get("val", {})) == 1):  # one bucket is all there is
             yield {"chart": BPB if of_bucket else CHARTS.get(name, (name, 1))[0], "name": of_bucket or name,
                    "look": "points", "bucket": of_bucket, "steps": [*points], "y": [*points.values()]}
@@ -226,7 +225,7 @@ def headline(run: Run) -> str:
     last = facts.steps[-1] if facts.steps else {"step": -1, "tokens": 0}
     shown = state["shown"] if state["status"] else facts.status
     done, total = last["step"] + 1, facts.config.get("derived", {}).get("num_iterations") or last["step"] + 1
-    val = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
+    val: list[float | None] = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
     rate = statistics.median([step["tokens_per_s"] for step in facts.steps[-100:]] or [0.0])
     left_s = state["eta_s"] if run.alive else sum(step["step_s"] for step in facts.steps)
     figures = [(f"{done:,} / {total:,}", "steps"), (show(val[-1]), f"bits per byte, {show(val[0])} at first"),
@@ -256,7 +255,7 @@ def samples(run: Run) -> str:
     """What the model wrote, the newest first."""
     told = [(f"after {event['step']:,} steps", event.get("texts") or []) for event in run.facts.named("samples")[::-1]]
     told += [(f"at the evaluation, {kind}", texts) for kind, texts in run.facts.evaluation.get("samples", {}).items()]
-    parts = []
+    parts: list[str] = []
     for when, texts in told:
         quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
         parts.append(f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>{quotes}</details>")
@@ -293,22 +292,21 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
-    stride, longest = 1, max(len(run.facts.steps) for run in runs)
-    while True:
-        found = [drawn(run, stride) for run in runs]
-        buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
-        data = embed({"charts": charts_of(found), "buckets": buckets, "runs": found})
-        if len(data) < ROOM or stride >= longest:
-            break
-        stride *= 2
+    # a value takes some 10 bytes, and each step has four places on axes and a digest besides
+    size = sum(len(run.facts.steps) * (60 + 10 * len(drawable(run.facts.steps[-1]))) for run in runs if run.facts.steps)
+    stride, longest = -(-size // ROOM) or 1, max(len(run.facts.steps) for run in runs)
+    found = [drawn(run, stride) for run in runs]
+    buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
+    charts = charts_of(found)
     thin = f"Of every {stride} steps the one with the highest loss is drawn." if stride > 1 else ""
-    parts = {"data": data, "plotly": get_plotlyjs(), "written": f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {thin}",
+    parts = {"data": embed({"charts": charts, "buckets": buckets, "runs": found}), "plotly": get_plotlyjs(),
+             "written": f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {thin}",
              "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
              "title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"), "last": str(max(0, longest - 1)),
              "digests": "".join(f'<tr><td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td></tr>'
                                 for run in runs),
              "curves": "", "mix": "", "timeline": "", "differing": differing(runs)}
-    for chart in charts_of(found):
+    for chart in charts:
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
         parts[chart["section"]] += card(chart["title"], plot, "wide" * chart["wide"])
     for part in (headline, account, samples, settings):

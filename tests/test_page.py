@@ -1,0 +1,178 @@
+"""The page: as many points as the log has, nothing loaded from anywhere, and no text that becomes markup."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanochat.common import write_json
+from nanochat.run_dir import keep_cursors, pack_cursors, read_log
+from scripts import page
+from tests.test_report import T, cursors
+
+EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
+STEPS, SPIKE = 40, 17
+
+
+def step(i: int, **more: Any) -> dict[str, Any]:
+    loss = 50.0 if i == SPIKE else 8 - i / 10
+    return {"step": i, "digest": f"{i:016x}", "loss": loss, "smooth_loss": 8 - i / 20, "lr": 1.0, "grad_norm": 0.5,
+            "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i, "mfu": 0.0, **more}
+
+
+def make_run(path: Path, *, digest: str = "", num: int = STEPS) -> Path:
+    """A run killed at step 25 that went on at step 20 on two processes and was stopped, with a hostile bucket, a torn
+    line, a value that nobody knows, and one that was no number."""
+    mix = [step(i, **{f"tokens/{EVIL}": 40 if i < 20 else 120, "tokens/web": 120 if i < 20 else 40, "loss/web": 3.0,
+                      "unknown_value": float(i)}) for i in range(num)]
+    mix[3]["loss"] = mix[3]["smooth_loss"] = None
+    if digest:
+        mix[30]["digest"] = digest
+    started = {"event": "started", "step": 0, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
+    saved = {"event": "saved", "step": 20, "checkpoint": "checkpoint-20", "seconds": 0.1}
+    val = {"event": "val", "step": 0, "bpb": 4.25, "buckets": {"web": 4.0, EVIL: 4.5}}
+    lines = [started, val, *mix[:20], saved, *mix[20:25], {**started, "step": 20, "world_size": 2}, *mix[20:],
+             {**val, "step": num, "bpb": 2.125}, {"event": "core", "step": num, "core_metric": 0.125},
+             {"event": "skipped", "step": 30, "loss": 50.0}, {"event": "samples", "step": 20, "texts": ["old"]},
+             {"event": "samples", "step": num, "texts": [EVIL]}, {"event": "stopped", "step": num, "reason": EVIL}]
+    (path / "logs").mkdir(parents=True)
+    text = [json.dumps(line) for line in lines]
+    (path / "logs" / "train.jsonl").write_text("\n".join([*text[:9], '{"step": 8, "lo', *text[9:]]) + "\n")
+    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "data_path": EVIL,
+                                      "derived": {"flops_per_token": 1000, "num_iterations": 60}})
+    pinned = {"root": "/", "files": [{"name": "0.parquet", "size": 1, "footer": "", "groups": [1]}]}
+    write_json(path / "data_manifest.json", {"train": {}, "val": {"web": pinned, EVIL: pinned}})
+    write_json(path / "plan.json", {"phases": [{"first_step": 0, "asked": {"web": 3, EVIL: 1}},
+                                               {"first_step": 20, "asked": {"web": 1, EVIL: 3}}]})
+    keep_cursors(path, 20, pack_cursors(20, cursors()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    base = tmp_path_factory.mktemp("runs")
+    return [make_run(base / "<b>one & only"), make_run(base / "two", digest="f" * 16)]
+
+
+def write(runs: list[Path], out: Path) -> tuple[str, dict[str, Any]]:
+    """(the page, the data in it)."""
+    assert page.main([*map(str, runs), f"--out={out}"]) == 0
+    text = out.read_text()
+    found = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert len(found) == 1 and len(text.encode()) < 6_000_000
+    return text, json.loads(found[0])
+
+
+def curves(run: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
+    return {(series["chart"], series["name"]): series["y"] for series in run["series"]}
+
+
+def test_what_is_drawn_is_what_the_log_has(runs: list[Path], tmp_path: Path) -> None:
+    text, data = write(runs[:1], tmp_path / "page.html")
+    [run] = data["runs"]
+    logged = [record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record]
+    found, x = curves(run), run["axes"][0]
+    assert run["steps"] == x["steps"] == [*range(STEPS)] and run["digests"] == [s["digest"] for s in logged]
+    assert x["tokens"] == [s["tokens"] for s in logged] and x["FLOPs"][-1] == 1000 * 160 * STEPS
+    assert x["hours"][-1] == pytest.approx(STEPS * 0.5 / 3600, rel=1e-5)
+    assert found[page.LOSS, "loss"] == [s["loss"] for s in logged] and found["unknown_value", "unknown_value"][-1] == 39
+    assert all(len(y) == STEPS for (chart, _), y in found.items() if chart not in (page.BPB, "core_metric"))
+    assert found[page.BPB, "bpb"] == [4.25, 2.125] and found[page.BPB, EVIL] == [4.5, 4.5]
+    assert found["core_metric", "core_metric"] == [0.125] and run["axes"][-1]["tokens"] == [160 * STEPS]
+    assert found["mix-0", "web"][19] == 0.75 and found["mix-0", "web"][-1] == 0.25
+    planned = found["mix-0", "web, planned"]
+    assert planned[19:21] == [0.75, 0.25] and len(planned) == STEPS
+    first, second = run["launches"]
+    assert (first["end"], first["to"]["steps"], first["label"]) == ("killed", 25, "1: 1 proc.")
+    assert [mark["kind"] for mark in first["marks"]] == ["saved"] and first["marks"][0]["at"]["tokens"] == 160 * 20
+    assert (second["end"], second["from"]["steps"], second["label"]) == ("stopped", 20, "2: 2 proc.")
+    assert [mark["kind"] for mark in second["marks"]] == ["skipped"]
+    shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
+    for told in ("It took 2 launches (1 killed), on 1 and 2 processes", "40 / 60", "It balances", "2.125", EVIL):
+        assert told in shown, told
+
+
+def test_two_runs_show_what_differs_between_them(runs: list[Path], tmp_path: Path) -> None:
+    write_json(runs[1] / "config.json", json.loads((runs[1] / "config.json").read_text()) | {"depth": 7})
+    text, data = write(runs, tmp_path / "page.html")
+    assert [run["name"] for run in data["runs"]] == ["<b>one & only", "two"]
+    differs = text[text.index("<h3>What differs</h3>"):].partition("</table>")[0]
+    assert re.findall(r"<td>(.*?)</td>", differs) == ["depth", "2", "7"]
+    assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
+
+
+def test_hostile_texts_stay_texts(runs: list[Path], tmp_path: Path) -> None:
+    text, data = write(runs, tmp_path / "page.html")
+    ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]  # without plotly
+    assert "onerror=alert(1)>" not in ours and "<b>one" not in ours and "{{curves" not in ours
+    assert EVIL in data["buckets"] and ours.count("<img") == 0 and ours.count("</script>") == 2
+
+
+def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(page, "ROOM", 100_000)
+    text, data = write([make_run(tmp_path / "long", num=2_000)], tmp_path / "page.html")
+    [run] = data["runs"]
+    every = re.search(r"Of every (\d+) steps the one with the highest loss", text)
+    assert every and int(every[1]) >= 3 and run["steps"][-1] == 1_999
+    assert 50_000 < len(json.dumps(data, separators=(",", ":"))) < 110_000
+    assert SPIKE in run["steps"] and max(filter(None, curves(run)[page.LOSS, "loss"])) == 50.0
+
+
+def test_a_run_at_work_is_drawn_again_and_again(runs: list[Path], tmp_path: Path, monkeypatch: Any) -> None:
+    out, naps = tmp_path / "page.html", []
+    alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
+    looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
+    monkeypatch.setattr(page.status, "look", lambda path: next(looks))
+    monkeypatch.setattr(page.time, "sleep", lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text())))
+    assert page.main([str(runs[1]), f"--out={out}", "--watch"]) == 0
+    assert naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
+
+
+def test_a_run_without_a_step_has_a_page_and_what_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "new").mkdir()
+    write_json(tmp_path / "new" / "config.json", {"max_seq_len": T})
+    assert "No step was logged" in write([tmp_path / "new"], tmp_path / "page.html")[0]
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no runs yet"):
+        page.main([])
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[page\]'"):
+        page.main([str(tmp_path / "new")])
+
+
+PROBE = """<script>addEventListener("load", () => setTimeout(() => {
+  const plots = [...document.querySelectorAll(".plot")].map(div => [div.id, div.data.map(trace => trace.y.length)]);
+  const told = document.createElement("pre"); told.id = "told";
+  told.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
+    images: document.images.length, wide: document.documentElement.scrollWidth, inner: innerWidth,
+    digest: document.getElementById("digest-1").textContent });
+  document.body.append(told);
+}, 0))</script>"""
+
+
+def test_a_browser_shows_it_without_an_error_or_a_request(runs: list[Path], tmp_path: Path) -> None:
+    """In headless Chromium: its console is silent, nothing is asked for, the curves have the log's points."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("there is no chromium on this machine (Debian: apt-get install chromium)")
+    text, _ = write(runs, tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(text.replace("</body>", PROBE + "</body>"))
+    done = subprocess.run(
+        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=1000", "--enable-logging=stderr", "--dump-dom",
+         f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'page.html'}"],
+        capture_output=True, text=True, timeout=120)
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    assert console == []
+    told = json.loads(unescape(re.findall(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)[0]))
+    plots = dict(told["plots"])
+    assert told["requests"] == [] and told["images"] == 0 and told["wide"] <= told["inner"]
+    assert plots[page.LOSS] == [STEPS] * 4 and plots[page.BPB] == [2] * 6 and plots["timeline"]
+    assert all(points for points in plots.values()) and set(plots["mix-1"]) == {STEPS}
+    assert told["digest"] == f"{STEPS - 1:016x}"

@@ -208,6 +208,14 @@ class OptimizerSettings:
     matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP)
     scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP)
     weight_decay: float = setting(0.28, "cautious weight decay of matrices", fixed=STEP)
+    max_grad_norm: float | None = setting(
+        None, "a longer gradient is scaled down to this norm (default: none is)", fixed=STEP)
+    skip_spikes: float | None = setting(
+        None, "do not apply a step whose loss or gradient norm is so many robust deviations above the "
+        "last 128 (default: apply all)", metavar="SIGMA", fixed=STEP)
+    z_loss: float = setting(
+        0.0, "coefficient of the squared logsumexp of the logits, which is added to the loss in training "
+        "alone, and told nowhere", fixed=STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +270,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         if self.profile_steps is not None and self.profiled is None:
             raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
                              f"behind the last, such as 10:13")
+        for name in ("max_grad_norm", "skip_spikes"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"{flag(name)}: got {value}, expected a number above 0; leave it out to switch it off")
+        if not 0 <= self.z_loss < float("inf"):
+            raise ValueError(f"--z-loss: got {self.z_loss}, expected 0 (off) or more, such as 1e-4")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")

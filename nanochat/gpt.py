@@ -274,10 +274,12 @@ class GPT(nn.Module):
     attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere),
     `varlen` or `flex` (fast on CUDA). activation_checkpointing: keep only what goes into a layer,
     and compute the layer again when its gradients are due: a third more time, far less memory.
+    z_loss: what the squared logsumexp of a token's logits counts in the gradient beside its loss, so
+    that logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",
-                 activation_checkpointing: bool = False) -> None:
+                 activation_checkpointing: bool = False, z_loss: float = 0.0) -> None:
         super().__init__()
         if attention_mode not in MODES:
             raise ValueError(f"--attention-mode: got {attention_mode!r}, "
@@ -285,6 +287,7 @@ class GPT(nn.Module):
         self.config = config
         self.attention_mode = attention_mode
         self.activation_checkpointing = activation_checkpointing
+        self.z_loss = z_loss
         kv_width = config.n_kv_head * config.head_dim
         layers = range(config.n_layer)
         self.transformer = nn.ModuleDict({
@@ -382,7 +385,14 @@ class GPT(nn.Module):
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        return F.cross_entropy(self._logits(x), targets, ignore_index=-100, reduction=reduction)
+        logits = self._logits(x)
+        loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction=reduction)
+        if self.z_loss and torch.is_grad_enabled():
+            z = self.z_loss * logits.logsumexp(dim=-1).square().masked_fill(targets < 0, 0.0)
+            if reduction != "none":
+                z = z.sum() if reduction == "sum" else z.sum() / (targets >= 0).sum()
+            loss = loss + (z - z.detach())  # which is 0: it has a gradient and no value
+        return loss
 
     def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: KVCache | None) -> Tensor:
         """Add to each position a gated share of the embedding before it, but not to the first of

@@ -276,7 +276,8 @@ def is_alive_here(process: Mapping[str, Any]) -> bool | None:
 NUMBER = int | float | None
 NEWS = {  # what a run tells of itself while it goes on, and the shape of each
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
-    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None}
+    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
+    "skipped": int | None | object}  # object: an older program did not tell it
 STATE = {**NEWS, "format_version": int, "launch": str, "world_size": int, "ranks": [PROCESS],
          "started": float, "heartbeat": float}
 

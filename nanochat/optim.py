@@ -298,11 +298,13 @@ class MuonAdamW(torch.optim.Optimizer):
     # -- a step --
 
     @torch.no_grad()
-    def step(self, grad_scale: float | Tensor = 1.0) -> Tensor:  # type: ignore[override]
+    def step(self, grad_scale: float | Tensor = 1.0, *,  # type: ignore[override]
+             max_norm: float = math.inf, limit: float | Tensor = math.inf) -> Tensor:
         """Add the ranks' gradients, multiply them by `grad_scale`, update all parameters.
 
         Collective. Returns the L2 norm of that gradient over all parameters: 0-dim float32, the
-        same on every rank. If it is NaN or inf, no parameter, state or step count has changed. A
+        same on every rank. A longer one than `max_norm` is scaled down to it before it is used. If
+        the norm is NaN, inf or above `limit`, no parameter, state or step count has changed. A
         gradient of None counts as zeros.
         """
         rank, world_size = self._rank, self._world_size
@@ -313,7 +315,9 @@ class MuonAdamW(torch.optim.Optimizer):
         chunks = [reductions.pop(0)() for _ in self._messages]
         grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
         norm = self._norm(chunks) * grad_scale.abs()
-        live = norm.isfinite().to(torch.float32)
+        live = (norm.isfinite() & (norm <= limit)).to(torch.float32)
+        if max_norm < math.inf:
+            grad_scale = grad_scale * (max_norm / norm).clamp(max=1.0)
         scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
         gathers = []
         for together in self._together:

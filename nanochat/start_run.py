@@ -253,7 +253,7 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
     with torch.device("meta"):
         return GPT(config, attention_mode=settings.attention_mode,
-                   activation_checkpointing=settings.activation_checkpointing)
+                   activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
 
 
 def estimate_memory(settings: Settings) -> dict[str, int]:

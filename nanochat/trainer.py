@@ -28,7 +28,7 @@ import random
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
 from nanochat.run_dir import TrainLog, iter_log
 from nanochat.schedule import Schedule
+from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
 from nanochat.start_run import Start, build_model
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class StepTotals:
     dropped: list[int]  # how many lanes have dropped each bucket
     nats: list[float]  # sum of losses of each bucket's rows
     live: list[int]  # their live targets
+    spiked: bool = False  # whether it was a spike, for which nothing was updated
 
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
@@ -136,13 +138,13 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
     return message
 
 
-def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> torch.Tensor:
+def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean
-    loss, from what `add_up` gave. NaN, with which the optimizer takes no step, where a rank is dry
-    or the loss is no number."""
+    loss, and the mean loss, from what `add_up` gave. The factor is NaN, with which the optimizer
+    takes no step, where a rank is dry or the loss is no number."""
     nats, live = message[FLAGS + num_buckets:].view(-1, 2, num_buckets).sum(dim=(0, 2))
     good = (message[DRY] == 0) & nats.isfinite() & (live > 0)
-    return torch.where(good, torch.full_like(live, num_targets) / live, math.nan)
+    return torch.where(good, torch.full_like(live, num_targets) / live, math.nan), nats / live
 
 
 def fetch(values: torch.Tensor) -> list[float]:
@@ -170,14 +172,19 @@ class Progress:
     min_val_bpb: float | None = None
     # buckets that lanes have dropped: how many lanes
     dropped: dict[str, int] = field(default_factory=dict)
+    # with --skip-spikes: what spikes are judged by, and how many steps were not applied
+    window: Looks = field(default_factory=list)
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
-    def note_step(self, loss: float, tokens: int, step_s: float) -> float:
-        """Count a step that is done. Returns the smoothed loss."""
+    def note_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
+        """Count a step that is done. Returns the smoothed loss, of applied steps."""
         self.step += 1
         self.tokens += tokens
         self.train_time_s += step_s
-        self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * loss
-        return self.smooth_loss / (1 - 0.9**self.step)
+        if not totals.spiked:
+            self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
+        return self.smooth_loss / (1 - 0.9**(self.step - self.skipped))
 
     def note_val(self, bpb: float) -> None:
         """Take in a validation result, bits per byte."""
@@ -243,7 +250,12 @@ class Trainer:
         """Share of the devices' peak that 1 token/s takes; 0 where the peak is unknown."""
         device = self.loader.device
         peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
-        return self.model.estimate_flops() / (peak_flops * self.loader.layout.world_size)
+        return self.flops_per_token / (peak_flops * self.loader.layout.world_size)
+
+    @functools.cached_property
+    def flops_per_token(self) -> int:
+        """Of training."""
+        return self.model.estimate_flops()
 
     def due(self, every: int) -> bool:
         """Whether it is time for what is done every so many steps, before the next one."""
@@ -309,21 +321,29 @@ class Trainer:
 
 def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool) -> tuple[StepTotals, float]:
     """Collective. Add up what all ranks' rows come to, update the weights, and only then wait for
-    the device: once. Returns the totals and the norm of the gradient. Where a rank is dry, or
-    something is no number, nothing is updated. The arguments are those of `add_up`."""
-    step, num_buckets = run.progress.step, len(run.loader.buckets)
+    the device: once. Returns the totals and the norm of the gradient, before it is clipped. Where
+    a rank is dry, something is no number, or the step is a spike, nothing is updated. The arguments
+    are those of `add_up`."""
+    step, num_buckets, settings = run.progress.step, len(run.loader.buckets), run.settings
     run.dog.beat(step, "reduction")
     message = add_up(sums, run.loader.layout, dropped=list(run.loader.dropped().values()),
                      digest=run.loader.digest, dry=dry, stop=stop, unsaved=unsaved)
     run.dog.beat(step, "optimizer")
     run.schedule.apply(run.optimizer, step)
-    norm = run.optimizer.step(grad_scale(message, num_buckets, run.settings.total_batch_size))
+    scale, loss = grad_scale(message, num_buckets, settings.total_batch_size)
+    limit = torch.full_like(loss, math.inf)
+    if settings.skip_spikes is not None:
+        loss_limit, norm_limit = limits(run.progress.window, settings.skip_spikes)
+        # no norm is below 0: a spike of the loss is not applied, whatever its gradient
+        limit = torch.where(loss > loss_limit, -1.0, torch.full_like(loss, norm_limit))
+    norm = run.optimizer.step(scale, max_norm=settings.max_grad_norm or math.inf, limit=limit)
     run.model.zero_grad(set_to_none=True)
-    *values, grad_norm = fetch(torch.cat([message, norm.to(message.dtype).view(1)]))
+    *values, grad_norm, limited = fetch(torch.cat([message, torch.stack([norm.to(limit.dtype), limit])]))
     totals = StepTotals.read(values, num_buckets)
     if totals.dry and step > 0:
         run.schedule.apply(run.optimizer, step - 1)  # rates are saved: those of the step before
-    return totals, grad_norm
+    # by the device's own comparison; as long as nothing is judged, what is no number ends the run
+    return replace(totals, spiked=limited < math.inf and not grad_norm <= limited), grad_norm
 
 
 # ---- telling people ------------------------------------------------------------------------------
@@ -408,6 +428,22 @@ class Journal:
                 self.event("dropped", bucket=bucket, lanes=lanes)
         self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
 
+    def note_spike(self, totals: StepTotals, grad_norm: float, *, judged: bool) -> None:
+        """Where spikes are `judged`: keep what the next step is judged by, and tell of a step that
+        was not applied. ArithmeticError where too many in a row were not."""
+        p = self.progress
+        p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
+        if not totals.spiked:
+            p.window = remember(p.window, totals.loss, grad_norm) if judged else []
+            return
+        p.skipped += 1
+        print0(f"warning: step {p.step} is not applied: its loss is {totals.loss:.6f}, its gradient norm "
+               f"{grad_norm:.4f}, beyond --skip-spikes; that makes {p.skipped}")
+        self.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
+        if p.skipped_in_a_row == MOST_IN_A_ROW:
+            raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
+                                  f"run has diverged")
+
     def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
         """Tell of the step that was just counted: `line` to people (as --log-every says), `record`
         to the log and to the boards, `state` to scripts.status and to the bar."""
@@ -418,9 +454,11 @@ class Journal:
             if (peak := peak_memory(self.device)) is not None:
                 record["peak_memory_bytes"] = peak
             self.log.write(step=done - 1, **record)
-            for_boards = {f"train/{k}": v for k, v in record.items() if k != "digest"}
+            for_boards = {k if k.startswith("total_") else f"train/{k}": v
+                          for k, v in record.items() if k != "digest"}
             self.boards.log({"step": done - 1, **for_boards})
-            self.state.update(status="running", step=done, tokens=self.progress.tokens, **state)
+            self.state.update(status="running", step=done, tokens=self.progress.tokens,
+                              skipped=self.progress.skipped, **state)
             self.bar.set_postfix_str(
                 f"loss {show(state['loss'])}, bits per byte {show(self.progress.val_bpb)}, "
                 f"{show(state['tokens_per_s'])} tok/s, eta {duration(state['eta_s'])}", refresh=False)

@@ -156,12 +156,11 @@ def one_step(run: Trainer) -> None:
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        texts = [(text, all_dry) for text, all_dry in gather_all(dry) if text]
-        raise Halt(*texts[0])
-
-    if not (math.isfinite(totals.loss) and math.isfinite(grad_norm)):
+        raise Halt(*next(told for told in gather_all(dry) if told[0]))
+    if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.journal.check_digest(totals.digest)
+    run.journal.note_spike(totals, grad_norm, judged=run.settings.skip_spikes is not None)
     run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
     tell_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
     if totals.stop:
@@ -172,12 +171,13 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
     """Count a step, and tell of it: a value that is added to the record is logged, one that is
     added to the line is printed."""
     p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
-    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.note_step(totals.loss, tokens, step_s)
+    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.note_step(totals, tokens, step_s)
     eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
     record: dict[str, Any] = {
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
         "grad_norm": grad_norm, "step_s": step_s, "wait_s": wait_s,
-        "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate}
+        "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate,
+        "total_training_flops": run.flops_per_token * p.tokens, "total_training_time": p.train_time_s}
     if len(loader.buckets) > 1:
         for bucket, loss, live in zip(loader.buckets, totals.bucket_losses(), totals.live):
             record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}

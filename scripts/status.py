@@ -106,6 +106,8 @@ def describe(facts: dict[str, Any]) -> str:
         if facts["liveness"] == "alive":
             rate = f"   {show(facts['tokens_per_s'])} tok/s   eta {duration(facts['eta_s'])}"
         phase = f"   phase {facts['phase']}" if facts["phase"] else ""
+        if facts.get("skipped"):
+            rate += f"   {facts['skipped']} spike(s) skipped"
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
         age = duration(time.time() - facts["started"])
         hosts = Counter(rank["host"] for rank in facts["ranks"])

@@ -17,7 +17,7 @@ FIXED = {
     "window_pattern", "vocab_size", "data_format", "text_field", "tokenizer_fingerprint", "packing", "pack",
     "long_docs", "overlap", "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split",
     "blend_weights", "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr",
-    "matrix_lr", "scalar_lr", "weight_decay", "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from",
+    "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from",
     "init_optimizer", "init_data", "skip_steps"}
 RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
               dtype="float32", num_iterations=30)
@@ -67,7 +67,8 @@ def test_help_shows_each_flag_with_its_default() -> None:
 
 @pytest.mark.parametrize(("argv", "told"), [
     (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
-    (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"),
+    (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"), (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
+    (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
     (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),

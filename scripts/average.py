@@ -1,0 +1,109 @@
+"""
+Average the weights of a run's last checkpoints, into a run that evaluates and exports.
+
+    python -m scripts.average d12 --last=5               # runs/d12-average-5
+    python -m scripts.base_eval --run=d12-average-5
+
+Near the end of a run weights wander around a good place; their mean is often better than any of them, most so where
+the learning rate is still high (arXiv 1803.05407, 2306.03241). Sums are taken in float64, and rounded once.
+
+The new run has the settings, tokenizer and pinned data of the old one, and a single checkpoint: `final`, at the newest
+step that is averaged. It has no optimizer, so training does not go on with it; a new run may begin from it
+(--init-from). It gets its name when it is whole.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
+from nanochat.common import Parser, print0, run_main, setup_logging, write_json
+from nanochat.run_dir import (
+    CONFIG_NAME,
+    find_run,
+    open_folders,
+    read_config,
+    remove_tree,
+    run_path,
+)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
+    p.add_argument("run", help="tag or run directory")
+    p.add_argument("--last", type=int, default=5, help="how many checkpoints, the newest ones")
+    p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
+    args = p.parse_args(argv)
+    if args.last < 2:
+        raise ValueError(f"--last: got {args.last}, expected at least 2 checkpoints")
+    return args
+
+
+def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
+    """The newest good checkpoints of so many different steps, newest first. ValueError where there are fewer."""
+    found: list[Checkpoint] = []
+    paths = list_checkpoints(run_dir)
+    while len(found) < number:
+        checkpoint = first_good(paths)
+        if checkpoint is None:
+            there = ", ".join(str(c.step) for c in found) or "none"
+            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of {len(found)} step(s) ({there}); "
+                             f"give a smaller number, or train with --save-every")
+        found.append(checkpoint)
+        paths = [path for path in paths if step_of(path) < checkpoint.step]
+    return found
+
+
+def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
+    """The mean of their weights, in the type of the newest. ValueError for different architectures."""
+    newest = checkpoints[0]
+    for checkpoint in checkpoints:
+        checkpoint.check_architecture(newest.model_config)
+    states = [checkpoint.model_state() for checkpoint in checkpoints]
+    return {name: torch.stack([state[name].double() for state in states]).mean(dim=0).to(tensor.dtype)
+            for name, tensor in states[0].items()}
+
+
+def write_run(source: Path, target: Path, checkpoints: Sequence[Checkpoint]) -> None:
+    """Make the run directory, whole or not at all."""
+    newest = checkpoints[0]
+    progress = newest.trainer_state["progress"] | {"val_bpb": None, "min_val_bpb": None}
+    kept = ("tokens", "phase", "K", "tokenizer_fingerprint")
+    state = {name: newest.trainer_state[name] for name in kept if name in newest.trainer_state}
+    state |= {"progress": progress, "status": "completed", "averaged": [str(c.path) for c in checkpoints]}
+    unfinished = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    try:
+        open_folders(unfinished)
+        shutil.copytree(source / "tokenizer", unfinished / "tokenizer", dirs_exist_ok=True)
+        shutil.copyfile(source / "data_manifest.json", unfinished / "data_manifest.json")
+        save_checkpoint(unfinished, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
+                        model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
+        write_json(unfinished / CONFIG_NAME, read_config(source) | {"model_tag": target.name})
+        unfinished.rename(target)
+    except BaseException:
+        if unfinished.exists():
+            remove_tree(unfinished)
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Average, write, tell. ValueError and OSError for bad flags and what cannot be opened."""
+    args = parse_args(argv)
+    setup_logging()
+    source = find_run(args.run)
+    target = run_path(args.model_tag or f"{source.name}-average-{args.last}")
+    if target.exists():
+        raise ValueError(f"{target}: it is there already; delete it, or name another run with --model-tag")
+    checkpoints = last_checkpoints(source, args.last)
+    write_run(source, target, checkpoints)
+    steps = ", ".join(f"{c.step:,}" for c in checkpoints)
+    print0(f"averaged: the weights of steps {steps}; {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

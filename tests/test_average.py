@@ -1,0 +1,44 @@
+"""The average of a run's last checkpoints is a run that evaluates, and a bad one is passed over."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.checkpoint import find_checkpoint, load_checkpoint
+from scripts import average, base_eval
+from tests import training
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Checkpoints of steps 2, 4, 6 and 8, of which that of step 6 is rotten."""
+    with training.workplace(tmp_path_factory.mktemp("average")):
+        assert training.run(**training.SMALL, num_iterations=8, save_every=2).code == 0
+        model = training.run_dir() / "checkpoints" / "checkpoint-6" / "model" / "pytorch_model.bin"
+        model.write_bytes(model.read_bytes()[:-1])
+        yield training.run_dir()
+
+
+def test_the_mean_of_the_newest_good_ones(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert average.main(["run", "--last=3"]) == 0
+    assert "checkpoint-6 is passed over" in caplog.text
+    found, states = find_checkpoint("run-average-3"), [
+        load_checkpoint(run / "checkpoints" / name).model_state() for name in ("checkpoint-2", "checkpoint-4", "final")]
+    assert found.step == 8 and found.path.name == "final" and len(found.trainer_state["averaged"]) == 3
+    for name, tensor in found.model_state().items():
+        mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+    assert base_eval.main(["--run=run-average-3", "--device-type=cpu", "--unigram-tokens=1000"]) == 0
+    assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0
+
+
+def test_what_cannot_be_averaged_leaves_nothing(run: Path) -> None:
+    before = sorted(run.parent.iterdir())
+    with pytest.raises(ValueError, match=r"good checkpoints of 3 step\(s\) \(8, 4, 2\); give a smaller number"):
+        average.main(["run", "--last=4"])
+    with pytest.raises(ValueError, match="it is there already"):
+        average.main(["run", "--model-tag=run"])
+    assert sorted(run.parent.iterdir()) == before

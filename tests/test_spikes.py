@@ -1,0 +1,145 @@
+"""Steps that are clipped or skipped: the same on any number of processes and through whatever happens to a run."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from nanochat import spikes, trainer
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.lifecycle import read_state
+from nanochat.run_dir import iter_log
+from tests import training
+from tests.test_bitwise import parted
+from tests.training import die_after_step
+
+BEFORE, SPIKE, AFTER = 13, 1, 3  # steps of prose, of noise, of prose again
+RUN: dict[str, Any] = {**training.SMALL, "leaves": 4, "save_every": 3, "skip_spikes": 6.0, "max_grad_norm": 0.4,
+                       "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.06, "num_iterations": None}
+
+
+def few_are_enough() -> None:
+    """For the rest of a process."""
+    mock.patch.multiple(spikes, ENOUGH=8, WINDOW=8).__enter__()
+
+
+def only_rank_0_skips() -> None:
+    few_are_enough()
+    whole = trainer.limits
+
+    def broken(*args: Any) -> tuple[float, float]:
+        return whole(*args) if trainer.get_dist_info()[1] == 0 else (math.inf, 1e9)
+
+    mock.patch.object(trainer, "limits", broken).__enter__()
+    mock.patch.object(trainer, "MOST_IN_A_ROW", 99).__enter__()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Flags of a run one of whose steps is noise."""
+    with training.workplace(tmp_path_factory.mktemp("spikes")) as path:
+        noise = ["".join(chr(33 + (i * i * 7 + i * k) % 90) for i in range(800)) for k in range(40)]
+        for bucket in ("prose", "noise"):
+            for j in range(3):
+                documents = noise if bucket == "noise" else training.texts(60, seed=j)
+                training.write_shard(path / "text" / bucket / f"{j}.parquet", documents)
+        phases = "".join(f"- {{duration_tokens: {steps * training.STEP}, mix: {{{bucket}: 1}}}}\n"
+                         for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose")))
+        (path / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{prose: 9, noise: 9}}\n")
+        flags = {**RUN, "data_path": path / "text", "curriculum": path / "mix.yaml"}
+        straight = training.start(1, hook=few_are_enough, **flags, model_tag="straight")
+        assert straight.wait() == [0], straight.text()
+        yield flags
+
+
+def events(tag: str) -> list[dict[str, Any]]:
+    log = iter_log(training.run_dir(tag) / "logs" / "train.jsonl")
+    return [record for record in log if record.get("event") == "skipped"]
+
+
+def skipped(tag: str) -> list[int]:
+    return sorted({record["step"] for record in events(tag)})
+
+
+def test_the_planted_step_is_skipped_logged_and_counted(corpus: dict[str, Any]) -> None:
+    assert skipped("straight") == [BEFORE]
+    [event], steps = events("straight"), training.steps("straight")
+    assert event["digest"] == steps[BEFORE]["digest"] and len(steps) == BEFORE + SPIKE + AFTER
+    assert (read_state(training.run_dir("straight")) or {})["skipped"] == 1
+    assert steps[AFTER]["total_training_flops"] > 0 and steps[AFTER]["total_training_time"] > 0
+    assert max(step["grad_norm"] for step in steps.values()) > RUN["max_grad_norm"], "something was clipped"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_skipping_and_clipping_have_the_same_bits_on_any_number_of_processes(corpus: dict[str, Any],
+                                                                             world_size: int) -> None:
+    group = training.start(world_size, hook=few_are_enough, **corpus, model_tag=f"on {world_size}")
+    assert group.wait() == [0] * world_size, group.text()
+    assert parted("straight", f"on {world_size}") == set() and skipped(f"on {world_size}") == [BEFORE]
+
+
+def killed(after: int) -> None:
+    few_are_enough()
+    die_after_step(after)
+
+
+def test_killed_around_the_spike_it_ends_with_the_same_bits(corpus: dict[str, Any]) -> None:
+    for after in (BEFORE - 1, BEFORE + 1):
+        training.start(1, hook=partial(killed, after), **corpus, model_tag="killed").wait_for_death()
+    last = training.start(2, hook=few_are_enough, **corpus, model_tag="killed")
+    assert last.wait() == [0, 0], last.text()
+    assert parted("straight", "killed") == set() and skipped("killed") == [BEFORE]
+
+
+def test_a_rank_that_skips_alone_is_seen(corpus: dict[str, Any]) -> None:
+    group = training.start(2, hook=only_rank_0_skips, **corpus, model_tag="alone")
+    group.wait()
+    assert parted("straight", "alone") >= {"weights", "optimizer"}
+
+
+def test_ten_in_a_row_end_the_run_with_the_way_out(corpus: dict[str, Any]) -> None:
+    with mock.patch.object(trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)):
+        outcome = training.run(**corpus, model_tag="diverged")
+    assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err
+    assert "--init-from" in outcome.err and "is kept" in outcome.err
+    assert (read_state(training.run_dir("diverged")) or {})["status"] == "failed"
+
+
+def test_limits_are_robust() -> None:
+    window: spikes.Looks = []
+    for i in range(200):
+        assert spikes.limits(window, 5.0) == (math.inf, math.inf) or len(window) >= spikes.ENOUGH
+        window = spikes.remember(window, 3.0 + 0.01 * (i % 7), 1.0 + 0.1 * (i % 3))
+    assert len(window) == spikes.WINDOW
+    before = spikes.limits(window, 5.0)
+    assert before == pytest.approx((3.03 + 5 * 1.4826 * 0.02, 1.1 + 5 * 1.4826 * 0.1))
+    assert spikes.limits(spikes.remember(window, 99.0, 99.0), 5.0) == pytest.approx(before, rel=0.01)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk", [8192, 16])
+def test_z_loss_changes_gradients_and_not_the_loss(reduction: str, chunk: int) -> None:
+    config = GPTConfig.from_depth(1, vocab_size=96, sequence_len=16, aspect_ratio=24, head_dim=12)
+    tokens = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(0))
+    targets = tokens[:, 1:].masked_fill(tokens[:, 1:] < 20, -100)
+    found = []
+    for z_loss in (0.0, 0.1):
+        model = GPT(config, z_loss=z_loss)
+        model.init_weights(seed=1, compute_dtype=torch.float32)
+        torch.nn.init.normal_(model.lm_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
+        with mock.patch("nanochat.gpt.LOSS_CHUNK", chunk):
+            loss = model(tokens[:, :-1], targets, loss_reduction=reduction)
+            loss.sum().backward()
+        found.append((loss.detach(), model.lm_head.weight.grad))
+    (plain, before), (told, after) = found
+    assert torch.equal(plain, told)
+    logits = model(tokens[:, :-1])
+    z = 0.1 * logits.logsumexp(-1).square()[targets >= 0].sum() / (1 if reduction != "mean" else (targets >= 0).sum())
+    model.zero_grad()
+    z.backward()
+    assert before is not None and after is not None and model.lm_head.weight.grad is not None
+    torch.testing.assert_close(after - before, model.lm_head.weight.grad, rtol=1e-3, atol=1e-5)

@@ -2,6 +2,7 @@
 Where runs stand.
 
     python -m scripts.status                      # all runs, a line each
+    python -m scripts.status d12 d24 --sort=bpb   # some of them, the best first; --sort=-bpb: the best last
     python -m scripts.status d24                  # one run: a tag or a run directory
     python -m scripts.status d24 --watch          # again every two seconds, until the run ends
     python -m scripts.status d24 --json           # for programs
@@ -9,15 +10,18 @@ Where runs stand.
                                                   # 1 failed or dead, 20 at work
 
 A run that says it is at work is believed while its process lives (on its own host) or its heartbeat is young
-(elsewhere). The checkpoint that is named is the newest on disk, whatever the run had time to say of it.
+(elsewhere); `age` is that of its last heartbeat. The checkpoint that is named is the newest on disk, whatever the run
+had time to say of it.
 """
 
 import argparse
 import contextlib
 import json
+import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +30,23 @@ from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness,
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
 WATCH_EVERY_S = 2.0
-COLUMNS = ("run", "status", "step", "loss", "bits per byte", "tok/s", "eta", "checkpoint", "heartbeat", "why")
+COLUMNS = ("run", "state", "step", "loss", "bits per byte", "tok/s", "eta", "last checkpoint", "age", "reason")
+# what --sort names: the figure of a run that decides
+SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "run": lambda facts: Path(facts["run"]).name, "state": lambda facts: facts["shown"],
+    "step": lambda facts: facts.get("step"), "loss": lambda facts: facts.get("loss"),
+    "bpb": lambda facts: facts["val_bpb"], "rate": lambda facts: facts.get("tokens_per_s"),
+    "eta": lambda facts: facts.get("eta_s"), "age": lambda facts: facts.get("heartbeat_age_s")}
+GREEN, YELLOW, RED = 32, 33, 31  # of a terminal
+COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": YELLOW, "stopped": YELLOW,
+          "halted": RED, "failed": RED, "dead": RED, "unreadable": RED}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Where runs stand.", epilog=__doc__)
-    parser.add_argument("run", nargs="?", help="tag or run directory (default: all runs)")
+    parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
+    parser.add_argument("--sort", choices=[*SORTS, *(f"-{name}" for name in SORTS)], default="run", metavar="NAME",
+                        help=f"of the table, by {', '.join(SORTS)}; with a - before it the other way round")
     parser.add_argument("--watch", action="store_true", help="again every two seconds, until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object (a list for all runs)")
     parser.add_argument("--exit-code", action="store_true", help="tell by the exit code how the run named stands")
@@ -120,6 +135,25 @@ def describe(facts: dict[str, Any]) -> str:
     return "\n".join([*lines, f"  {facts['run']}"])
 
 
+def sort(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
+    """Runs in the order of a name in SORTS, "-" before it for the other way round; those without a figure last."""
+    key = SORTS[by.removeprefix("-")]
+    known = sorted((facts for facts in found if key(facts) is not None), key=key, reverse=by.startswith("-"))
+    return known + [facts for facts in found if key(facts) is None]
+
+
+def colored(lines: list[str], found: list[dict[str, Any]]) -> list[str]:
+    """The lines of a table whose states have colours, on a terminal whose user has not set NO_COLOR."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return lines
+    at = lines[0].index("state")
+    for i, word in enumerate((facts["shown"] for facts in found), 1):
+        if word in COLORS:
+            rest = lines[i][at + len(word):]
+            lines[i] = f"{lines[i][:at]}\033[{COLORS[word]}m{word}\033[0m{rest}"
+    return lines
+
+
 def row(facts: dict[str, Any]) -> list[Any]:
     """A run as a row of the table; a broken state is told in it."""
     name = Path(facts["run"]).name
@@ -128,18 +162,21 @@ def row(facts: dict[str, Any]) -> list[Any]:
     alive = facts["liveness"] == "alive"
     return [name, facts["shown"], progress(facts), facts["loss"], facts["val_bpb"],
             facts["tokens_per_s"] if alive else None, duration(facts["eta_s"] if alive else None),
-            facts["checkpoint"] or "-", f"{duration(facts['heartbeat_age_s'])} ago", facts["reason"]]
+            facts["checkpoint"] or "-", duration(facts["heartbeat_age_s"]), facts["reason"]]
 
 
 def tell(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print once; what was told. FileNotFoundError where the run that is named has no state, ValueError where that
     cannot be read."""
-    if args.run is None:
-        found = [look(run_path(tag)) for tag in list_runs()]
-        lines = table(COLUMNS, [row(facts) for facts in found]) if found else [f"no runs in {get_base_dir() / 'runs'}"]
+    if len(args.run) != 1:
+        paths = [find_run(name) for name in args.run] or [run_path(tag) for tag in list_runs()]
+        found = sort([look(path) for path in paths], args.sort)
+        lines = [f"no runs in {get_base_dir() / 'runs'}"]
+        if found:
+            lines = colored(table(COLUMNS, [row(facts) for facts in found]), found)
         print(json.dumps(found) if args.json else "\n".join(lines), flush=True)
         return found
-    facts = look(find_run(args.run))
+    facts = look(find_run(args.run[0]))
     if facts["status"] is None:
         error = ValueError if facts["shown"] == "unreadable" else FileNotFoundError
         raise error(facts["reason"])
@@ -150,8 +187,8 @@ def tell(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print; with --exit-code, answer by it. FileNotFoundError where there is no such run."""
     args = parse_args(argv)
-    if args.exit_code and args.run is None:
-        raise ValueError("--exit-code: expected a run, python -m scripts.status RUN --exit-code")
+    if args.exit_code and len(args.run) != 1:
+        raise ValueError("--exit-code: expected one run, python -m scripts.status RUN --exit-code")
     found = tell(args)
     while args.watch and any(facts["liveness"] == "alive" for facts in found):
         time.sleep(WATCH_EVERY_S)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -129,11 +130,36 @@ def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
     (run_dir(base, "no-run")).mkdir(parents=True)
     assert status.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["run", "status", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "checkpoint",
-                                "heartbeat", "why"]
+    assert lines[0].split() == ["run", "state", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "last",
+                                "checkpoint", "age", "reason"]
     assert [line.split()[:2] for line in lines[1:]] == [
         ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["torn", "unreadable"]]
     assert lines[2].endswith("the disk is full")
+
+
+def test_the_table_is_of_the_runs_named_sorted_as_asked_and_coloured_on_a_terminal(base, capsys, monkeypatch):
+    for name, state, bpb, step in (("a", "completed", 1.5, 30), ("b", "halted", 1.25, 20), ("c", "stopped", None, 10)):
+        made_up(base, name, state, val_bpb=bpb, step=step, heartbeat=time.time() - 7230)
+    (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+
+    def told(*args: str) -> list[str]:
+        assert status.main([*args]) == 0
+        return capsys.readouterr().out.splitlines()[1:]
+
+    def order(*args: str) -> str:
+        return "".join(line[0] for line in told(*args))
+
+    assert order() == "abco" and order("c", "a") == "ac" and order("--sort=bpb") == "baco"
+    assert order("--sort=-bpb") == "abco" and order("--sort=step") == "cbao" and order("--sort=-state") == "ocba"
+    plain = told()
+    assert all(" 2 h 00 min" in line for line in plain[:3]) and "\033" not in "".join(plain)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    coloured = told()
+    assert [re.findall(r"\033\[(\d+)m(\w+)\033\[0m", line) for line in coloured] == [
+        [("32", "completed")], [("31", "halted")], [("33", "stopped")], []]
+    assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert told() == plain
 
 
 def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
@@ -183,7 +209,7 @@ def test_what_is_not_there_or_broken_is_one_sentence(base):
     made_up(base, "d1", "running")
     with pytest.raises(FileNotFoundError, match="no run 'd2'"):
         status.main(["d2"])
-    with pytest.raises(ValueError, match="expected a run"):
+    with pytest.raises(ValueError, match="expected one run"):
         status.main(["--exit-code"])
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match="no launch told how the run stands"):

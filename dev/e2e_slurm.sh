@@ -86,7 +86,7 @@ SlurmdLogFile=$work/%n/log
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
 KillWait=60
-ReturnToService=2
+ReturnToService=1
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -244,7 +244,7 @@ trains_again
 other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output=/dev/null --wrap "sleep 3")
 await 120 '[[ $(job $other JobState) == COMPLETED ]]'
 trains_again
-check "a preemption with requeue" 2 "$(job "$job" Restarts)"
+check "a preemption: saves, SLURM puts it back" "2 stopped (SIGTERM*" "$(job "$job" Restarts) $(told "$job" 2)"
 
 scontrol update NodeName=n2 State=DOWN Reason=e2e
 await 120 '[[ $(job $job Restarts) == 3 ]]'

@@ -17,8 +17,8 @@ FIXED = {
     "window_pattern", "vocab_size", "data_format", "text_field", "tokenizer_fingerprint", "packing", "pack",
     "long_docs", "overlap", "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split",
     "blend_weights", "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr",
-    "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps", "warmdown_ratio", "final_lr_frac", "init_from",
-    "init_optimizer", "init_data", "skip_steps"}
+    "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps",
+    "warmdown_ratio", "final_lr_frac", "init_from", "init_optimizer", "init_data", "skip_steps"}
 RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
               dtype="float32", num_iterations=30)
 
@@ -36,7 +36,7 @@ def other(name: str) -> Any:
         return checked[name]
     if choices:
         return next(choice for choice in choices if choice != value)
-    if TYPES[name] == int | None:
+    if TYPES[name] in (int | None, float | None):
         return 3
     return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else "else"
 

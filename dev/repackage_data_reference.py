@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
-from nanochat.text import SUFFIXES, TEXT_FIELD, add_text_field, read_lines
+from nanochat.text import ALL, SUFFIXES, Reading, add_text_flags, read_lines
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
@@ -83,12 +83,15 @@ def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
             for i, root in enumerate(inputs) for path in find_files(root)]
 
 
-def read_documents(path: Path, report: "Report", text_field: str, *, strict: bool) -> Iterator[tuple[int, str]]:
+def read_documents(path: Path, report: "Report", reading: Reading, *, strict: bool) -> Iterator[tuple[int, str]]:
     """(row, or line number from 1, and text) of each document; holds some hundred documents at a time, whatever the row
     groups. A broken line of jsonl is reported and skipped, or fatal."""
-    for line in read_lines(path, text_field, strict=strict):
+    for line in read_lines(path, reading, strict=strict):
         if line.text is not None:
             yield line.number, line.text
+            continue
+        if not line.problem:
+            report.short += 1
             continue
         report.skipped_lines += 1
         if report.skipped_lines <= 10:
@@ -104,6 +107,7 @@ class Report:
     documents: int = 0
     chars: int = 0
     skipped_lines: int = 0
+    short: int = 0                  # documents that --min-chars left out
     times_redealt: int = 0          # buckets that were larger than the budget
     largest_bucket_bytes: int = 0   # held in memory at once
     shard_chars: list[int] = field(default_factory=list)
@@ -184,7 +188,7 @@ def write_shards(texts: Iterator[str], output: Path, report: Report, *, shard_ch
 
 
 def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
-              memory_bytes: int = 1 << 30, text_field: str = TEXT_FIELD, strict: bool = False) -> Report:
+              memory_bytes: int = 1 << 30, reading: Reading = ALL, strict: bool = False) -> Report:
     """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`.
 
     Holds at most `memory_bytes` of documents for sorting, plus one row group and some write buffers. Raises ValueError
@@ -195,7 +199,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
     def records() -> Iterator[Record]:
         for name, path in tqdm(find_inputs(inputs), unit="file", disable=None):
-            for row, text in read_documents(path, report, text_field, strict=strict):
+            for row, text in read_documents(path, report, reading, strict=strict):
                 report.documents += 1
                 report.chars += len(text)
                 yield document_key(seed, name, row), text.encode()
@@ -214,7 +218,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="Shuffle any text data set into parquet shards.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help=f"{', '.join(SUFFIXES)}; or folders")
-    add_text_field(parser)
+    add_text_flags(parser, splits=False)
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")
     parser.add_argument("--seed", type=int, default=0)
@@ -222,10 +226,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--strict", action="store_true", help="stop at a broken jsonl line instead of skipping it")
     args = parser.parse_args(argv)
     report = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
-                       memory_bytes=args.memory_bytes, text_field=args.text_field, strict=args.strict)
+                       memory_bytes=args.memory_bytes, reading=Reading.of(vars(args)), strict=args.strict)
     print(f"{args.output_dir}: {report.documents:,} documents, {report.chars:,} characters in "
           f"{len(report.shard_chars)} shards of {min(report.shard_chars):,} to {max(report.shard_chars):,} characters, "
-          f"{report.skipped_lines} broken lines skipped")
+          f"{report.skipped_lines} broken lines skipped, {report.short} documents too short")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from nanochat.dataset import DEFAULT_DATASET
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
-from nanochat.text import FIELD_HELP, TEXT_FIELD
+from nanochat.text import FIELD_HELP, MIN_CHARS_HELP, TEXT_FIELD, VAL_FRACTION_HELP, Reading
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
 SHAPE = "the shape of the model"
@@ -114,10 +114,12 @@ class DataSettings:
         None, "validation files (default: the last file below --data-path; with --order=megatron "
         "the whole documents of the valid split)")
     data_format: str = setting(
-        "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt | shards: what scripts.tok_shards makes | "
+        "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: what scripts.tok_shards makes | "
         "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
         "nanochat/source_xyz.py reads", fixed=STREAM)
     text_field: str = setting(TEXT_FIELD, FIELD_HELP, metavar="NAME", fixed=STREAM)
+    min_chars: int = setting(0, MIN_CHARS_HELP, metavar="N", fixed=STREAM)
+    val_fraction: float = setting(0.0, VAL_FRACTION_HELP, metavar="F", fixed=STREAM)
     tokenizer: str | None = setting(
         None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
         f"where scripts.tok_train puts it)", also="--tokenizer-dir", metavar="NAME")
@@ -281,9 +283,10 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError("--init-optimizer, --init-data: they say what else comes from "
                              "another run; name it with --init-from RUN")
-        if self.text_field != TEXT_FIELD and self.data_format in ("shards", "megatron"):
-            raise ValueError(f"--text-field {self.text_field}: it is for text, and --data-format is "
-                             f"{self.data_format}; leave it out")
+        for name, value in Reading.of(asdict(self)).named().items():
+            if self.data_format in ("shards", "megatron"):
+                raise ValueError(f"{flag(name)} {value}: it is for text, and --data-format is "
+                                 f"{self.data_format}; leave it out")
         if self.order == "megatron" and self.data_format != "megatron":
             raise ValueError(f"--order megatron: it is an order of Megatron's files, and "
                              f"--data-format is {self.data_format}; take --data-format megatron, "

@@ -71,6 +71,9 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
              and not any(part.startswith(".") for part in file.relative_to(path).parts)]
     there.sort(key=lambda file: file.relative_to(path).as_posix())
     files = [file for file in there if file.name.endswith(suffixes)]
+    for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+        names = saved_files(folder)
+        files = [file for file in files if names is None or file.parent != folder or file.name in names]
     for idx in (file for file in there if file.suffix == ".idx" and data_format != "text"):
         if not (file := idx.with_suffix(".bin")).is_file():  # must not make the data silently less
             raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it "
@@ -80,6 +83,20 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
     return files
+
+
+def saved_files(folder: Path) -> set[str] | None:
+    """Names of the .arrow files of a data set that Hugging Face's `datasets` saved to a folder, which
+    its state.json lists: caches may lie beside them. None where there is no state.json."""
+    state = folder / "state.json"
+    if not state.is_file():
+        return None
+    saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
+    names = {entry["filename"] for entry in saved["_data_files"]}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: not there, but state.json lists it; bring it back")
+    return names
 
 
 def find_prefixes(path: Path | str) -> list[Path]:
@@ -117,7 +134,7 @@ def data_folder(path: Path | str) -> Path:
 
 
 def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
-                    by_bucket: bool = False) -> dict[str, dict[str, list[Path]]]:
+                    by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
     """{"train": {bucket: files}, "val": {bucket: files}} of a data folder.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they lie; without `by_bucket` train is one bucket
@@ -126,9 +143,16 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         PREFIX,PREFIX                                with `by_bucket`: each is a bucket, else the same
 
     `val_path` names validation files in place of the last ones; each of its subfolders is a bucket
-    of its own. ValueError or FileNotFoundError where files for one of the two are missing.
+    of its own. `shared`: with --val-fraction both are made of all files. ValueError or
+    FileNotFoundError where files for one of the two are missing.
     """
     root = place(data_path)
+    if shared:
+        if val_path is not None or (root / "train").is_dir():
+            raise ValueError(f"--val-fraction: the validation files have a place of their own "
+                             f"({root / 'val' if val_path is None else val_path}); leave out one of the two")
+        files = find_buckets(root, data_format, merge=not by_bucket)
+        return {"train": files, "val": files}
     if pinned_dataset(root):
         list_parquet_files(root)  # insists on the validation shard of a known data set
     laid_out = (root / "train").is_dir()
@@ -145,8 +169,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         only = next(iter(train.values()))[0].name
         raise ValueError(f"{root}: one data file only "
                          f"({only}){' in each bucket' * (len(train) > 1)}, expected at least two "
-                         f"(the last one is validation); add one, or name validation data with "
-                         f"--val-path")
+                         f"(the last one is validation); add one, name validation data with "
+                         f"--val-path, or share out its documents with --val-fraction=0.01")
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
             "val": val}
 

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import etag_of, read_json, remove_leftovers, write_json
-from nanochat.text import TEXT_FIELD, read_footer, read_lines
+from nanochat.text import ALL, Reading, no_document, read_footer, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -64,7 +64,7 @@ BATCH_DOCUMENTS = 16_384
 LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
-USUAL = {"data_format": "shards", "text_field": TEXT_FIELD}  # what a record does not name
+USUAL = {"data_format": "shards", **asdict(ALL)}  # what a record does not name
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
@@ -134,17 +134,20 @@ class Input:
 
 # ---- one input ----------------------------------------------------------------------------------
 
-def read_documents(path: Path, skipped: Record, field: str = TEXT_FIELD, *, strict: bool = False
+def read_documents(path: Path, skipped: Record, reading: Reading = ALL, *, strict: bool = False
                    ) -> Iterator[list[str]]:
     """The texts of a file, in batches. ValueError names the file and the row group or line that
     cannot be read.
 
     Of broken jsonl lines `skipped` gets the "count", and (number from 1, why) of the first "lines";
-    with `strict` the first is fatal.
+    with `strict` the first is fatal. With --min-chars it gets the number of "short" documents.
     """
     batch: list[str] = []
     num_chars = 0
-    for line in read_lines(path, field, strict=strict):
+    for line in read_lines(path, reading, strict=strict):
+        if line.text is None and not line.problem:
+            skipped["short"] += 1
+            continue
         if line.text is None:
             skipped["count"] += 1
             if len(skipped["lines"]) < LISTED_LINES:
@@ -192,13 +195,13 @@ class Pretokenizer:
     tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it; it lies in output/tokenizer
     strict: bool = False
     data_format: str = "shards"
-    text_field: str = TEXT_FIELD
+    reading: Reading = ALL
 
     @property
     def made_with(self) -> Record:
-        """What all pairs have in common; format and field are named unless they are the usual ones."""
-        named = {name: getattr(self, name) for name, usual in USUAL.items() if getattr(self, name) != usual}
-        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named}
+        """What all pairs have in common; format and reading are named where they are not the usual ones."""
+        named = {} if self.data_format == USUAL["data_format"] else {"data_format": self.data_format}
+        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.reading.named()}
 
     def prepare(self) -> None:
         """Make the folders, and take away what killed processes left."""
@@ -238,9 +241,9 @@ class Pretokenizer:
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
-        documents, source = 0, _source(i)
-        skipped: Record = {"count": 0, "lines": []}
-        for texts in read_documents(i.path, skipped, self.text_field, strict=self.strict):
+        documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
+        skipped: Record = {"count": 0, "lines": [], **({"short": 0} if reading.min_chars else {})}
+        for texts in read_documents(i.path, skipped, reading, strict=self.strict):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
@@ -249,12 +252,11 @@ class Pretokenizer:
                              f"when it is whole")
         if not documents:
             first = "".join(f", line {number}: {why}" for number, why in skipped["lines"][:1])
-            raise ValueError(f"{i.path}: no document in it ({skipped['count']:,} broken lines"
-                             f"{first}); delete it or make it again")
+            raise ValueError(f"{i.path}: " + no_document(reading, skipped["count"], first, skipped.get("short", 0)))
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
-        if self.windows.max_length == 0 and i.path.name.endswith(".parquet"):
-            groups = [n for n in read_footer(i.path, self.text_field)[1] if n]
+        if self.windows.max_length == 0 and i.path.name.endswith(".parquet") and not reading.selects:
+            groups = [n for n in read_footer(i.path, reading.text_field)[1] if n]
             if groups != record_groups(None, documents):
                 shard["groups"] = groups
         record = {"made_with": self.made_with, "source": source, "shard": shard}
@@ -321,7 +323,8 @@ class Pretokenizer:
         for folder, records in buckets.items():
             shards = {stem: record["shard"] for stem, record in records.items() if record}
             if len(shards) == len(records):
-                manifest = new_manifest(self.tokenizer, asdict(self.windows), shards,
+                read = {name: value for name, value in self.reading.named().items() if name != "text_field"}
+                manifest = new_manifest(self.tokenizer, asdict(self.windows) | read, shards,
                                         data_format=self.data_format)
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()

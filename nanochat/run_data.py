@@ -20,6 +20,7 @@ from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
 from nanochat.sources import Manifest, Source, check, check_format, open_source, read_manifests, scan
+from nanochat.text import Reading
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 MANIFEST_NAME = "data_manifest.json"
@@ -49,13 +50,15 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
 
         return find_prefixes(data_path, val_path, settings.split or "")
     mix = settings.mix
-    files = split_train_val(data_path, val_path, data_format=settings.data_format, by_bucket=mix is not None)
+    files = split_train_val(data_path, val_path, data_format=settings.data_format, by_bucket=mix is not None,
+                            shared=settings.val_fraction > 0)
     if mix is not None:
         mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     for split, buckets in files.items():
         check_format(roots[split], [file for some in buckets.values() for file in some], settings.data_format)
-    return {split: {bucket: scan(roots[split], found, field=settings.text_field, strict=strict)
+    values = settings.to_json()
+    return {split: {bucket: scan(roots[split], found, reading=Reading.of(values, split), strict=strict)
                     for bucket, found in buckets.items()} for split, buckets in files.items()}
 
 

@@ -42,7 +42,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.dataset import data_folder, find_files
-from nanochat.text import SUFFIXES, TEXT_FIELD, as_parquet, open_parquet, read_batches, read_footer
+from nanochat.text import ALL, SUFFIXES, TEXT_FIELD, Reading, as_parquet, open_parquet, read_batches, read_footer
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
@@ -102,8 +102,9 @@ class ParquetSource(Source):
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
-        self.field = manifest.get("text_field", TEXT_FIELD)
-        self.paths = [as_parquet(path, self.field) for path in self.paths]
+        reading = Reading.of(manifest)
+        self.field = reading.text_field
+        self.paths = [as_parquet(path, reading) for path in self.paths]
         self._kept: dict[tuple[int, int, int], bytes] = {}  # by (group, row, size): a unit that is read soon
 
     @staticmethod
@@ -250,20 +251,19 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
                              f"scripts.convert_shards)")
 
 
-def scan(root: Path | str, files: Sequence[Path] | None = None, *, field: str = TEXT_FIELD,
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Reading = ALL,
          strict: bool = False) -> Manifest:
-    """The manifest of some files (default: all) below `root`, which names `field` unless it is the
-    usual one. The first bad file raises."""
+    """The manifest of some files (default: all) below `root`, which names of `reading` what is not
+    as usual. The first bad file raises."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
-    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), field, strict), files)
-    named = {"text_field": field} if field != TEXT_FIELD else {}
-    return {"root": str(folder.resolve()), "files": list(found), **named}
+    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), reading, strict), files)
+    return {"root": str(folder.resolve()), "files": list(found), **reading.named()}
 
 
-def _pin(path: Path, name: str, field: str, strict: bool) -> dict[str, Any]:
+def _pin(path: Path, name: str, reading: Reading, strict: bool) -> dict[str, Any]:
     """What pins one file, whatever its kind."""
-    return source_class(name).scan_file(as_parquet(path, field, strict=strict), name, field)
+    return source_class(name).scan_file(as_parquet(path, reading, strict=strict), name, reading.text_field)
 
 
 def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
@@ -281,8 +281,7 @@ def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
 
 def fingerprint(manifest: Manifest) -> str:
     """Hash of what the files hold, wherever they lie."""
-    named = [manifest["text_field"]] if "text_field" in manifest else []
-    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + named)
+    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + Reading.of(manifest).hashed())
 
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
@@ -301,7 +300,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
                                     f"new run with other data (--model-tag)")
         if "etag" in what and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
-        new = _pin(path, old["name"], manifest.get("text_field", TEXT_FIELD), strict)
+        new = _pin(path, old["name"], Reading.of(manifest), strict)
         for key in what:
             if old.get(key) != new.get(key):
                 raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "

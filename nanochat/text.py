@@ -5,12 +5,19 @@ into a cached parquet.
     .parquet                         read where it lies: open_parquet, read_footer, read_batches
     .jsonl, .jsonl.gz, .jsonl.zst    {"text": ...} a line, broken lines told and passed over
     .txt                             a file is a document
-                                     as_parquet: converts these two once
+    .arrow                           of a data set that Hugging Face's `datasets` saved
+                                     as_parquet: converts these three once
     read_lines, read_texts           the documents of any kind
 
 The column, or the field of a line, may have another name (--text-field); `a.b` is the field `b` of
 `a`. A cached parquet has one column, with the name that was asked for. Every command that reads
 text reads it here, so all take the same files and say the same of bad ones.
+
+`Reading` says which documents of a file are read. --val-fraction=f makes training and validation
+data of each file: of its documents, counted from 0, number i validates where floor((i + 1) f) is
+more than floor(i f), so with 0.01 every hundredth. A .txt, which is one document, is cut at the
+first line that begins after 1 - f of its characters. --min-chars=N leaves out shorter documents,
+after that. A parquet file of which not all documents are read is converted, too.
 """
 
 import argparse
@@ -21,7 +28,9 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +43,13 @@ from nanochat.common import atomic_open, get_base_dir, hash_json, in_store, loca
 
 log = logging.getLogger(__name__)
 
-CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 SUFFIXES = (".parquet", *CONVERTED)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 TEXT_FIELD = "text"
 FIELD_HELP = "column of parquet, field of jsonl that holds the text; a.b: b inside a"
+MIN_CHARS_HELP = "leave out documents of fewer characters"
+VAL_FRACTION_HELP = "share of each file's documents that validates, in place of the last file"
 GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on this machine's memory
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
@@ -47,9 +58,66 @@ NULLS = ("{}: {} null(s) in column `{}` of row group {}; drop those rows (python
 MEND = "mend it, or leave out --strict to skip such lines"
 
 
-def add_text_field(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of a script that reads text the flag --text-field."""
+@dataclass(frozen=True)
+class Reading:
+    """Which documents of text files are read, and from which field. ValueError for what cannot be."""
+
+    text_field: str = TEXT_FIELD
+    min_chars: int = 0  # shorter documents are left out
+    val_fraction: float = 0.0  # of the documents of a file; 0: it is not shared out
+    part: str = ""  # "train" or "val", where it is
+
+    def __post_init__(self) -> None:
+        if self.min_chars < 0:
+            raise ValueError(f"--min-chars {self.min_chars}: expected 0 or more")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"--val-fraction {self.val_fraction}: expected a share from 0 to below 1")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], part: str = "") -> "Reading":
+        """What flags, settings or a manifest say; `part` counts where files are shared out."""
+        found = cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        return replace(found, part=part) if part and found.val_fraction else found
+
+    def named(self) -> dict[str, Any]:
+        """What is not as usual, for manifests."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+    def hashed(self) -> list[Any]:
+        """`named` for fingerprints: nothing where all is as usual."""
+        rest = self.named()
+        field = rest.pop("text_field", None)
+        return [*([field] if field else []), *([rest] if rest else [])]
+
+    @property
+    def selects(self) -> bool:
+        """Whether some documents of a file are not read."""
+        return self.min_chars > 0 or self.part != ""
+
+    def takes(self, number: int) -> bool:
+        """Whether the document of this number in its file, from 0, is in the part that is read."""
+        validates = math.floor((number + 1) * self.val_fraction) > math.floor(number * self.val_fraction)
+        return self.part == "" or validates == (self.part == "val")
+
+    def cut(self, text: str) -> str:
+        """The part of a file that is one document."""
+        if not self.part:
+            return text
+        at = math.ceil(len(text) * (1 - self.val_fraction))
+        at = text.find("\n", at) + 1 or at
+        return text[:at] if self.part == "train" else text[at:]
+
+
+ALL = Reading()
+
+
+def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:
+    """Give the parser of a script that reads text its flags; `Reading.of(vars(args))` is what they
+    say. `splits`: whether it takes training and validation data apart."""
     parser.add_argument("--text-field", default=TEXT_FIELD, metavar="NAME", help=FIELD_HELP)
+    parser.add_argument("--min-chars", type=int, default=0, metavar="N", help=MIN_CHARS_HELP)
+    if splits:
+        parser.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help=VAL_FRACTION_HELP)
 
 
 # ---- parquet -------------------------------------------------------------------------------------
@@ -77,21 +145,40 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
         # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
         file = pq.ParquetFile(path.open("rb") if in_store(path) else path, pre_buffer=False,
                               page_checksum_verification=True)
-    table = file.schema_arrow.empty_table()
-    while any(pa.types.is_struct(kind) for kind in table.schema.types):
-        table = table.flatten()  # the fields of a struct `a` become columns `a.b`, `a.c`
-    columns, problem = {f.name: f.type for f in table.schema}, ""
-    if field not in columns:
-        problem = (f"no `{field}` column, it has {list(columns)}; name the one that holds the documents with "
-                   f"--text-field")
-    elif columns[field] not in (pa.string(), pa.large_string()):
-        problem = f"column `{field}` has type {columns[field]}, expected string; convert it"
-    elif not file.metadata.num_rows:
+    problem = _misfit(file.schema_arrow, field)
+    if not problem and not file.metadata.num_rows:
         problem = "an empty parquet file (0 rows); delete it"
     if problem:
         file.close()
         raise ValueError(f"{path}: {problem}")
     return file
+
+
+def _misfit(schema: pa.Schema, field: str) -> str:
+    """Why a table has no column of texts `field`; "" if it has."""
+    table = schema.empty_table()
+    while any(pa.types.is_struct(kind) for kind in table.schema.types):
+        table = table.flatten()  # the fields of a struct `a` become columns `a.b`, `a.c`
+    columns = {f.name: f.type for f in table.schema}
+    if field not in columns:
+        return (f"no `{field}` column, it has {list(columns)}; name the one that holds the documents with "
+                f"--text-field")
+    if columns[field] not in (pa.string(), pa.large_string()):
+        return f"column `{field}` has type {columns[field]}, expected string; convert it"
+    return ""
+
+
+def _checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Array:
+    """The texts of a column, which may be those of a struct's field. ValueError for a null and for
+    a text that is too large; ArrowException for one that is not UTF-8."""
+    column.validate(full=True)
+    if column.null_count:
+        raise ValueError(NULLS.format(path, column.null_count, field, group))
+    longest = pc.max(pc.binary_length(column)).as_py() or 0
+    if longest > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"{path}: a document of row group {group} has {longest:,} bytes, "
+                         f"expected at most {MAX_DOCUMENT_BYTES:,}; cut it into several")
+    return column
 
 
 def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int]]:
@@ -132,13 +219,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
                 column = batch.column(0)
                 while isinstance(column, pa.StructArray):  # of which only this field was read
                     [column] = column.flatten()
-                column.validate(full=True)
-                if column.null_count:
-                    raise ValueError(NULLS.format(path, column.null_count, field, group))
-                longest = pc.max(pc.binary_length(column)).as_py() or 0
-                if longest > MAX_DOCUMENT_BYTES:
-                    raise ValueError(f"{path}: a document of row group {group} has {longest:,} bytes, "
-                                     f"expected at most {MAX_DOCUMENT_BYTES:,}; cut it into several")
+                column = _checked(column, path, field, group)
                 taken += column.nbytes
                 yield column
     finally:
@@ -153,13 +234,14 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 class Line(NamedTuple):
     """A document, or a line of jsonl that should be one."""
 
-    number: int  # of the line, from 1; of a parquet file's rows, from 0
-    text: str | None  # None for a broken line
-    problem: str = ""  # what is wrong with it
+    number: int  # of the line, from 1; of a row in a parquet or arrow file, from 0
+    text: str | None  # None for a broken line, and for a document that is too short
+    problem: str = ""  # what is wrong with it; "" for one that is too short
 
 
-def read_lines(path: Path, field: str = TEXT_FIELD, *, strict: bool = False) -> Iterator[Line]:
-    """The documents of a text file of any kind. ValueError names the file and what is wrong.
+def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Iterator[Line]:
+    """The documents of a text file of any kind that are to be read. ValueError names the file and
+    what is wrong.
 
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
     millions: it is told with its number, or with `strict` ends the reading. A torn compressed file,
@@ -167,20 +249,52 @@ def read_lines(path: Path, field: str = TEXT_FIELD, *, strict: bool = False) -> 
     always do, and so does a .txt file that is too large or not UTF-8.
     """
     if path.name.endswith(".txt"):
-        yield Line(1, _read_txt(path))
-        return
-    if path.name.endswith(CONVERTED):
-        yield from _read_jsonl(path, field, strict)
-        return
+        lines: Iterator[Line] = iter([Line(1, reading.cut(_read_txt(path)))])
+        reading = replace(reading, part="")
+    elif path.name.endswith(".arrow"):
+        lines = _numbered(_read_arrow(path, reading.text_field))
+    elif path.name.endswith(CONVERTED):
+        lines = _read_jsonl(path, reading.text_field, strict)
+    else:
+        lines = _numbered(_read_parquet(path, reading.text_field))
+    numbers = itertools.count()
+    for line in lines:
+        if line.text is None:
+            if reading.part != "val":  # once is enough
+                yield line
+        elif reading.takes(next(numbers)):
+            yield line if len(line.text) >= reading.min_chars else Line(line.number, None)
+
+
+def _numbered(columns: Iterator[pa.Array]) -> Iterator[Line]:
+    """The rows of columns of texts."""
+    texts = (text for column in columns for text in column.to_pylist())
+    return itertools.starmap(Line, enumerate(texts))
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
+    """The texts of a parquet file."""
     with open_parquet(path, field) as file:
-        columns = (read_batches(file, group, path, field=field) for group in range(file.num_row_groups))
-        texts = (text for column in itertools.chain.from_iterable(columns) for text in column.to_pylist())
-        yield from itertools.starmap(Line, enumerate(texts))
+        for group in range(file.num_row_groups):
+            yield from read_batches(file, group, path, field=field)
 
 
-def read_texts(path: Path | str, field: str = TEXT_FIELD) -> Iterator[str]:
+def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
+    """The texts of a stream of Arrow's record batches, the file that `datasets` saves."""
+    with _told_of(path, "not a whole stream of Arrow's"), path.open("rb") as file:
+        batches = pa.ipc.open_stream(file)
+        if problem := _misfit(batches.schema, field):
+            raise ValueError(f"{path}: {problem}")
+        for number, batch in enumerate(batches):
+            table = pa.Table.from_batches([batch])
+            while field not in table.column_names:
+                table = table.flatten()
+            yield from (_checked(column, path, field, number) for column in table[field].chunks)
+
+
+def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
     """The texts of a text file of any kind, without broken lines, which are told (`as_parquet`)."""
-    lines = read_lines(as_parquet(place(path), field), field)
+    lines = read_lines(as_parquet(place(path), reading), Reading(reading.text_field))
     yield from (line.text for line in lines if line.text is not None)
 
 
@@ -234,38 +348,44 @@ def _read_jsonl(path: Path, field: str, strict: bool) -> Iterator[Line]:
                              f"fetch it again") from e
 
 
-def as_parquet(path: Path, field: str = TEXT_FIELD, *, strict: bool = False) -> Path:
-    """`path` itself, or the cached parquet made of a file of another kind (converted once for its
-    size, time of change and `field`). Broken lines are told once a launch; with `strict` the first
-    is a ValueError."""
-    if not path.name.endswith(CONVERTED) or not path.exists():
+def as_parquet(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Path:
+    """`path` itself, or the cached parquet made of a file of another kind, or of which not all
+    documents are read (converted once for its size, time of change and `reading`). Broken lines and
+    documents that are too short are told once a launch; with `strict` the first broken line is a
+    ValueError."""
+    if not (path.name.endswith(CONVERTED) or reading.selects) or not path.exists():
         return path
     path = local(path)
     stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *([field] if field != TEXT_FIELD else [])]
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
     folder = get_base_dir() / "converted" / hash_json(key)
     target, report = folder / "text.parquet", folder / "report.json"
     if not (target.exists() and report.exists()):
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(report, {"source": str(path), "skipped": _convert(path, target, field, strict)})
+        bad, num_short = _convert(path, target, reading, strict)
+        write_json(report, {"source": str(path), "skipped": bad, "short": num_short, **reading.named()})
     if strict and (bad := read_json(report)["skipped"]):
         raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; {MEND}")
     _tell_skipped(path, report)
     return target
 
 
-def _convert(path: Path, target: Path, field: str, strict: bool) -> list[tuple[int, str]]:
-    """Write the documents of a file as parquet; returns (number, what is wrong) of its
-    broken lines."""
+def _convert(path: Path, target: Path, reading: Reading, strict: bool) -> tuple[list[tuple[int, str]], int]:
+    """Write the documents of a file as parquet; returns ((number, what is wrong) of its broken
+    lines, how many documents were too short)."""
     bad: list[tuple[int, str]] = []
+    field, num_short = reading.text_field, 0
 
     def good_texts() -> Iterator[str]:
-        lines = read_lines(path, field, strict=strict)
+        nonlocal num_short
+        lines = read_lines(path, reading, strict=strict)
         for line in tqdm(lines, desc=f"converting {path.name}", unit=" documents", delay=1, disable=None):
-            if line.text is None:
+            if line.text is not None:
+                yield line.text
+            elif line.problem:
                 bad.append((line.number, line.problem))
             else:
-                yield line.text
+                num_short += 1
 
     schema, texts, num_documents = pa.schema([(field, pa.string())]), good_texts(), 0
     with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
@@ -274,14 +394,26 @@ def _convert(path: Path, target: Path, field: str, strict: bool) -> list[tuple[i
             num_documents += len(group)
         if not num_documents:
             why = f"; line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: no document in it ({len(bad)} broken line(s){why}); delete it or make it again")
-    return bad
+            raise ValueError(f"{path}: " + no_document(reading, len(bad), why, num_short))
+    return bad, num_short
+
+
+def no_document(reading: Reading, num_bad: int, why: str, num_short: int) -> str:
+    """What to say of a file that gives no document."""
+    told = f"no document in it ({num_bad:,} broken line(s){why})"
+    if reading.selects:
+        part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
+        return f"{told}{part}, and {num_short:,} shorter than --min-chars; change the flag, or leave the file out"
+    return f"{told}; delete it or make it again"
 
 
 @functools.cache
 def _tell_skipped(path: Path, report: Path) -> None:
-    """Warn of a file's broken lines, once in a process."""
-    bad = read_json(report)["skipped"]
+    """Warn of a file's broken lines and short documents, once in a process."""
+    told = read_json(report)
+    bad = told["skipped"]
+    if told.get("short"):
+        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, told["short"], told["min_chars"])
     for number, why in bad[:10]:
         log.warning("%s: line %d skipped: %s", path, number, why)
     if bad:

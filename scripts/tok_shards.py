@@ -1,6 +1,6 @@
 """
-Tokenize text once: every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt)
-becomes a pair of token files.
+Tokenize text once: every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt,
+.arrow) becomes a pair of token files.
 
     python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer NAME] [--num-workers 8]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.common import Parser, here, place, run_main, sigterm_interrupts
-from nanochat.dataset import data_folder, find_buckets, find_files
+from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
 from nanochat.pretokenize import (
     TOKENIZER,
     Input,
@@ -32,7 +32,7 @@ from nanochat.pretokenize import (
     Windows,
     describe_tokenizer,
 )
-from nanochat.text import SUFFIXES, add_text_field
+from nanochat.text import SUFFIXES, Reading, add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Tokenize text files into token files.")
     parser.add_argument("--input-dir", type=Path, required=True,
                         help=f"folder of {', '.join(SUFFIXES)} files, here or in a store (s3://BUCKET/KEY)")
-    add_text_field(parser)
+    add_text_flags(parser)
     parser.add_argument("--output-dir", type=Path, required=True)
     add_tokenizer_flags(parser)
     parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
@@ -85,15 +85,19 @@ def check_args(args: argparse.Namespace) -> Windows:
     return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
-def find_inputs(raw: Path, *, val_files: int = 1) -> list[Input]:
+def find_inputs(raw: Path, *, val_files: int = 1, shared: bool = False) -> list[Input]:
     """All inputs, by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET are kept; else the
-    last `val_files` files of RAW/BUCKET validate, where it has more. FileNotFoundError where there
-    is nothing, ValueError where it is unclear."""
+    last `val_files` files of RAW/BUCKET validate, where it has more, or, with --val-fraction, each
+    file is `shared` by both splits. FileNotFoundError where there is nothing, ValueError where it is
+    unclear."""
     raw = place(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
     found: dict[tuple[str, str], list[Path]] = {}
-    if (raw / "train").is_dir():
+    if shared:
+        for split, files_of in split_train_val(raw, by_bucket=True, shared=True).items():
+            found |= {(split, bucket): files for bucket, files in files_of.items()}
+    elif (raw / "train").is_dir():
         for split in ("train", "val"):
             if (raw / split).is_dir():
                 for bucket, files in find_buckets(raw / split).items():
@@ -158,6 +162,8 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
     rate = f"; {made:,} tokens made in {time.monotonic() - began:.1f} s" if made else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
+        if short := shard["skipped"].get("short"):
+            print(f"{shard['input']['name']}: {short:,} document(s) shorter than --min-chars left out")
         if shard["skipped"]["count"]:
             print(f"{shard['input']['name']}: {shard['skipped']['count']:,} broken line(s) skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:
@@ -185,11 +191,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the pairs of a task; the exit code."""
     args = parse_args(argv)
     windows = check_args(args)
-    inputs = find_inputs(args.input_dir, val_files=args.val_files)
+    reading = Reading.of(vars(args))
+    inputs = find_inputs(args.input_dir, val_files=args.val_files, shared=reading.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # says so where it knows ids only
     job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer), args.strict,
-                       OUTPUTS[args.format], args.text_field)
+                       OUTPUTS[args.format], reading)
     job.refuse_others(force=args.force)
     if args.finish:
         return 0 if finish(job) else 1

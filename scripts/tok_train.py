@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
 from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
-from nanochat.text import TEXT_FIELD, add_text_field, read_texts
+from nanochat.text import Reading, add_text_flags, read_texts
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 
@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=32_768, help="special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {DEFAULT_DATASET.name} download)")
-    add_text_field(parser)
+    add_text_flags(parser)
     parser.add_argument("--val-path", help="files not to train on (default: the last one)")
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
     parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, "
@@ -49,22 +49,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def list_train_files(data_path: Path | str, val_path: Path | str | None = None
+def list_train_files(data_path: Path | str, val_path: Path | str | None = None, *, shared: bool = False
                      ) -> list[dict[str, Any]]:
     """The files of the training split in reading order: {"name": relative path, "bytes": size}."""
     folder = data_folder(data_path)
     return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
-            for path in split_train_val(data_path, val_path)["train"][BUCKET]]
+            for path in split_train_val(data_path, val_path, shared=shared)["train"][BUCKET]]
 
 
 def read_corpus(folder: Path, files: list[dict[str, Any]], opened: list[dict[str, Any]], *,
-                max_chars: int, doc_cap: int, text_field: str) -> Iterator[str]:
+                max_chars: int, doc_cap: int, reading: Reading) -> Iterator[str]:
     """The documents to train on. Which files it had to open for them is kept in `opened`."""
     characters = 0
     with tqdm(total=max_chars, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
         for file in files:
             opened.append(file)
-            for text in read_texts(folder / file["name"], text_field):
+            for text in read_texts(folder / file["name"], reading):
                 text = text[:doc_cap]
                 characters += len(text)
                 bar.update(len(text))
@@ -100,7 +100,7 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
     opened: list[dict[str, Any]] = []
     start = time.monotonic()
     corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"],
-                         doc_cap=arguments["doc_cap"], text_field=arguments.get("text_field", TEXT_FIELD))
+                         doc_cap=arguments["doc_cap"], reading=Reading.of(arguments, "train"))
     tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
     tokenizer.training |= {"arguments": arguments, "files": opened,
@@ -119,9 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     data_path = args.data_path or DEFAULT_DATASET.data_dir
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
-    if args.text_field != TEXT_FIELD:
-        arguments["text_field"] = args.text_field
-    files = list_train_files(data_path, args.val_path)
+    arguments |= Reading.of(vars(args)).named()
+    files = list_train_files(data_path, args.val_path, shared=args.val_fraction > 0)
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")

@@ -14,7 +14,8 @@ from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags
 RUN_DIR = Path("/runs/d4")
 FIXED = {
     "dtype", "deterministic", "seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode",
-    "window_pattern", "vocab_size", "data_format", "text_field", "tokenizer_fingerprint", "packing", "pack",
+    "window_pattern", "vocab_size", "data_format", "text_field", "min_chars", "val_fraction", "packing", "pack",
+    "tokenizer_fingerprint",
     "long_docs", "overlap", "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split",
     "blend_weights", "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr",
     "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps",
@@ -168,6 +169,7 @@ def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name: str, value:
 def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused() -> None:
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
     assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
+    assert go_on({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
     with pytest.raises(ValueError, match="--overlap: the run has 64, the command says 32"):
         go_on(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
     with pytest.raises(ValueError, match="--zeal: the run has 1, and this code has no such setting"):

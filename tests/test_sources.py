@@ -251,7 +251,7 @@ def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
     rows = [{"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}} for t in documents]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifests = [scan(tmp_path / name, field=field) for name in ("a.parquet", "b.jsonl")]
+    manifests = [scan(tmp_path / name, reading=text.Reading(field)) for name in ("a.parquet", "b.jsonl")]
     found = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
     assert [all_texts(source) for source in found] == [[["one", "two"], ["three"]], [documents]]
     assert [check(manifest) for manifest in manifests] == manifests
@@ -259,10 +259,10 @@ def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
     assert fingerprint(scan(tmp_path / "a.parquet")) != found[0].fingerprint
     for name in ("a.parquet", "b.jsonl"):
         with pytest.raises(ValueError, match=rf"{name}: .*`meta\.none`.*--text-field"):
-            scan(tmp_path / name, field="meta.none")
+            scan(tmp_path / name, reading=text.Reading("meta.none"))
     pq.write_table(pa.table({"meta": [{"body": "x"}, None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"1 null\(s\) in column `meta\.body` of row group 0"):
-        scan(tmp_path / "null.parquet", field="meta.body")
+        scan(tmp_path / "null.parquet", reading=text.Reading("meta.body"))
 
 
 def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):

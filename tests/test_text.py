@@ -1,0 +1,165 @@
+"""Which documents of a text file are read, whatever its kind: parts for training and validation, short ones left out,
+data sets that Hugging Face's `datasets` saved."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import text
+from nanochat.dataset import find_files, split_train_val
+from nanochat.sources import ParquetSource, check, fingerprint, scan
+from nanochat.text import Reading, read_lines, read_texts
+from scripts import tok_eval, tok_shards, tok_train
+from tests import training
+from tests.toy import ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
+
+
+@pytest.fixture(autouse=True)
+def base_dir(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
+    return folder
+
+
+def write_saved(folder, files, field="text"):
+    """What `datasets` 4 leaves: state.json names the files, streams of Arrow's batches; a cache lies beside them."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(files):05}.arrow" for i in range(len(files))]
+    for name, documents in zip([*names, "cache-0123.arrow"], [*files, ["cached"]]):
+        table = pa.table({"n": range(len(documents)), "meta": [{field: t} for t in documents], field: documents})
+        with pa.ipc.new_stream(folder / name, table.schema) as out:
+            out.write_table(table, max_chunksize=7)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names],
+                                                   "_fingerprint": "x", "_split": None}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {field: {"dtype": "string"}}}))
+    return folder
+
+
+DOCUMENTS = some_texts(90, seed=8, longest=40)
+FRACTIONS = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.9]) | st.floats(0, 0.99)
+
+
+@settings(max_examples=examples(1))
+@given(num=st.integers(0, 90), fraction=FRACTIONS, min_chars=st.integers(0, 30))
+def test_parts_are_disjoint_and_whole_and_follow_the_rule(tmp_path_factory, num, fraction, min_chars):
+    path = tmp_path_factory.mktemp("law") / "a.jsonl"
+    write_jsonl(path, DOCUMENTS[:num])
+    found = {}
+    for part in ("train", "val"):
+        lines = list(read_lines(path, Reading.of({"val_fraction": fraction, "min_chars": min_chars}, part)))
+        assert all((line.text is None) == (len(DOCUMENTS[line.number - 1]) < min_chars) for line in lines)
+        assert all(line.text in (None, DOCUMENTS[line.number - 1]) and not line.problem for line in lines)
+        found[part] = [line.number - 1 for line in lines]
+    if fraction:
+        assert sorted(found["train"] + found["val"]) == list(range(num))
+        assert len(found["val"]) == math.floor(num * fraction)
+    else:
+        assert found["train"] == found["val"] == list(range(num)), "without a share both are all of it"
+
+
+def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(text, "GROUP_DOCUMENTS", 8)
+    write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
+    write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
+    write_saved(tmp_path / "arrow", [DOCUMENTS])
+    reading = Reading(min_chars=10, val_fraction=0.3, part="train")
+    want = [t for i, t in enumerate(DOCUMENTS) if math.floor((i + 1) * 0.3) == math.floor(i * 0.3) and len(t) >= 10]
+    groups = []
+    for kind in ("jsonl", "parquet", "arrow"):
+        caplog.clear()
+        text._tell_skipped.cache_clear()
+        manifest = scan(tmp_path / kind, reading=reading)
+        assert check(manifest) == manifest and manifest["min_chars"] == 10 and manifest["part"] == "train"
+        source = ParquetSource(manifest, ByteTokenizer())
+        found = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
+                 for ids in source.read(g, np.arange(n))[0]]
+        assert found == want == list(read_texts(source.paths[0]))
+        assert "shorter than --min-chars 10 left out" in caplog.text
+        groups.append(source.groups.tolist())
+    assert groups[0] == groups[1] == groups[2] and len(groups[0]) > 3
+    prints = {fingerprint(scan(tmp_path / "jsonl", reading=Reading(**changed))) for changed in (
+        {}, {"min_chars": 10}, {"min_chars": 11}, {"val_fraction": 0.3, "part": "train"},
+        {"val_fraction": 0.3, "part": "val"}, {"val_fraction": 0.31, "part": "val"})}
+    assert len(prints) == 6, "what decides the data is in the fingerprint"
+
+
+@pytest.mark.parametrize("content", ["one line\nanother\nthe third\nthe last\n" * 9, "no line at all " * 9])
+def test_one_txt_file_is_cut_at_a_line(tmp_path, content):
+    (tmp_path / "book.txt").write_text(content)
+    train, val = (list(read_texts(tmp_path / "book.txt", Reading(val_fraction=0.2, part=part)))
+                  for part in ("train", "val"))
+    assert train[0] + val[0] == content and len(train) == len(val) == 1
+    assert 0.1 < len(val[0]) / len(content) < 0.21 and ("\n" not in content or train[0].endswith("\n"))
+
+
+# ---- data sets that were saved --------------------------------------------------------------------------------------
+
+def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
+    files = [DOCUMENTS[:20], DOCUMENTS[20:50], DOCUMENTS[50:]]
+    folder = write_saved(tmp_path / "saved", files)
+    assert [path.name for path in find_files(folder)] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
+    assert [list(read_texts(path)) for path in find_files(folder)] == files
+    assert list(read_texts(find_files(folder)[0], Reading("meta.text"))) == files[0]
+    split = split_train_val(folder)
+    assert [len(split[part]["data"]) for part in ("train", "val")] == [2, 1]
+    with pytest.raises(ValueError, match=r"00000-of-00003\.arrow: no `body` column.*--text-field"):
+        list(read_texts(find_files(folder)[0], Reading("body")))
+    path = folder / "data-00001-of-00003.arrow"
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(ValueError, match=r"data-00001-of-00003\.arrow: not a whole stream"):
+        list(read_texts(path))
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow: not there, but state\.json lists it"):
+        find_files(folder)
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+def test_flags_that_make_no_sense_are_one_sentence(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    for values, said in (({"val_fraction": 1.0}, "--val-fraction 1.0"), ({"min_chars": -1}, "--min-chars -1")):
+        with pytest.raises(ValueError, match=said):
+            Reading.of(values)
+    with pytest.raises(ValueError, match="--val-fraction: the validation files have a place of their own"):
+        split_train_val(path, path, shared=True)
+    with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*--val-fraction 0\.1"):
+        scan(path, reading=Reading(val_fraction=0.1, part="val"))
+    with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*and 2 shorter than --min-chars"):
+        scan(path, reading=Reading(min_chars=5))
+    with pytest.raises(ValueError, match="or share out its documents with --val-fraction"):
+        split_train_val(path)
+
+
+def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(tmp_path, capsys, monkeypatch):
+    """A tokenizer, shards and two runs from one file, of which short documents are left out."""
+    with training.workplace(tmp_path, **training.SMALL, num_iterations=4, save_every=2) as base:
+        table = pa.table({"doc": [{"body": t} for t in training.texts(150, seed=3)]})
+        pq.write_table(table, base / "one.parquet", row_group_size=40)
+        words = {"text_field": "doc.body", "min_chars": 50, "val_fraction": 0.1}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in words.items()]
+        data, out = f"--data-path={base / 'one.parquet'}", f"--output-dir={base / 'own'}"
+        assert tok_train.main([data, out, "--vocab-size=300", *flags]) == 0
+        monkeypatch.setattr(tok_eval, "PEERS", ())
+        assert tok_eval.main([data, f"--tokenizer={base / 'own'}", *flags]) == 0
+        assert json.loads((base / "own" / "tokenizer.json").read_text())["training"]["documents"] < 135
+        shards = [f"--input-dir={base / 'one.parquet'}", f"--output-dir={base / 'made'}", "--max-length=0",
+                  f"--tokenizer={base / 'own'}", "--num-workers=1", *flags]
+        assert tok_shards.main(shards) == 0
+        assert "document(s) shorter than --min-chars left out" in capsys.readouterr().out
+        manifest = json.loads((base / "made/train/data/manifest.json").read_text())
+        assert manifest["arguments"]["min_chars"] == 50 and manifest["shards"]["one"]["skipped"]["short"] > 5
+        with pytest.raises(ValueError, match=r"made with min_chars 50 \(now 60\)"):
+            tok_shards.main([*shards, "--min-chars=60"])
+        streamed = {"data_path": base / "one.parquet", "tokenizer": base / "own", **words}
+        training.succeed(**streamed, eval_every=2)
+        training.succeed(data_path=base / "made", data_format="shards", model_tag="shards")
+        assert training.digests() == training.digests("shards") and len(training.digests()) == 4
+        assert "--min-chars: the run has 50, the command says 0" in training.refuse(**{**streamed, "min_chars": 0})
+        said = training.refuse(data_path=base / "made", data_format="shards", min_chars=5, model_tag="other")
+        assert "--min-chars 5: it is for text" in said

@@ -50,6 +50,7 @@ from torch import Tensor
 
 MODES = ("causal", "sdpa_mask", "varlen", "flex")
 MAX_FLASH_HEAD_DIM = 256
+SAYS_GROUPED = torch.__version__ >= (2, 12)  # before, varlen_attn took fewer kv heads without a word
 
 
 class DocMasks(NamedTuple):
@@ -166,7 +167,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
     if edges is None:
         edges = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
     q, k, v = q.reshape(B * T, H, D), k.reshape(B * T, -1, D), v.reshape(B * T, -1, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if k.size(1) != H else {}  # PyTorch 2.12 and up
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.size(1) != H and SAYS_GROUPED else {}
     y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), **grouped)
     assert isinstance(y, Tensor)
     return y.view(B, T, H, D)

@@ -99,7 +99,7 @@ def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, wind
     """The kernel exists on CUDA only; this stand-in does what its documentation says."""
     assert window_size[1] == 0 and torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.dtype == torch.int32
     assert max_q == max_k >= int(cu_seq_q.diff().max()) and cu_seq_q[-1] == len(query)
-    assert enable_gqa == (key.size(1) != query.size(1))
+    assert enable_gqa == (key.size(1) != query.size(1) and attention_module.SAYS_GROUPED)
     parts = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
              for a, b in itertools.pairwise(cu_seq_q.tolist())]
     return torch.cat(parts)
@@ -111,10 +111,12 @@ def varlen(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize(("heads", "says_grouped"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
 @pytest.mark.parametrize("window", [-1, 0, 4])
-def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(varlen, window, heads):
-    """Heads that are as many as those of the keys must do without `enable_gqa`, which PyTorch 2.11 does not have."""
+def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(
+        varlen, monkeypatch, window, heads, says_grouped):
+    """Without `enable_gqa`, which PyTorch 2.11 does not have, there and where queries have as many heads as keys."""
+    monkeypatch.setattr(attention_module, "SAYS_GROUPED", says_grouped)
     q, k, v, documents = make(0, 3, 13, *heads, 8)
     assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
     for num_docs in (None, int(documents.diff(dim=1).sum()) + 3):

@@ -228,6 +228,10 @@ class LookSettings:
     eval_tokens: int = setting(
         80 * 524288, "validation tokens an evaluation reads",
         note="bits per byte before and after are taken over different amounts of text")
+    core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
+    core_metric_max_per_task: int = setting(500, "items of each of its tasks; -1: all")
+    eval_bundle: str | None = setting(
+        None, "the folder of its tasks (default: <base dir>/eval_bundle)", metavar="DIR")
     sample_every: int = setting(2000, "steps between continuations of validation text")
     save_every: int = setting(-1, "steps between checkpoints")
     log_every: int = setting(1, "steps between printed lines; the log has every step")

@@ -18,6 +18,7 @@ computed on validation.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
+    python -m nanochat.dataset --eval-bundle  # the tasks of the CORE metric
 """
 
 import itertools

@@ -1,5 +1,6 @@
 """
-Downloads: the shards of a known data set over HTTP, and whether those that are here are whole.
+Downloads: the shards of a known data set over HTTP, and whether those that are here are whole; and
+the tasks of the CORE metric.
 
     shard_00007.parquet.part   grows; whatever breaks off begins again
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
@@ -13,7 +14,10 @@ the proof that it is still the same object, is not worth its code.
 import fcntl
 import os
 import re
+import tempfile
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +27,7 @@ from urllib.parse import urlsplit
 import requests
 from tqdm import tqdm
 
-from nanochat.common import Parser, each, fsync_dir, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
 from nanochat.dataset import (
     DATASETS,
     DEFAULT_DATASET,
@@ -39,6 +43,7 @@ from nanochat.text import open_parquet, read_texts
 ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
+BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where nanochat's lies
 HINTS = {401: "set HF_TOKEN", 403: "set HF_TOKEN", 404: "check --dataset, --base-url and HF_ENDPOINT"}
 
 
@@ -58,7 +63,7 @@ class Downloader:
         part, url = Path(f"{final}.part"), f"{self.base_url}/{final.name}"
         if final.exists():
             return
-        self._copy(url, part)
+        self.copy(url, part)
         try:
             open_parquet(part).close()
         except ValueError as e:
@@ -67,7 +72,7 @@ class Downloader:
         os.replace(part, final)
         fsync_dir(self.data_dir)
 
-    def _copy(self, url: str, part: Path) -> None:
+    def copy(self, url: str, part: Path) -> None:
         """Copy what lies at `url` whole. OSError after an answer that another try will not change,
         or after the last try."""
         for attempt in range(ATTEMPTS):
@@ -101,6 +106,13 @@ class Downloader:
         return request
 
 
+def check_url(flag: str, url: str) -> str:
+    """The URL, if it is one of HTTP; else a ValueError that names the flag which gave it."""
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ValueError(f"{flag}: got {url!r}, expected a URL such as {HUB}")
+    return url
+
+
 def make_downloader(dataset: Dataset, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
     """A Downloader that honours HF_ENDPOINT (stands in for the hub) and HF_TOKEN (for that
     endpoint only); makes the folder and notes there which data set it holds. ValueError where one
@@ -108,9 +120,8 @@ def make_downloader(dataset: Dataset, *, base_url: str | None = None, data_dir: 
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     url = (base_url or dataset.base_url).rstrip("/")
     url = endpoint + url.removeprefix(HUB) if url.startswith(HUB + "/") else url
-    for flag, value in (("HF_ENDPOINT", endpoint), ("--base-url", url)):
-        if urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).netloc:
-            raise ValueError(f"{flag}: got {value!r}, expected a URL such as {HUB}")
+    check_url("HF_ENDPOINT", endpoint)
+    check_url("--base-url", url)
     token = os.environ.get("HF_TOKEN", "").strip()
     if not re.fullmatch(r"[!-~]*", token):  # caught here, for the HTTP library's own complaint would print it
         raise ValueError("HF_TOKEN: has characters that a header cannot carry; set it again")
@@ -152,6 +163,43 @@ def verify(data_dir: Path, *, num_workers: int) -> dict[str, str]:
     return dict(zip(paths, problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=num_workers)))
 
 
+def fetch_bundle(base_url: str | None, folder: Path) -> None:
+    """Bring the tasks of the CORE metric into `folder`, or read those that are there already. Nobody
+    publishes a checksum of the archive: it is good if its own sums are right and all its items can
+    be read. OSError, and then there is no folder, for what does not arrive or is no good."""
+    from nanochat.core_eval import read_bundle
+
+    url = check_url("--base-url", (base_url or BUNDLE_URL).rstrip("/")) + f"/{BUNDLE_NAME}.zip"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{BUNDLE_NAME}.", dir=folder.parent) as temporary:
+            try:
+                Downloader(url, folder.parent).copy(url, Path(temporary) / "archive")
+                unpacked = unpack(Path(temporary) / "archive", BUNDLE_NAME)
+                read_bundle(unpacked)
+            except (OSError, ValueError) as e:
+                raise OSError(f"{url}: {e}; nothing was unpacked. On a machine without a network, unpack "
+                              f"{BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
+            os.replace(unpacked, folder)
+        fsync_dir(folder.parent)
+    tasks = read_bundle(folder)
+    print(f"{folder}: {len(tasks)} tasks with {sum(len(task.items) for task in tasks):,} items")
+
+
+def unpack(archive: Path, name: str) -> Path:
+    """Unpack the folder `name` of a ZIP archive beside it. Returns where it is. ValueError for what is no whole
+    archive, and for one with an entry that leads outside of it."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            for entry in map(Path, opened.namelist()):
+                if entry.is_absolute() or ".." in entry.parts:
+                    raise ValueError(f"the entry {str(entry)!r} leads outside of it")
+            opened.extractall(archive.parent, [entry for entry in opened.namelist() if entry.startswith(f"{name}/")])
+    except (ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
+        raise ValueError(f"it arrived in full and is no good archive: {e}") from e
+    return archive.parent / name
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify. Raises ValueError for bad flags and OSError that lists what failed."""
     parser = Parser(description="Download the shards of a data set, or check those that are here.")
@@ -160,12 +208,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which data set")
     parser.add_argument("--base-url", help="fetch the shards from here instead")
     parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
+    parser.add_argument("--eval-bundle", action="store_true",
+                        help="the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
     parser.add_argument("--verify", action="store_true", help="download nothing; read all that is here")
     args = parser.parse_args(argv)
     setup_logging()
     if args.num_files < -1 or args.num_workers < 1:
         raise ValueError(f"got -n {args.num_files} -w {args.num_workers}, expected -n of at least "
                          f"-1 (all), -w of at least 1")
+    if args.eval_bundle:
+        return fetch_bundle(args.base_url, args.data_dir or get_base_dir() / BUNDLE_NAME)
     dataset = DATASETS[args.dataset]
     if args.verify:
         found = verify(args.data_dir or dataset.data_dir, num_workers=args.num_workers)

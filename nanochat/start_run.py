@@ -180,6 +180,10 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this "
                          f"program ever owned it, so nothing is deleted; move it away, or name a "
                          f"new run with --model-tag")
+    if settings.core_metric_every > 0:  # a bundle that is not there is an error now, and not after hours
+        from nanochat.core_eval import read_bundle
+
+        read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config: dict[str, Any] = {}
     notices: list[str] = []
     checkpoint = origin = None

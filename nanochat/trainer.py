@@ -403,7 +403,8 @@ class Journal:
             return
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        self.boards.log({"step": step, **{f"{name}/{k}": v for k, v in record.items()}})
+        told = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}  # CORE as nanochat names it
+        self.boards.log({"step": step, **told})
         if name == "saved":
             self.state.update(checkpoint=record["checkpoint"])
         if name == "val":

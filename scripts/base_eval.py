@@ -1,17 +1,17 @@
 """
-Evaluate a trained model: bits per byte on validation and on training data, a floor to compare with,
-samples.
+Evaluate a trained model: bits per byte on validation and on training data with a floor to compare
+with, samples, and the CORE metric.
 
     python -m scripts.base_eval --run d12
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run d24
+    python -m scripts.base_eval --run d12 --eval core,bpb,sample --max-per-task 500
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run d24 --eval core
     python -m scripts.base_eval --checkpoint RUN/checkpoints/checkpoint-1000 --json eval.json
 
 Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
 the run's own --eval-tokens, the default, the validation result is the one that training printed at
 that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
-training, and nothing else. The result goes to RUN/eval.json.
-
-CORE and other benchmarks that are downloaded are left out.
+training, and nothing else. CORE needs the eval_bundle folder, and nothing of the run but model and
+tokenizer (nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
 """
 
 import argparse
@@ -38,6 +38,8 @@ from nanochat.run_dir import find_run
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import own_prompts
 
+MODES = ("core", "bpb", "sample")
+
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Evaluate a trained model.", epilog=__doc__)
@@ -45,6 +47,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
                                      "(default: the only run)")
     which.add_argument("--checkpoint", help="a checkpoint directory")
+    p.add_argument("--eval", default="bpb,sample", metavar="MODES",
+                   help=f"which of {', '.join(MODES)}, with commas between them")
+    p.add_argument("--max-per-task", type=int, default=-1, help="items of each task of CORE; -1: all")
+    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: <base dir>/eval_bundle)")
     p.add_argument("--eval-tokens", type=int, default=-1,
                    help="tokens of each split; -1: as the run did")
     p.add_argument("--unigram-tokens", type=int, default=2**22,
@@ -60,6 +66,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if given < 1 and given != allowed:
             raise ValueError(f"--{flag.replace('_', '-')}: got {given}, expected at least 1"
                              + ", or -1" * (allowed < 0))
+    args.eval = [mode.strip() for mode in args.eval.split(",")]
+    if unknown := set(args.eval) - set(MODES):
+        raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected some of {', '.join(MODES)}, "
+                         f"with commas between them")
     return args
 
 
@@ -99,16 +109,13 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
 
 # ---- the script ---------------------------------------------------------------------------------
 
-def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> dict[str, Any]:
+def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, device: torch.device) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket,
-    and of a unigram model on the same validation tokens; samples."""
-    began = time.perf_counter()
+    and of a unigram model on the same validation tokens."""
     _, rank, _, world_size = get_dist_info()
-    dtype = get_compute_dtype(device, args.dtype)
-    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
-    run_dir = checkpoint.parent.parent
     stored, config, settings = open_run(run_dir)
-    data = stored if config.framed else open_data(pinned_data(run_dir), stored.tokenizer)
+    tokenizer = stored.tokenizer
+    data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
     seen, ignored = np.zeros((2, tokenizer.get_vocab_size()), np.int64)
@@ -132,13 +139,66 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -
         seen = total.cpu().numpy()
     trained = on_rank0(lambda: count_training_tokens(stored, config, args.unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
-    samples = draw_samples(model, tokenizer, own_prompts(data, config.T)) if rank == 0 else {}
-    return {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
-            "device": device.type, "val_bpb": val, "val_buckets": buckets, "train_bpb": train,
+    return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train,
             "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
-            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum()),
-            "samples": samples, "seconds": time.perf_counter() - began, "world_size": world_size,
-            "torch": torch.__version__}
+            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
+
+
+def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
+    """Collective. The CORE metric, told task by task; see `core_eval.summary`."""
+    from nanochat.core_eval import evaluate_core, read_bundle, summary
+
+    tasks, scores = on_rank0(lambda: read_bundle(args.eval_bundle, args.max_per_task)), []
+    for task, score in zip(tasks, evaluate_core(model, tokenizer, tasks)):
+        print0(f"{score.label} ({task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items): "
+               f"accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
+        scores.append(score)
+    return summary(scores)
+
+
+def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> dict[str, Any]:
+    """Collective. What --eval asks for."""
+    began, run_dir = time.perf_counter(), checkpoint.parent.parent
+    dtype = get_compute_dtype(device, args.dtype)
+    model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
+    _, rank, _, world_size = get_dist_info()
+    result: dict[str, Any] = {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
+                              "device": device.type, "train_bpb": {}, "samples": {}}
+    if "core" in args.eval:
+        result["core"] = core(args, model, tokenizer)
+    if "bpb" in args.eval:
+        result |= bits_per_byte(args, model, run_dir, device)
+    if "sample" in args.eval and rank == 0:
+        data, config, _ = open_run(run_dir)
+        result["samples"] = draw_samples(model, tokenizer, own_prompts(data, config.T))
+    return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result as JSON, and beside it CORE's table."""
+    write_json(path, result)
+    if "core" in result:
+        from nanochat.core_eval import write_csv
+
+        write_csv(path.with_suffix(".csv"), result["core"])
+
+
+def report(result: dict[str, Any], path: Path) -> None:
+    """Print a result, and where it is."""
+    for text in (text for kind in result["samples"].values() for text in kind):
+        print0(f"{'-' * 80}\n{text}")
+    rows = []
+    if "val_bpb" in result:
+        buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
+        rows = [("validation", result["val_bpb"]),
+                *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
+                *((f"train, {bucket}", bpb) for bucket, bpb in result["train_bpb"].items()),
+                ("validation, unigram model", result["unigram_bpb"])]
+    heading = f"{result['checkpoint']}, step {result['step']:,}", "bits per byte"
+    lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]) if rows else [heading[0]]
+    if "core" in result:
+        lines.append(f"CORE metric: {result['core']['core_metric']:.4f}; table: {path.with_suffix('.csv')}")
+    print0("-" * 80, *lines, f"result: {path}", sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,17 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = on_rank0(lambda: find_checkpoint(name).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
         result = evaluate(args, checkpoint, device)
-        on_rank0(lambda: write_json(path, result))
-        for text in (text for kind in result["samples"].values() for text in kind):
-            print0(f"{'-' * 80}\n{text}")
-        buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
-        rows = [("validation", result["val_bpb"]),
-                *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
-                *((f"train, {bucket}", bpb) for bucket, bpb in result["train_bpb"].items()),
-                ("validation, unigram model", result["unigram_bpb"])]
-        heading = f"{checkpoint}, step {result['step']:,}", "bits per byte"
-        lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows])
-        print0("-" * 80, *lines, f"result: {path}", sep="\n")
+        on_rank0(lambda: write(path, result))
+        report(result, path)
     finally:
         compute_cleanup()
     return 0

@@ -31,30 +31,14 @@ from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.common import EXIT_HALTED, Parser, StopAsked, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
-from nanochat.dist import (
-    agree,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    gather_all,
-    on_rank0,
-)
+from nanochat.dist import agree, autodetect_device_type, compute_cleanup, compute_init, gather_all, on_rank0
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets, in_nats
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import (
-    WAY_ON,
-    Start,
-    command,
-    find_data,
-    introduce,
-    is_tight,
-    look,
-    own,
-)
+from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own
 from nanochat.trainer import LONG_S, Halt, Journal, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
@@ -73,6 +57,10 @@ def loop(run: Trainer) -> int:
         while True:
             if run.due(settings.eval_every):
                 evaluate(run)
+            if run.due(settings.core_metric_every) and p.step > 0:
+                from nanochat.core_eval import look as look_at_core
+
+                look_at_core(run)
             if run.due(settings.sample_every) and p.step > 0 and run.loader.layout.rank == 0:
                 with suppress(StopAsked):  # the next step sees to it
                     sample(run)

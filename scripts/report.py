@@ -192,7 +192,8 @@ def result_part(facts: Facts) -> list[str]:
             ("validation bits per byte, after", after),
             ("a unigram model's on the same tokens", evaluation.get("unigram_bpb")),
             *((f"training bits per byte, `{name}`", bpb)
-              for name, bpb in evaluation.get("train_bpb", {}).items())]
+              for name, bpb in evaluation.get("train_bpb", {}).items()),
+            *([("CORE metric", evaluation["core"]["core_metric"])] if "core" in evaluation else [])]
     if steps:
         rate = statistics.median(step["tokens_per_s"] for step in steps)
         rows += [("steps", steps[-1]["step"] + 1), ("tokens trained on", steps[-1]["tokens"]),

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from dev.make_eval_bundle import make_eval_bundle
+from nanochat.core_eval import GROUP
 from nanochat.engine import load_model
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.run_data import open_run
@@ -27,6 +30,7 @@ TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "tota
          "device-batch-size": 8, "buffer-size": 16, "overlap": 8, "num-iterations": STEPS, "warmup-steps": 1,
          "eval-every": STEPS, "eval-tokens": EVAL_TOKENS, "sample-every": -1, "tokenizer-threads": 1,
          "device-type": "cpu", "model-tag": "tiny"}
+MODES, KINDS = "core,bpb,sample", ("choices", "schema", "text")
 
 
 def some_documents(num: int) -> list[str]:
@@ -58,17 +62,22 @@ def run(base: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def first_result(base: Path) -> dict[str, Any]:
+    # more than one group, so that two ranks share a task; of the tasks those with short prompts
+    config = make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8) / "core.yaml"
+    tasks = yaml.safe_load(config.read_text())["icl_tasks"]
+    config.write_text(yaml.safe_dump({"icl_tasks": [task for task in tasks if task["label"] in KINDS]}))
     return evaluate("--device-batch-size=8")
 
 
 def evaluate(*flags: str) -> dict[str, Any]:
     """The result of an evaluation."""
-    assert base_eval.main(["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", *flags]) == 0
+    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
+    assert base_eval.main(argv) == 0
     return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
 
 
 def figures(result: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in result.items() if k not in ("seconds", "world_size")}
+    return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "core")}
 
 
 def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> None:
@@ -82,7 +91,8 @@ def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> 
 def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result: dict[str, Any], B: int,
                                                         processes: int) -> None:
     path = base / f"other-{B}.json"
-    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--device-batch-size={B}", f"--json={path}"]
+    argv = ["--run=tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
+            f"--json={path}"]
     if processes == 1:
         assert base_eval.main(argv) == 0
     else:
@@ -92,8 +102,10 @@ def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result
     assert other["world_size"] == processes
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
-    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples"):
+    assert len(other["core"]["results"]) == 3
+    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples", "core"):
         assert other[exact] == first_result[exact]
+    assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "tiny" / "eval.csv").read_bytes()
 
 
 def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, first_result: dict[str, Any]) -> None:
@@ -153,7 +165,8 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, 
 
 @pytest.mark.parametrize("flags, message", [
     (["--run=other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
-    (["--unigram-tokens=0"], "--unigram-tokens"), (["--dtype=int8"], "--dtype")])
+    (["--unigram-tokens=0"], "--unigram-tokens"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
+    (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
 def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
     with pytest.raises((ValueError, OSError), match=message):
         base_eval.main(["--device-type=cpu", *flags])

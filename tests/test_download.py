@@ -1,14 +1,18 @@
 """The downloader against a real HTTP server on this machine that misbehaves on request."""
 
+import io
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from dev.make_eval_bundle import make_eval_bundle
 from nanochat import dataset, download
 from nanochat.dataset import Dataset, index_to_filename, list_parquet_files
 from nanochat.download import make_downloader, verify
@@ -205,6 +209,46 @@ def test_after_a_kill_the_next_start_begins_the_file_again(server, tmp_path):
     assert 0 < part.stat().st_size < len(body) and not (tmp_path / "d" / name).exists()
     assert fetch(job_for(server, tmp_path / "d"), 0) == {}
     assert (tmp_path / "d" / name).read_bytes() == body and not part.exists()
+
+
+# ---- the tasks of the CORE metric ------------------------------------------------------------------------------------
+
+def bundle_zip(folder, **more):
+    """An archive as nanochat's: a made-up bundle, what a Mac leaves beside it, and `more` {name: bytes}."""
+    made, packed = make_eval_bundle(folder / "eval_bundle", num_items=8), io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in made.rglob("*.*")}
+        for name, body in (files | {"__MACOSX/._core.yaml": b"?"} | more).items():
+            archive.writestr(name, body)
+    return packed.getvalue()
+
+
+def test_a_bundle_arrives_whole_and_is_not_asked_for_again(server, tmp_path, capsys):
+    server.files["eval_bundle.zip"], there = bundle_zip(tmp_path / "made"), tmp_path / "base" / "eval_bundle"
+    server.script["eval_bundle.zip"] = [{"drop_after": 1000}]
+    for _ in range(2):
+        dataset.main(["--eval-bundle", "--base-url", server.url])
+        assert f"{there}: 7 tasks with 56 items" in capsys.readouterr().out
+    assert len(server.requests) == 2 and [p.name for p in there.parent.iterdir()] == ["eval_bundle"]
+    for path in there.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "made" / "eval_bundle" / path.relative_to(there)).read_bytes()
+
+
+@pytest.mark.parametrize("body, said", [
+    (lambda folder: bundle_zip(folder, **{"eval_bundle/../../../escaped": b"!"}), "leads outside of it"),
+    (lambda folder: bundle_zip(folder, **{"/escaped": b"!"}), "leads outside of it"),
+    (lambda folder: bundle_zip(folder)[:-40], "no good archive: File is not a zip file"),
+    (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "no good archive: Bad magic number"),
+    (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
+    (lambda folder: None, "got HTTP 404")], ids=["up", "absolute", "cut", "damaged", "no-tasks", "absent"])
+def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder_to_fill(server, tmp_path, body, said):
+    if (packed := body(tmp_path / "made")) is not None:
+        server.files["eval_bundle.zip"] = packed
+    with pytest.raises(OSError, match=rf"{server.url}/eval_bundle.zip: .*{said}.*unpack eval_bundle.zip by hand, so "
+                                      rf"that there is .*/base/eval_bundle/core.yaml") as e:
+        dataset.main(["--eval-bundle", "--base-url", server.url])
+    assert "\n" not in str(e.value) and list((tmp_path / "base").iterdir()) == []
+    assert not [*tmp_path.rglob("escaped")] and not Path("/escaped").exists()
 
 
 # ---- endpoint and token ---------------------------------------------------------------------------------------------

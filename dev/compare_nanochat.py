@@ -1,0 +1,142 @@
+"""
+What we share with nanochat (github.com/karpathy/nanochat), against nanochat itself.
+
+    python -m dev.compare_nanochat --nanochat DIR [--part core]
+
+    core    the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
+            tokenizer, the same items are right, and the table has the same bytes
+
+DIR is a checkout of it. It runs in processes of its own, as this file's `--there`, which imports nothing of ours; its
+`nanochat` and `scripts` are the checkout's. Prints what was compared; exit code 1 on a difference.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEEDS = (0, 1, 2)  # of the weights; each is a model of another shape
+STEP = 7
+
+
+# ---- there: runs with nanochat's code, imports nothing of ours ------------------------------------------------------
+
+def core_there(work: Path) -> dict[str, Any]:
+    """Its scripts.base_eval on the weights, the tokenizer and the bundle in `work`: which items are right, in the
+    order in which it evaluates them. The table is where it writes it."""
+    import base64
+
+    import tiktoken
+
+    from nanochat import core_eval, gpt, tokenizer  # type: ignore[attr-defined]
+    from scripts import base_eval
+
+    told = json.loads((work / "tokenizer" / "tokenizer.json").read_text())
+    lines = map(bytes.split, (work / "tokenizer" / "ranks.tiktoken").read_bytes().splitlines())
+    encoding = tiktoken.Encoding("same", pat_str=told["pattern"], special_tokens=told["special_tokens"],
+                                 mergeable_ranks={base64.b64decode(token): int(rank) for token, rank in lines})
+    config = json.loads((work / "config.json").read_text())
+    model = gpt.GPT(gpt.GPTConfig(**config))
+    model.init_weights()  # the rotary tables, which are in no checkpoint
+    model.load_state_dict(torch.load(work / "model.pt", weights_only=True))
+    theirs = tokenizer.RustBPETokenizer(encoding, told["bos_token"])  # type: ignore[arg-type]
+    loaded = model.eval(), theirs, {"step": STEP, "model_config": config}
+
+    right: list[bool] = []
+    evaluate_example = core_eval.evaluate_example  # type: ignore[attr-defined]
+
+    def noted(*args: Any) -> Any:
+        value = evaluate_example(*args)
+        right.append(bool(value))
+        return value
+
+    core_eval.evaluate_example = noted  # type: ignore[attr-defined]
+    base_eval.load_model = lambda *args, **kwargs: loaded  # type: ignore[assignment]
+    base_eval.get_token_bytes = lambda **kwargs: None  # type: ignore[attr-defined]
+    sys.argv = ["base_eval", "--eval=core", "--device-type=cpu"]
+    base_eval.main()
+    return {"right": right}
+
+
+THERE = {"core": core_there}
+
+
+def run_there(part: str, nanochat: Path, work: Path) -> dict[str, Any]:
+    """What a part finds there. ValueError with the end of what it printed if it fails."""
+    env = {**os.environ, "PYTHONPATH": str(nanochat), "NANOCHAT_BASE_DIR": str(work), "NANOCHAT_DTYPE": "float32"}
+    found = work / "found.json"
+    done = subprocess.run([sys.executable, Path(__file__).resolve(), f"--there={part}", f"--work={work}"], cwd=work,
+                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise ValueError(f"{part}: nanochat at {nanochat} ended with {done.returncode}: {done.stdout[-2000:]}")
+    return json.loads(found.read_text())
+
+
+# ---- here -----------------------------------------------------------------------------------------------------------
+
+def core(nanochat: Path, work: Path) -> list[tuple[str, Any, bool]]:
+    """(what, how much of it, whether it is equal) of the CORE metric."""
+    from dev.make_eval_bundle import make_eval_bundle, make_repeater
+    from nanochat.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
+
+    rows: list[tuple[str, Any, bool]] = []
+    for seed in SEEDS:
+        folder = work / f"core-{seed}"
+        tasks = read_bundle(make_eval_bundle(folder / "eval_bundle"))
+        model, tokenizer = make_repeater(seed)
+        tokenizer.save(folder / "tokenizer")
+        torch.save(model.state_dict(), folder / "model.pt")
+        (folder / "config.json").write_text(json.dumps(vars(model.config)))
+        there = run_there("core", nanochat, folder)["right"]
+        scores: list[Score] = []
+        for task in tasks:
+            right = evaluate_task(model, tokenizer, task)
+            theirs, there = there[:len(right)], there[len(right):]
+            same = sum(a == b for a, b in zip(right, theirs, strict=True))
+            rows.append((f"{task.kind}, {task.label}, weights {seed}: {sum(right)} right of {len(right)}, the same",
+                         same, same == len(right)))
+            scores.append(score_of(task, right))
+        write_csv(folder / "ours.csv", summary(scores))
+        table = (folder / "base_eval" / f"base_model_{STEP:06d}.csv").read_bytes()
+        rows.append((f"CORE metric, and the table's bytes, weights {seed}", summary(scores)["core_metric"],
+                     table == (folder / "ours.csv").read_bytes()))
+    return rows
+
+
+PARTS = {"core": core}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--nanochat", type=Path, help="a checkout of it")
+    p.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    p.add_argument("--there", choices=THERE, help=argparse.SUPPRESS)
+    p.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    args = p.parse_args(argv)
+    if args.there:
+        (args.work / "found.json").write_text(json.dumps(THERE[args.there](args.work)))
+        return 0
+    from nanochat.common import table
+
+    if args.nanochat is None or not (args.nanochat / "nanochat" / "core_eval.py").is_file():
+        raise ValueError(f"--nanochat: got {args.nanochat}, expected a checkout of nanochat")
+    with tempfile.TemporaryDirectory(prefix="compare_nanochat.") as work:
+        rows = [row for part in args.part for row in PARTS[part](args.nanochat.resolve(), Path(work))]
+    print(*table(("what", "", "equal"), rows), sep="\n")
+    return 0 if all(equal for *_, equal in rows) else 1
+
+
+if __name__ == "__main__":
+    if any(word.startswith("--there") for word in sys.argv):
+        sys.exit(main())  # nothing of ours can be imported there
+    from nanochat.common import run_main
+
+    run_main(main)

@@ -1,0 +1,129 @@
+"""
+How fast a model generates, and how much memory its cache takes.
+
+    python -m scripts.infer_bench --run d12
+    python -m scripts.infer_bench --depth 12 --max-seq-len 2048        # random weights: as fast as trained ones
+
+Two very different things are timed. *Prefill* computes the whole prompt at once, as large products:
+it is bound by arithmetic, and what one waits for before the first token is this. *Decoding* computes
+one position a row and step, for which all weights and the whole cache are read: it is bound by the
+memory's bandwidth, so that many rows take hardly longer than one. The prompt is computed once, and
+its cache is copied to all B rows (nanochat/engine.py). After nanochat's scripts/infer_bench.py.
+
+Each line is the median of --rounds rounds, after one that does not count. Last line: one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nanochat.attention import KVCache
+from nanochat.common import Parser, run_main, setup_logging, table
+from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, peak_memory
+from nanochat.engine import Engine, load_model
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.run_dir import find_run
+
+ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)  # a tokenizer without a stop token
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
+    which.add_argument("--checkpoint", help="a checkpoint directory")
+    which.add_argument("--depth", type=int, help="a model of random weights instead, of so many layers")
+    p.add_argument("--max-seq-len", type=int, default=2048, help="with --depth: tokens of a row")
+    p.add_argument("--vocab-size", type=int, default=32768, help="with --depth: of the tokenizer")
+    p.add_argument("--head-dim", type=int, default=128, help="with --depth: size of an attention head")
+    p.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="rows that are decoded")
+    p.add_argument("--prompt-tokens", type=int, default=-1, help="-1: half a row of training")
+    p.add_argument("--decode-tokens", type=int, default=128, help="drawn for each row")
+    p.add_argument("--rounds", type=int, default=3, help="of which the median counts")
+    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
+    p.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
+    args = p.parse_args(argv)
+    for name, least in (("decode_tokens", 2), ("rounds", 1), ("prompt_tokens", -1)):
+        if getattr(args, name) < least or getattr(args, name) == 0:
+            raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least {abs(least)}")
+    if min(args.batch_sizes) < 1:
+        raise ValueError(f"--batch-sizes: got {min(args.batch_sizes)}, expected at least 1")
+    return args
+
+
+def random_model(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> GPT:
+    """A model of a shape, its weights as at the start of training, in eval mode."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device).init_weights(seed=0, compute_dtype=dtype)
+    return model.eval()
+
+
+def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:
+    """Generate with `rows` rows; yields the seconds of each column of tokens, of which the first waits for the prompt.
+    A column is read by the host before it is handed out, so nothing is under way between two of them."""
+    columns = Engine(model, ENDLESS).generate(prompt, rows, max_tokens=decode_tokens, temperature=0.0)
+    while True:
+        began = time.perf_counter()
+        if next(columns, None) is None:
+            return
+        yield time.perf_counter() - began
+
+
+def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, rounds: int = 3) -> dict[str, Any]:
+    """Figures of one batch size: time to first token, tokens/s of the prompt and of all rows' decoding, bytes of the
+    full cache, and on a GPU of all tensors at their peak."""
+    first, step = [], []
+    for _ in range(rounds + 1):
+        to_first, *steps = times(model, [1] * prompt_tokens, rows, decode_tokens)
+        first.append(to_first)
+        step.append(statistics.median(steps))
+    first_s, step_s = statistics.median(first[1:]), statistics.median(step[1:])
+    one = KVCache(1, 1, model=model)
+    return {"rows": rows, "first_token_s": first_s, "prefill_tokens_per_s": prompt_tokens / first_s,
+            "decode_step_s": step_s, "decode_tokens_per_s": rows / step_s,
+            "cache_bytes": (one.k.nbytes + one.v.nbytes) * rows * (prompt_tokens + decode_tokens),
+            "peak_memory_bytes": peak_memory(model.get_device())}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print. Raises ValueError for bad flags and what `load_model` raises."""
+    args = parse_args(argv)
+    setup_logging()
+    *_, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        dtype = get_compute_dtype(device, args.dtype)
+        if args.depth is None:
+            model, _, meta = load_model(args.checkpoint or find_run(args.run), device, compute_dtype=dtype)
+            name = str(meta["path"])
+        else:
+            config = GPTConfig.from_depth(args.depth, vocab_size=args.vocab_size, sequence_len=args.max_seq_len,
+                                          head_dim=args.head_dim)
+            model, name = random_model(config, device, dtype), f"random weights, depth {args.depth}"
+        prompt_tokens = model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
+        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{name}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of {prompt_tokens:,} "
+              f"tokens, then {args.decode_tokens:,} a row", flush=True)
+        found = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
+                 for rows in args.batch_sizes]
+        shown = [(one["rows"], one["first_token_s"] * 1e3, one["prefill_tokens_per_s"], one["decode_step_s"] * 1e3,
+                  one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in found]
+        header = "B", "first token, ms", "prefill tok/s", "a step, ms", "decode tok/s", "cache, MB"
+        print(*table(header, shown), sep="\n")
+        print(json.dumps({"model": name, "parameters": parameters, "device": hardware, "dtype": str(dtype),
+                          "torch": torch.__version__, "prompt_tokens": prompt_tokens,
+                          "decode_tokens": args.decode_tokens, "rounds": args.rounds, "batches": found}))
+    finally:
+        compute_cleanup()
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -32,12 +32,12 @@ def core_there(work: Path) -> dict[str, Any]:
     """Its scripts.base_eval on the weights, the tokenizer and the bundle in `work`: which items are right, in the
     order in which it evaluates them. The table is where it writes it."""
     import base64
+    from importlib import import_module
 
     import tiktoken
 
-    from nanochat import core_eval, gpt, tokenizer  # type: ignore[attr-defined]
-    from scripts import base_eval
-
+    base_eval, core_eval, gpt, tokenizer = map(import_module, (
+        "scripts.base_eval", "nanochat.core_eval", "nanochat.gpt", "nanochat.tokenizer"))
     told = json.loads((work / "tokenizer" / "tokenizer.json").read_text())
     lines = map(bytes.split, (work / "tokenizer" / "ranks.tiktoken").read_bytes().splitlines())
     encoding = tiktoken.Encoding("same", pat_str=told["pattern"], special_tokens=told["special_tokens"],
@@ -46,20 +46,20 @@ def core_there(work: Path) -> dict[str, Any]:
     model = gpt.GPT(gpt.GPTConfig(**config))
     model.init_weights()  # the rotary tables, which are in no checkpoint
     model.load_state_dict(torch.load(work / "model.pt", weights_only=True))
-    theirs = tokenizer.RustBPETokenizer(encoding, told["bos_token"])  # type: ignore[arg-type]
+    theirs = tokenizer.RustBPETokenizer(encoding, told["bos_token"])
     loaded = model.eval(), theirs, {"step": STEP, "model_config": config}
 
     right: list[bool] = []
-    evaluate_example = core_eval.evaluate_example  # type: ignore[attr-defined]
+    evaluate_example = core_eval.evaluate_example
 
     def noted(*args: Any) -> Any:
         value = evaluate_example(*args)
         right.append(bool(value))
         return value
 
-    core_eval.evaluate_example = noted  # type: ignore[attr-defined]
-    base_eval.load_model = lambda *args, **kwargs: loaded  # type: ignore[assignment]
-    base_eval.get_token_bytes = lambda **kwargs: None  # type: ignore[attr-defined]
+    # what a checkpoint of its would give, for people who have none
+    vars(base_eval).update(load_model=lambda *args, **kwargs: loaded, get_token_bytes=lambda **kwargs: None)
+    vars(core_eval).update(evaluate_example=noted)
     sys.argv = ["base_eval", "--eval=core", "--device-type=cpu"]
     base_eval.main()
     return {"right": right}
@@ -81,12 +81,12 @@ def run_there(part: str, nanochat: Path, work: Path) -> dict[str, Any]:
 
 # ---- here -----------------------------------------------------------------------------------------------------------
 
-def core(nanochat: Path, work: Path) -> list[tuple[str, Any, bool]]:
-    """(what, how much of it, whether it is equal) of the CORE metric."""
+def core(nanochat: Path, work: Path) -> list[tuple[str, str, bool]]:
+    """(what, what was found, whether it is equal) of the CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
     from nanochat.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
 
-    rows: list[tuple[str, Any, bool]] = []
+    rows: list[tuple[str, str, bool]] = []
     for seed in SEEDS:
         folder = work / f"core-{seed}"
         tasks = read_bundle(make_eval_bundle(folder / "eval_bundle"))
@@ -100,13 +100,13 @@ def core(nanochat: Path, work: Path) -> list[tuple[str, Any, bool]]:
             right = evaluate_task(model, tokenizer, task)
             theirs, there = there[:len(right)], there[len(right):]
             same = sum(a == b for a, b in zip(right, theirs, strict=True))
-            rows.append((f"{task.kind}, {task.label}, weights {seed}: {sum(right)} right of {len(right)}, the same",
-                         same, same == len(right)))
+            rows.append((f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
+                         f"{sum(right)} of {len(right)} right; {same} of {len(right)} judged alike", same == len(right)))
             scores.append(score_of(task, right))
         write_csv(folder / "ours.csv", summary(scores))
         table = (folder / "base_eval" / f"base_model_{STEP:06d}.csv").read_bytes()
-        rows.append((f"CORE metric, and the table's bytes, weights {seed}", summary(scores)["core_metric"],
-                     table == (folder / "ours.csv").read_bytes()))
+        rows.append((f"CORE, weights {seed}: the metric, and the bytes of the table",
+                     f"{summary(scores)['core_metric']:.6f}", table == (folder / "ours.csv").read_bytes()))
     return rows
 
 

@@ -101,7 +101,8 @@ def core(nanochat: Path, work: Path) -> list[tuple[str, str, bool]]:
             theirs, there = there[:len(right)], there[len(right):]
             same = sum(a == b for a, b in zip(right, theirs, strict=True))
             rows.append((f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
-                         f"{sum(right)} of {len(right)} right; {same} of {len(right)} judged alike", same == len(right)))
+                         f"{sum(right)} of {len(right)} right; {same} judged alike",
+                         same == len(right)))
             scores.append(score_of(task, right))
         write_csv(folder / "ours.csv", summary(scores))
         table = (folder / "base_eval" / f"base_model_{STEP:06d}.csv").read_bytes()

@@ -77,12 +77,13 @@ TASKS: list[tuple[str, str, int, str | None, float, Callable[[random.Random, int
 ]
 
 
-def make_eval_bundle(folder: Path, *, num_items: int = 20) -> Path:
-    """Write the bundle, the same on every call, into a folder; returns it."""
+def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str] = tuple(task[0] for task in TASKS)
+                     ) -> Path:
+    """Write the bundle, or the tasks of it with these labels, the same on every call, into a folder; returns it."""
     table, tasks = io.StringIO(newline=""), []
     writer = csv.writer(table)
     writer.writerow(("Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "Random baseline"))
-    for label, kind, shots, delimiter, baseline, item in TASKS:
+    for label, kind, shots, delimiter, baseline, item in (task for task in TASKS if task[0] in labels):
         rng, uri = random.Random(label), f"made_up/{label}.jsonl"
         (folder / "eval_data" / "made_up").mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(item(rng, i)) + "\n" for i in range(num_items)]

@@ -140,6 +140,8 @@ def command(settings: Settings, world_size: int, device_type: str
                          "--attention-mode=sdpa_mask on a CPU")
     if "tensorboard" in settings.boards and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
+    if settings.core_metric_every > 0:
+        tokenizer.encode("a prompt")  # or it says now, and not after hours, that it knows no text
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # says what is no name
     return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
-from nanochat.engine import load_model
+from nanochat.engine import KVCache, load_model
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_eval, base_train, sample
+from scripts import base_eval, base_train, infer_bench, sample
 from tests import training
 from tests.toy import write_parquet
 
@@ -63,9 +62,7 @@ def run(base: Path) -> Path:
 @pytest.fixture(scope="module")
 def first_result(base: Path) -> dict[str, Any]:
     # more than one group, so that two ranks share a task; of the tasks those with short prompts
-    config = make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8) / "core.yaml"
-    tasks = yaml.safe_load(config.read_text())["icl_tasks"]
-    config.write_text(yaml.safe_dump({"icl_tasks": [task for task in tasks if task["label"] in KINDS]}))
+    make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
     return evaluate("--device-batch-size=8")
 
 
@@ -181,3 +178,19 @@ def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
             base_eval.main(["--device-type=cpu"])
     finally:
         shutil.rmtree(second)
+
+
+def test_speed_is_measured_for_each_number_of_rows(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device-type=cpu", "--decode-tokens=3", "--prompt-tokens=4", "--rounds=1"]
+    assert infer_bench.main([*flags, "--run=tiny", "--batch-sizes", "1", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "a prompt of 4 tokens, then 3 a row" in out and "decode tok/s" in out
+    one, two = json.loads(out.splitlines()[-1])["batches"]
+    model, _, _ = load_model(base / "runs" / "tiny", "cpu")
+    assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)
+    assert two["cache_bytes"] == 2 * one["cache_bytes"] and two["decode_tokens_per_s"] * two["decode_step_s"] == 2
+    assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "no token ends a row"
+    assert infer_bench.main([*flags, "--depth=1", "--max-seq-len=32", "--head-dim=32", "--batch-sizes", "1"]) == 0
+    for flag, value in (("--batch-sizes", "0"), ("--decode-tokens", "1"), ("--prompt-tokens", "0"), ("--rounds", "0")):
+        with pytest.raises(ValueError, match=f"{flag}: got {value}, expected at least"):
+            infer_bench.main([flag, value])

@@ -45,6 +45,17 @@ def test_a_prompt_is_solved_items_an_empty_line_and_the_question(kind: str, item
     assert make_prompts(task_of(kind, items, delimiter="="), 0) == expected
 
 
+def test_items_are_shuffled_and_drawn_as_nanochat_does_it(tmp_path: Path) -> None:
+    """The numbers are those of `random.Random(1337).shuffle` and `random.Random(1234 + index).sample` there."""
+    path = make_eval_bundle(tmp_path, num_items=10) / "eval_data" / "made_up" / "text_fewshot.jsonl"
+    path.write_text("".join(f'{{"context": "{i}", "continuation": "!"}}\n' for i in range(10)))
+    task = read_bundle(tmp_path)[-1]
+    assert [item.contexts[0] for item in task.items] == list("0372164589")
+    numbered = task_of("language_modeling", [Item([str(i)], ["!"], 0) for i in range(10)], num_fewshot=3)
+    shown = [make_prompts(numbered, index)[0].replace("\n\n", " ").split(" ! ") for index in (0, 1, 7)]
+    assert shown == [["8", "2", "1", "0"], ["7", "8", "4", "1"], ["8", "3", "2", "7"]]
+
+
 def test_a_space_before_the_answer_is_no_token_of_its_own() -> None:
     task = task_of("language_modeling", [Item(["Paris is in"], ["France"], 0)], num_fewshot=0)
     assert make_prompts(task, 0) == ["Paris is in", "Paris is in France"]
@@ -166,8 +177,8 @@ def test_a_bad_bundle_is_one_sentence(tmp_path: Path, name: str, before: str | N
 
 # ---- in training ----------------------------------------------------------------------------------------------------
 
-def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
-                                                    ) -> None:
+def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = make_eval_bundle(tmp_path / "bundle", num_items=10, labels=("choices", "schema", "text"))
     with training.workplace(tmp_path / "base", **training.SMALL):
         looks = {"core_metric_every": 2, "core_metric_max_per_task": 6, "num_iterations": 3, "save_every": -1}
         assert "eval_bundle/core.yaml: not there" in training.refuse(**looks)
@@ -177,12 +188,12 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, bundle: Path
             patch.setattr(DummyWandb, "log", lambda self, values: boards.append(values))
             outcome = training.succeed(**looks, eval_bundle=bundle)
         told = training.events("core")
-        assert [event["step"] for event in told] == [2, 3] and len(told[0]["centered_results"]) == 7
+        assert [event["step"] for event in told] == [2, 3] and len(told[0]["centered_results"]) == 3
         model, tokenizer, _ = load_model(training.final(), "cpu")
         scores = list(evaluate_core(model, tokenizer, read_bundle(bundle, 6)))
         assert told[1]["core_metric"] == core_eval.summary(scores)["core_metric"]
         assert [v["core_metric"] for v in boards if "core_metric" in v] == [event["core_metric"] for event in told]
-        assert f"step 00003 | CORE metric {told[1]['core_metric']:.4f} (7 tasks)" in outcome.out
+        assert f"step 00003 | CORE metric {told[1]['core_metric']:.4f} (3 tasks)" in outcome.out
         assert training.digests() == digests_without(**looks), "looking moves nothing"
 
         asked = StopWatch.asked

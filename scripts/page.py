@@ -43,7 +43,7 @@ AXES = ("steps", "tokens", "FLOPs", "hours")
 LOSS, BPB, BUCKETS = "Loss, nats a token", "Bits per byte on validation", "Loss by bucket, smoothed"
 # how a number is drawn: title of the chart, factor; any other under its own name
 CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, times its peak", 1),
-          "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1), "bpb": (BPB, 1),
+          "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1),
           "mfu": ("Model FLOPs utilization, %", 100), "wait_s": ("Data wait, ms a step", 1000),
           "peak_memory_bytes": ("Peak memory, GB", 1e-9)}
 # numbers that the axes show, and events that are marks although they may have numbers
@@ -94,13 +94,13 @@ def drawable(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A running mean as `smooth_loss` is one; what is None is passed over."""
+    """A running mean as `smooth_loss` is one; where there is no value, there is none."""
     found: list[float | None] = []
     total = weight = 0.0
     for value in values:
         if value is not None:
             total, weight = 0.9 * total + 0.1 * value, 0.9 * weight + 0.1
-        found.append(total / weight if weight else None)
+        found.append(None if value is None else total / weight)
     return found
 
 
@@ -119,7 +119,7 @@ def step_series(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def mix_series(facts: Facts, chart: str) -> Iterator[dict[str, Any]]:
-    """Shares of the buckets: as trained on over the last fiftieth of the run, and as planned."""
+    """Shares of the buckets: as trained on over a fiftieth of the run, or 20 steps, and as planned."""
     buckets = sorted({name[7:] for step in facts.steps for name in step if name.startswith("tokens/")})
     if not buckets:
         return
@@ -127,7 +127,7 @@ def mix_series(facts: Facts, chart: str) -> Iterator[dict[str, Any]]:
     phases = read_json(plan, {"phases": [{"first_step": int, "asked": dict}]})["phases"] if plan.is_file() else []
     begins = [phase["first_step"] for phase in phases]
     counts = np.array([[step.get(f"tokens/{bucket}") or 0 for bucket in buckets] for step in facts.steps], float)
-    sums, window = counts.cumsum(axis=0), max(8, len(counts) // 50)
+    sums, window = counts.cumsum(axis=0), max(20, len(counts) // 50)
     sums[window:] -= sums[:-window].copy()
     shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
     for bucket, share in zip(buckets, shares.T.tolist()):
@@ -147,7 +147,8 @@ def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
     for name, points in found.items():
         of_bucket = name.removeprefix("buckets/") if name.startswith("buckets/") else ""
         if not (of_bucket and len(facts.manifest.get("val", {})) == 1):  # one bucket is all there is
-            yield {"chart": BPB if of_bucket else CHARTS.get(name, (name, 1))[0], "name": of_bucket or name,
+            chart = BPB if name == "bpb" or (of_bucket and "bpb" in found) else "Loss on validation, nats a token"
+            yield {"chart": chart if of_bucket or name in ("bpb", "loss") else name, "name": of_bucket or name,
                    "look": "points", "bucket": of_bucket, "steps": [*points], "y": [*points.values()]}
 
 
@@ -171,8 +172,9 @@ def rounded(values: Sequence[Any]) -> list[Any]:
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
-def drawn(run: Run, stride: int) -> dict[str, Any]:
-    """What page.html draws of a run, with one of each `stride` steps and the last."""
+def drawn(run: Run, stride: int, several: bool) -> dict[str, Any]:
+    """What page.html draws of a run, with one of each `stride` steps and the last. Beside several runs,
+    which have a colour each, every bucket has a chart of its own."""
     steps, axes = run.facts.steps, step_axes(run.facts)
     blocks = [range(first, min(first + stride, len(steps))) for first in range(0, len(steps), stride)]
     kept = sorted({max(block, key=lambda i: steps[i]["loss"] or 0.0) for block in blocks} | {*range(len(steps))[-1:]})
@@ -184,6 +186,9 @@ def drawn(run: Run, stride: int) -> dict[str, Any]:
         at = [place(axes, done) for done in one.pop("steps")]
         series.append({**one, "axis": len(places), "y": rounded(one["y"])})
         places.append({name: rounded([there[name] for there in at]) for name in AXES})
+    for one in series:
+        if several and one["bucket"] and not one["chart"].startswith("mix-"):
+            one["chart"] = f"{one['chart']}: {one['bucket']}"
     return {"name": run.name, "axes": places, "series": series, "launches": [*launches_of(run, axes)],
             "steps": pick(axes["steps"]), "digests": [steps[i]["digest"] for i in kept]}
 
@@ -192,8 +197,8 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All charts in order, for what is drawn of the runs: {id, title, section, wide, look of its y-axis}."""
     found = dict.fromkeys(series["chart"] for run in runs for series in run["series"])
     charts: list[dict[str, Any]] = []
-    for name in sorted(found, key=lambda name: (name != LOSS, name != BPB)):
-        y = {"rangemode": "normal" if name in (LOSS, BPB, BUCKETS) else "tozero"}
+    for name in sorted(found, key=lambda name: (name != LOSS, not name.startswith(BPB))):
+        y = {"rangemode": "normal" if name.startswith(("Loss", "Bits")) else "tozero"}
         mix = {f"mix-{i}": i for i in range(len(runs))}.get(name)
         if mix is None:
             log = {"type": "log"} if name == "Gradient norm" else {}
@@ -295,7 +300,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     # a value takes some 10 bytes, and each step has four places on axes and a digest besides
     size = sum(len(run.facts.steps) * (60 + 10 * len(drawable(run.facts.steps[-1]))) for run in runs if run.facts.steps)
     stride, longest = -(-size // ROOM) or 1, max(len(run.facts.steps) for run in runs)
-    found = [drawn(run, stride) for run in runs]
+    found = [drawn(run, stride, len(runs) > 1) for run in runs]
     buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
     charts = charts_of(found)
     thin = f"Of every {stride} steps the one with the highest loss is drawn." if stride > 1 else ""

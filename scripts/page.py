@@ -145,11 +145,12 @@ def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
         for name, value in drawable(event).items():
             found.setdefault(name, {})[event["step"]] = value
     for name, points in found.items():
-        of_bucket = name.removeprefix("buckets/") if name.startswith("buckets/") else ""
-        if not (of_bucket and len(facts.manifest.get("val", {})) == 1):  # one bucket is all there is
-            chart = BPB if name == "bpb" or (of_bucket and "bpb" in found) else "Loss on validation, nats a token"
-            yield {"chart": chart if of_bucket or name in ("bpb", "loss") else name, "name": of_bucket or name,
-                   "look": "points", "bucket": of_bucket, "steps": [*points], "y": [*points.values()]}
+        group, _, part = name.partition("/")
+        if group in ("bpb", "loss") or (group == "buckets" and len(facts.manifest.get("val", {})) > 1):
+            group = BPB if "bpb" in found else "Loss on validation, nats a token"
+        if group != "buckets":  # of the one bucket that is all there is
+            yield {"chart": group, "name": part or name, "look": "points", "bucket": part,
+                   "steps": [*points], "y": [*points.values()]}
 
 
 def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
@@ -187,7 +188,7 @@ def drawn(run: Run, stride: int, several: bool) -> dict[str, Any]:
         series.append({**one, "axis": len(places), "y": rounded(one["y"])})
         places.append({name: rounded([there[name] for there in at]) for name in AXES})
     for one in series:
-        if several and one["bucket"] and not one["chart"].startswith("mix-"):
+        if several and one["bucket"] and one["chart"].startswith(("Loss", BPB)):
             one["chart"] = f"{one['chart']}: {one['bucket']}"
     return {"name": run.name, "axes": places, "series": series, "launches": [*launches_of(run, axes)],
             "steps": pick(axes["steps"]), "digests": [steps[i]["digest"] for i in kept]}

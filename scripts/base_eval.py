@@ -32,7 +32,7 @@ from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
-from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, unigram_bpb
+from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import find_run
 from nanochat.tokenizer import Tokenizer
@@ -111,7 +111,8 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
 
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, device: torch.device) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket,
-    and of a unigram model on the same validation tokens."""
+    and of a unigram model on the same validation tokens; nats per token, under names of their own,
+    where the tokenizer does not know bytes."""
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = open_run(run_dir)
     tokenizer = stored.tokenizer
@@ -139,9 +140,13 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, device: t
         seen = total.cpu().numpy()
     trained = on_rank0(lambda: count_training_tokens(stored, config, args.unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
-    return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train,
-            "unigram_bpb": unigram_bpb(trained, targets, token_bytes.numpy()),
-            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
+    floor = unigram_bpb(trained, targets, token_bytes.numpy())
+    counts = {"val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
+    if tokenizer.knows_bytes:
+        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train, "unigram_bpb": floor, **counts}
+    buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
+    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor),
+            **counts}
 
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
@@ -188,13 +193,14 @@ def report(result: dict[str, Any], path: Path) -> None:
     for text in (text for kind in result["samples"].values() for text in kind):
         print0(f"{'-' * 80}\n{text}")
     rows = []
-    if "val_bpb" in result:
+    key, unit = ("loss", "nats per token") if "val_loss" in result else ("bpb", "bits per byte")
+    if f"val_{key}" in result:
         buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
-        rows = [("validation", result["val_bpb"]),
+        rows = [("validation", result[f"val_{key}"]),
                 *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
-                *((f"train, {bucket}", bpb) for bucket, bpb in result["train_bpb"].items()),
-                ("validation, unigram model", result["unigram_bpb"])]
-    heading = f"{result['checkpoint']}, step {result['step']:,}", "bits per byte"
+                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items()),
+                ("validation, unigram model", result[f"unigram_{key}"])]
+    heading = f"{result['checkpoint']}, step {result['step']:,}", unit
     lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]) if rows else [heading[0]]
     if "core" in result:
         lines.append(f"CORE metric: {result['core']['core_metric']:.4f}; table: {path.with_suffix('.csv')}")

@@ -9,6 +9,7 @@ import operator
 import os
 import pickle
 import pydoc_data.topics
+import shutil
 import sys
 from pathlib import Path
 
@@ -18,12 +19,16 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, trainers
 
 from nanochat.hf import BLANK
+from nanochat.loss_eval import evaluate_bpb
 from nanochat.tokenizer import get_tokenizer
+from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
+from tests import training
 from tests.toy import examples, some_texts
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -127,6 +132,17 @@ def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, tex
         assert found == sizes - empty_with_blank, name
         assert opened[name].bos_token_id not in ids[1:], "text is no special token"
         assert "\x00" in text or opened[name].decode(ids[1:]) == text, name
+
+
+@pytest.mark.parametrize("T", [5, 64])
+def test_the_bytes_of_an_evaluation_are_those_of_the_texts_whatever_the_rows(opened, T):
+    for name in KINDS:
+        ids = opened[name].encode_flat(TEXTS)[0].astype(np.int64)
+        x, y = np.append(ids[:-1], [0] * (-(len(ids) - 1) % T)), np.append(ids[1:], [-100] * (-(len(ids) - 1) % T))
+        batch = torch.from_numpy(x.reshape(-1, T)), torch.from_numpy(y.reshape(-1, T))
+        bits = evaluate_bpb(lambda x, y, loss_reduction: torch.ones(y.shape), [batch], None, opened[name].token_bytes())
+        counted = np.isin(ids[1:], np.flatnonzero(opened[name].token_bytes().numpy() > 0)).sum()
+        assert bits == pytest.approx(counted / np.log(2) / sum(len(text.encode()) for text in TEXTS), rel=1e-12), name
 
 
 def test_lone_surrogates_are_replaced_as_by_tiktoken(opened):
@@ -291,3 +307,70 @@ def test_a_pickle_of_nonsense_is_one_sentence(made, tmp_path, change, said):
     (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
     with pytest.raises(ValueError, match=rf"tokenizer\.pkl: no.*{said}"):
         get_tokenizer(tmp_path)
+
+
+# ---- everything works with them -------------------------------------------------------------------------------------
+
+QUICK = ["--device-type=cpu", "--unigram-tokens=2000"]
+
+
+@pytest.fixture(scope="module")
+def workplace(made, tmp_path_factory):
+    """Text, and what scripts.tok_shards makes of it with a tokenizer.json whose EOD the command line names."""
+    with training.workplace(tmp_path_factory.mktemp("runs"), **training.SMALL, num_iterations=3) as base:
+        os.replace(base / "data", base / "text")
+        (base / "bare").mkdir()
+        flags = ["--input-dir", base / "text", f"--tokenizer={without_end(base / 'bare')}", f"--eod-token={END}",
+                 "--num-workers=1", "--max-length=0"]
+        for form in ("gpts", "megatron"):
+            assert tok_shards.main([*map(str, flags), f"--format={form}", f"--output-dir={base / form}"]) == 0
+        yield base
+
+
+def test_shards_of_both_formats_give_the_digests_of_text_and_the_runs_are_self_contained(made, workplace, capsys):
+    bare = {"tokenizer": workplace / "bare", "eod_token": END}
+    training.succeed(data_path=workplace / "text", **bare, model_tag="text", save_every=2, eval_every=3, sample_every=3)
+    for data_format in ("shards", "megatron"):
+        data = workplace / {"shards": "gpts"}.get(data_format, data_format)
+        training.succeed(data_path=data, data_format=data_format, model_tag=data_format)  # the tokenizer lies beside
+        assert training.digests(data_format) == training.digests("text") and len(training.digests("text")) == 3
+    (workplace / "bare" / "tokenizer.json").rename(workplace / "bare" / "away.json")
+    run = workplace / "runs" / "text"
+    assert sorted(os.listdir(run / "tokenizer")) == ["hf_tokenizer.json", "tokenizer.json"]
+    capsys.readouterr()
+    assert base_eval.main(["--run=text", *QUICK]) == sample.main(
+        ["--run=text", "--device-type=cpu", "-p", "The ", "--max-tokens=3"]) == 0
+    assert inspect_data.main(["rows", "--run=text", "--step=1", "--text"]) == 0
+    assert verify.main([str(workplace / "gpts" / "train"), f"--tokenizer={run / 'tokenizer'}"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    said = training.refuse(data_path=workplace / "text", tokenizer=made["gpt2"], model_tag="text")
+    assert "--tokenizer-fingerprint: the run has" in said and "--tokenizer=" in said
+    training.succeed(data_path=workplace / "text", tokenizer=run / "tokenizer", model_tag="text", num_iterations=4)
+    (workplace / "bare" / "away.json").rename(workplace / "bare" / "tokenizer.json")
+
+
+def test_ids_alone_train_and_are_told_in_nats(workplace, capsys):
+    shutil.copytree(workplace / "gpts", workplace / "alone", ignore=lambda *_: ["tokenizer", "manifest.json"])
+    alone = {"data_path": workplace / "alone", "data_format": "shards", "tokenizer": "ids:340:0", "model_tag": "ids"}
+    told = training.succeed(**alone, eval_every=3, sample_every=3).out
+    assert "validation loss 5.8" in told and "bits per byte" not in told, "ln 340 = 5.83 before the first step"
+    [first, last] = training.events("val", "ids")
+    assert first["bpb"] is None and first["loss"] > last["loss"] > 1
+    assert base_eval.main(["--run=ids", *QUICK]) == sample.main(["--run=ids", "--device-type=cpu"]) == 0
+    assert "nats per token" in capsys.readouterr().out
+    evaluated = json.loads((workplace / "runs/ids/eval.json").read_text())
+    assert "val_bpb" not in evaluated and evaluated["val_loss"] == last["loss"] > evaluated["unigram_loss"] > 3
+    assert report.main(["--run=ids"]) == 0
+    with pytest.raises(ValueError, match="stands for ids and knows no text"):
+        sample.main(["--run=ids", "--device-type=cpu", "-p", "text"])
+    said = training.refuse(data_path=workplace / "text", tokenizer="ids:340:0", model_tag="other")
+    assert "stands for ids and knows no text" in said
+    said = training.refuse(**{**alone, "tokenizer": "ids:200:0", "model_tag": "small"})
+    assert "outside the vocabulary of 200" in said
+
+
+def test_nanochats_pickle_tokenizes_and_is_kept_without_a_pickle(made, workplace, capsys):
+    assert tok_shards.main([f"--input-dir={workplace / 'text'}", f"--output-dir={workplace / 'theirs'}",
+                            f"--tokenizer={made['pickle']}", "--num-workers=1"]) == 0
+    assert sorted(os.listdir(workplace / "theirs" / "tokenizer")) == ["ranks.tiktoken", "tokenizer.json"]
+    assert get_tokenizer(workplace / "theirs" / "tokenizer").fingerprint == get_tokenizer(made["pickle"]).fingerprint

@@ -135,17 +135,16 @@ class Layout:
 
 
 class Slot:
-    """Host memory for one micro-batch: tokens as int32 and target masks. The device makes int64 of them,
-    so that fewer bytes travel."""
+    """Host memory for one micro-batch, filled again and again. The device makes int64 of its int32."""
 
     def __init__(self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
         self.bos, self.device = bos, device
-        self.tokens, self.live = new(torch.int32, B, T + 1), new(torch.uint8, B, T + 1)
+        self.tokens = new(torch.int32, 2, B, T)  # inputs and targets
         self.buckets = new(torch.int64, B)
-        self.doc_ids = new(torch.int32, B, T + 1) if with_doc_ids else None
+        self.doc_ids = new(torch.int32, B, T) if with_doc_ids else None
         self.num_docs: int | None = None
         self.copied: torch.cuda.Event | None = None
 
@@ -153,28 +152,28 @@ class Slot:
         """Write up to B rows, dead ones after them. Waits for the copy of what the slot held."""
         if self.copied is not None:
             self.copied.synchronize()
-        tokens, live, bucket_ids = self.tokens.numpy(), self.live.numpy(), self.buckets.numpy()
-        tokens[len(rows):], live[len(rows):], bucket_ids[len(rows):] = self.bos, 0, 0
+        (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
+        inputs[len(rows):], targets[len(rows):], bucket_ids[len(rows):] = self.bos, OFF, 0
         for i, row in enumerate(rows):
-            tokens[i], live[i] = row.tokens, 1 if row.live is None else row.live
+            inputs[i], targets[i] = row.tokens[:-1], row.tokens[1:]
+            if row.live is not None:
+                targets[i][row.live[1:] == 0] = OFF
             bucket_ids[i] = buckets.index(row.bucket)
-            if self.doc_ids is not None:
-                self.doc_ids.numpy()[i] = row.doc_ids()
         if self.doc_ids is not None:
-            self.doc_ids[len(rows):] = 0
-            inputs = self.doc_ids.numpy()[:, :-1]
-            self.num_docs = len(inputs) + int((inputs[:, 1:] != inputs[:, :-1]).sum())
+            doc_ids = self.doc_ids.numpy()
+            doc_ids[len(rows):] = 0
+            for i, row in enumerate(rows):
+                doc_ids[i] = row.doc_ids()[:-1]
+            self.num_docs = len(doc_ids) + int((doc_ids[:, 1:] != doc_ids[:, :-1]).sum())
 
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
         def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self.device, non_blocking=True)  # on a CPU the slot's own: nothing of it goes into a batch
+            return tensor.to(self.device, non_blocking=True, copy=True)
 
-        tokens, live = there(self.tokens), there(self.live)
-        inputs = tokens[:, :-1].to(torch.int64)
-        targets = tokens[:, 1:].to(torch.int64).masked_fill_(live[:, 1:] == 0, OFF)
-        doc_ids = None if self.doc_ids is None else there(self.doc_ids)[:, :-1].clone()
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets).clone())
+        inputs, targets = self.tokens.to(self.device, non_blocking=True).to(torch.int64)
+        doc_ids = None if self.doc_ids is None else there(self.doc_ids)
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()

@@ -106,6 +106,7 @@ class Order:
         self.num_units = int(self.units_per_group.sum())
         self.V, self.key = config.V, (config.seed, bucket)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
+        self._words = functools.lru_cache(config.V)(words)  # of the group that each lane reads
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(groups in order, the first unit of each in the epoch and the end)."""
@@ -123,7 +124,7 @@ class Order:
         place = int(np.searchsorted(first, unit, side="right")) - 1
         group, size = int(groups[place]), self.unit_size
         begin = (unit - int(first[place])) * size
-        drawn = words(int(self.groups[group]), *self.key, epoch, group)  # a word for each document
+        drawn = self._words(int(self.groups[group]), *self.key, epoch, group)  # a word for each document
         rows = begin + np.argsort(drawn[begin:begin + size], kind="stable")
         last = min(len(drawn), (stop - int(first[place])) * size)
         return group, rows, last

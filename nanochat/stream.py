@@ -116,19 +116,19 @@ class Feed:
         found = self.ahead.result() if self.ahead else self._fetch(self.epoch, self.unit)
         self.ahead = None
         group, rows, *documents = found
-        framed = self.config.framed
+        framed, packer = self.config.framed, self.packer
         for row, ids, repeated in zip(rows, *documents):
             if len(ids) == 0:  # a stored entry of nothing
                 continue
             key = (self.epoch, group, row)
             try:
-                self.packer.push(key, len(ids))
+                packer.push(key, len(ids))
             except ValueError as e:
                 name, number = self.source.locate(group)
                 raise ValueError(f"{name}: group {number}: {e}") from None
             self.documents[key] = self._kept(ids, repeated)
-            self.packer.inserted += framed
-            self.packer.repeated += repeated
+            packer.inserted += framed
+            packer.repeated += repeated
             self.read += len(ids) - framed - repeated
             self.num_documents += 1
         self.unit += 1
@@ -157,9 +157,7 @@ class Feed:
             self._read()
         if not self.packer.ready:
             return None
-        placed = self.packer.next_row()
-        self.read_ahead()
-        return placed
+        return self.packer.next_row()
 
     def next_row(self, index: int) -> Row | None:
         """The next row, which is the lane's row `index`; None when the bucket is dry."""
@@ -177,10 +175,11 @@ class Feed:
             if rest:
                 pieces.append(np.full(1, self.source.bos, ids.dtype))
             pieces.append(ids[start - first:stop - first])
-            begin = at + (framed and (rest or start == 0))  # a BOS in front is a target like any other
-            end = at + rest + max(context, min(repeated + framed - start, length - rest))
-            if begin < end:
-                off.append((begin, end))
+            if rest or repeated:  # a BOS in front is a target like any other
+                begin = at + (framed and (rest or start == 0))
+                end = at + rest + max(context, min(repeated + framed - start, length - rest))
+                if begin < end:
+                    off.append((begin, end))
             if key in self.packer:
                 self.documents[key] = self._kept(ids, repeated, first, stop)
             at += length

@@ -318,25 +318,29 @@ class TokenFile:
         arguments = self.manifest["arguments"]
         return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
-    def ends_document(self, first: int, last: int, eod: int) -> np.ndarray:
+    def ends_document(self, first: int, last: int, eod: int,
+                      found: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
-        bool, False for an empty one. Reads ids only where the index does not tell."""
-        if not self.ends_follow:
-            ids, edges = self.read_flat(first, last)
-            full = edges[1:] > edges[:-1]
-            full[full] = ids[edges[1:][full] - 1] == eod
-            return full
-        following = self.prefixes(first + 1, min(last + 1, len(self)))
-        ends = np.ones(last - first, bool)  # the last entry of all ends its document
-        ends[:len(following)] = following == 0
-        return ends & (self.lengths(first, last) > 0)
+        bool, False for an empty one. Reads ids only where the index does not tell, and the caller
+        has not `found` them by `read_flat`."""
+        if found is None and not self.ends_follow:
+            found = self.read_flat(first, last)
+        edges = running(self.lengths(first, last)) if found is None else found[1]
+        ends = edges[1:] > edges[:-1]
+        if self.ends_follow:  # the last entry of all ends its document
+            following = self.prefixes(first + 1, min(last + 1, len(self)))
+            ends[:len(following)] &= following == 0
+        elif found is not None:
+            ends[ends] = found[0][edges[1:][ends] - 1] == eod
+        return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
         """Entries first .. last - 1 as the stream has documents: BOS, which is the same id as EOD,
         in front, and no EOD behind. Each (n,), with memory of its own."""
-        ends, bos = self.ends_document(first, last, eod).tolist(), np.array([eod], self.dtype)
-        return [np.concatenate((bos, ids[:len(ids) - end]))
-                for ids, end in zip(self.read(first, last), ends)]
+        ids, edges = self.read_flat(first, last)
+        stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
+        bos = np.array([eod], self.dtype)
+        return [np.concatenate((bos, ids[a:b])) for a, b in zip(edges.tolist(), stops.tolist())]
 
     def document_lengths(self, first: int, last: int, eod: int) -> np.ndarray:
         """The lengths of `documents`, (n,) int64."""

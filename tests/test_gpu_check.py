@@ -52,7 +52,7 @@ def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(
     def fine(bench: gpu_check.Bench) -> Iterator[gpu_check.Figure]:
         yield "tests that fail", "those", 0.0
 
-    with mock.patch.dict(gpu_check.PARTS, correct=[bad, broken, fine]):
+    with mock.patch.dict(gpu_check.PARTS, correct=[bad, broken, fine]), mock.patch.object(gpu_check, "prepare"):
         code, rows = run(tmp_path, capsys, "--part=correct")
     assert code == 1 and [row.split()[-1] for row in rows] == ["FAILS", "FAILS", "good"]
     assert "no such kernel" in rows[1] and "and more" in (tmp_path / "out" / "errors.log").read_text()

@@ -1,22 +1,19 @@
 """What forks do, each by editing one file of a copy of this repository, and then training with it."""
 
-import json
 import math
-import os
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from nanochat.tokenizer import RustBPETokenizer
-from tests.toy import some_texts, write_parquet
+from nanochat.run_dir import iter_log
+from tests import training
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--depth=1", "--aspect-ratio=16", "--head-dim=16", "--max-seq-len=32", "--device-batch-size=4",
-         "--total-batch-size=256", "--num-iterations=4", "--lanes=4", "--eval-tokens=512", "--sample-every=-1",
-         "--device-type=cpu", "--warmup-steps=0"]
+SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overlap": 8, "eval_tokens": 32 * 16,
+         "num_iterations": 4, "save_every": -1, "warmup_steps": 0}
 
 
 @pytest.fixture
@@ -25,10 +22,20 @@ def fork(tmp_path):
     root = tmp_path / "fork"
     for folder in ("nanochat", "scripts"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for i in range(2):
-        write_parquet(tmp_path / "text" / f"{i}.parquet", some_texts(400, seed=i), 64)
-    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(tmp_path / "tokenizer")
-    return Fork(root, tmp_path)
+    with training.workplace(tmp_path, **SMALL):
+        yield Fork(root, tmp_path)
+
+
+def train(root, argv):
+    """The job of the code in `root`, in a process that has this repository's and lets go of it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("nanochat", "scripts")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(root))
+    sys.dont_write_bytecode = True  # within a second a source may be edited twice
+    from scripts import base_train
+
+    assert base_train.__file__ == str(root / "scripts" / "base_train.py")
+    return base_train.main(argv)
 
 
 class Fork:
@@ -46,24 +53,13 @@ class Fork:
         with open(self.root / name, "a") as f:
             f.write(text)
 
-    def run(self, *flags, tag="hack", ok=True):
+    def run(self, *, tag="hack", ok=True, **changed):
         """Train; returns what it printed."""
-        changed = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
-        assert len(changed) <= 1, "a hack takes one file"
-        env = {**os.environ, "NANOCHAT_BASE_DIR": str(self.base), "OMP_NUM_THREADS": "1",
-               "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run([sys.executable, "-m", "scripts.base_train", *SMALL, f"--data-path={self.base / 'text'}",
-                               f"--tokenizer={self.base / 'tokenizer'}", f"--model-tag={tag}", *flags],
-                              cwd=self.root, env=env, capture_output=True, text=True, timeout=120)
-        assert (done.returncode == 0) == ok, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def log(self, tag="hack"):
-        lines = (self.base / "runs" / tag / "logs" / "train.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def digests(self, tag="hack"):
-        return [record["digest"] for record in self.log(tag) if "digest" in record]
+        edited = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
+        assert len(edited) <= 1, "a hack takes one file"
+        group = training.launch(partial(train, self.root), [training.flags(model_tag=tag, **changed)], [{}])
+        assert (group.wait() == [0]) == ok, group.text()
+        return group.text()
 
 
 def test_another_packing_layout(fork):
@@ -103,13 +99,13 @@ class Simple(Packer):
 
 LAYOUTS["simple"] = Simple
 ''')
-    fork.run("--packing=simple")
-    whole = fork.digests()
-    fork.run("--packing=simple", "--num-iterations=2", tag="resumed")
-    fork.run("--packing=simple", tag="resumed")
-    assert fork.digests("resumed") == whole and len(set(whole)) == 4
-    fork.run("--packing=concat", tag="concat")
-    assert fork.digests("concat") != whole
+    fork.run(packing="simple")
+    whole = training.digests("hack")
+    fork.run(packing="simple", num_iterations=2, tag="resumed")
+    fork.run(packing="simple", tag="resumed")
+    assert training.digests("resumed") == whole and len(set(whole)) == 4
+    fork.run(packing="concat", tag="concat")
+    assert training.digests("concat") != whole
 
 
 def test_a_new_kind_of_data_file(fork):
@@ -140,34 +136,34 @@ class FileSource(Source):
     folder.mkdir()
     for name in ("a.md", "b.md"):
         (folder / name).write_text("".join(f"{name}: document {i} of a few words\n" for i in range(300)))
-    fork.run("--data-format=md", f"--data-path={folder}")
-    assert len(fork.digests()) == 4
-    assert "no .csv file" in fork.run("--data-format=csv", f"--data-path={folder}", tag="none", ok=False)
+    fork.run(data_format="md", data_path=folder)
+    assert len(training.digests("hack")) == 4
+    assert "no .csv file" in fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
 
 
 def test_a_schedule_with_a_flag_of_its_own(fork):
     """A run that began before the flag was there goes on with its default."""
-    fork.run("--num-iterations=2", tag="older")
+    fork.run(num_iterations=2, tag="older")
     field = "    final_lr_frac: float = "
     line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
     flag = '    wave: float = setting(0.0, "how far rates swing about the line", fixed="what a step computes")'
     fork.edit("nanochat/schedule.py", field, f"{flag}\n{field}")
     fork.edit("nanochat/schedule.py", line, f"{line} * (1 + self.wave * math.sin(step))")
-    plain = fork.run("--num-iterations=4", tag="older")
-    assert "resuming" in plain and len(fork.digests("older")) == 4
-    fork.run("--wave=0.5")
-    fork.run("--wave=0.0", tag="flat")
-    rates = {tag: [r["lr"] for r in fork.log(tag) if "digest" in r] for tag in ("hack", "flat")}
+    plain = fork.run(tag="older")
+    assert "resuming" in plain and len(training.digests("older")) == 4
+    fork.run(wave=0.5)
+    fork.run(wave=0.0, tag="flat")
+    rates = {tag: [r["lr"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "flat")}
     assert rates["hack"][0] == rates["flat"][0] and rates["hack"][1] == pytest.approx(
         rates["flat"][1] * (1 + 0.5 * math.sin(1)))
-    assert "--wave: the run has 0.5, the command says 0.25" in fork.run("--wave=0.25", "--num-iterations=6", ok=False)
+    assert "--wave: the run has 0.5, the command says 0.25" in fork.run(wave=0.25, num_iterations=6, ok=False)
 
 
 def test_a_metric_at_evaluation(fork):
-    fork.edit("scripts/base_train.py", 'run.journal.event("val", bpb=bpb,',
-              'run.journal.event("val", perplexity_of_bytes=2**bpb, bpb=bpb,')
-    fork.run("--eval-every=2")
-    found = [r for r in fork.log() if r.get("event") == "val"]
+    fork.edit("scripts/base_train.py", 'run.journal.event("val", **found,',
+              'run.journal.event("val", perplexity_of_bytes=2**bits, **found,')
+    fork.run(eval_every=2)
+    found = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]
     assert len(found) == 3 and all(r["perplexity_of_bytes"] == 2**r["bpb"] for r in found)
 
 
@@ -176,7 +172,7 @@ def test_a_value_in_the_steps_line_and_log(fork):
     fork.edit("scripts/base_train.py", '    run.journal.step(record,',
               '    line.append(f"hot {record[\'hot\']:.3f}")\n    run.journal.step(record,')
     printed = fork.run()
-    found = [r["hot"] for r in fork.log() if "digest" in r]
+    found = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]
     assert len(found) == 4 and all(f"hot {value:.3f}" in printed for value in found)
 
 
@@ -186,5 +182,5 @@ def test_another_mlp(fork):
     fork.run()
     fork.edit("nanochat/gpt.py", "F.silu(", "F.relu(")
     fork.run(tag="other")
-    losses = [[r["loss"] for r in fork.log(tag) if "digest" in r] for tag in ("hack", "other")]
+    losses = [[r["loss"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "other")]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.5) and losses[0] != losses[1]

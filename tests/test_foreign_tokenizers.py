@@ -138,7 +138,8 @@ def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, tex
 def test_the_bytes_of_an_evaluation_are_those_of_the_texts_whatever_the_rows(opened, T):
     for name in KINDS:
         ids = opened[name].encode_flat(TEXTS)[0].astype(np.int64)
-        x, y = np.append(ids[:-1], [0] * (-(len(ids) - 1) % T)), np.append(ids[1:], [-100] * (-(len(ids) - 1) % T))
+        rest = -(len(ids) - 1) % T
+        x, y = np.pad(ids[:-1], (0, rest)), np.pad(ids[1:], (0, rest), constant_values=-100)
         batch = torch.from_numpy(x.reshape(-1, T)), torch.from_numpy(y.reshape(-1, T))
         bits = evaluate_bpb(lambda x, y, loss_reduction: torch.ones(y.shape), [batch], None, opened[name].token_bytes())
         counted = np.isin(ids[1:], np.flatnonzero(opened[name].token_bytes().numpy() > 0)).sum()

@@ -351,18 +351,20 @@ class Parser(argparse.ArgumentParser):
                 place(word[found.start(1):])
             name = word.partition("=")[0]
             if takes_file and re.match("--.", name):
-                self._known(name)
+                self.known(name)
         if takes_file and any(word.partition("=")[0] == "--config" for word in given):
             finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
             finder.add_argument("--config", nargs="?")
             if path := finder.parse_known_args(given)[0].config:
-                self._configure(path)
+                from nanochat.flag_file import configure
+
+                configure(self, path)
         found, rest = super().parse_known_args(given, namespace)
         if "config" in found:
             del found.config
         return found, rest
 
-    def _known(self, name: str, where: str = "") -> argparse.Action:
+    def known(self, name: str, where: str = "") -> argparse.Action:
         """The action of a flag. One that is unknown ends the program, with a guess at what is meant."""
         known = self._option_string_actions
         if name not in known:
@@ -371,67 +373,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{where}{name}: {self.instead.get(name, guess)}")
         return known[name]
 
-    def _configure(self, path: str) -> None:
-        """Make what a file says of our flags their defaults. null is as if the key were not there."""
-        try:
-            values = read_flags(path)
-            values = self.of_run(values) if "derived" in values else values
-        except OSError as e:
-            self.error(f"--config {path}: {e.strerror}; expected a file of flags")
-        except ValueError as e:
-            self.error(f"--config {e}")
-        seen: set[str] = set()
-        for key, value in values.items():
-            name = "--" + str(key).replace("_", "-")
-            action = self._known(name, f"--config {path}: ")
-            if action.dest in seen or action.dest == "config":
-                self.error(f"--config {path}: {name}: it may be there once, and no file names another one")
-            seen.add(action.dest)
-            if value is not None:
-                self.set_defaults(**{action.dest: self._from_file(path, name, action, value)})
-                action.required = False
-
-    def _from_file(self, path: str, name: str, action: argparse.Action, value: Any) -> Any:
-        """The value of a flag as its words on a command line would give it."""
-        try:
-            if action.nargs == 0:
-                if not isinstance(value, bool):
-                    raise argparse.ArgumentError(None, "expected true or false")
-                return value is not name.startswith("--no-")
-            if isinstance(value, dict) and action.metavar == "YAML":
-                return value  # what else is a file of its own may stand here
-            if isinstance(value, bool | dict):
-                raise argparse.ArgumentError(None, "expected text or a number")
-            if isinstance(value, list) and action.nargs is None:
-                value = ",".join(map(str, value))
-            converted = [self._get_value(action, str(part)) for part in (value if isinstance(value, list) else [value])]
-            for part in converted:
-                self._check_value(action, part)
-            return converted if action.nargs in ("*", "+") else converted[0]
-        except argparse.ArgumentError as e:
-            self.error(f"--config {path}: {name}: got {value!r}, {e.message}")
-
     def error(self, message: str) -> Any:
         self.exit(2, f"error: {message} (all flags: --help)\n")
-
-
-def read_flags(path: str) -> dict[str, Any]:
-    """What a .yaml, .toml or .json file says: names of flags, and their values. ValueError and
-    OSError for a file that cannot be read, or holds anything else."""
-    import tomllib
-
-    import yaml
-
-    data, kind = Path(path).read_bytes(), Path(path).suffix.lower()
-    try:
-        value = tomllib.loads(data.decode()) if kind == ".toml" else yaml.safe_load(data)  # JSON is YAML, too
-    except (ValueError, yaml.YAMLError, RecursionError) as e:
-        raise ValueError(f"{path}: it cannot be read ({' '.join(str(e).split())[:150]}); expected YAML, or TOML "
-                         f"in a .toml") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: got {str(value)[:50]!r}, expected a mapping of flags' names to values, "
-                         f"such as depth: 12")
-    return value
 
 
 def _dashed(word: str) -> str:

@@ -75,10 +75,10 @@ TASKS: list[tuple[str, str, int, str | None, float, Callable[[random.Random, int
     ("text", "language_modeling", 0, " ", 0.0, text_item),
     ("text_fewshot", "language_modeling", 5, None, 0.0, text_item),
 ]
+LABELS = tuple(task[0] for task in TASKS)
 
 
-def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str] = tuple(task[0] for task in TASKS)
-                     ) -> Path:
+def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str] = LABELS) -> Path:
     """Write the bundle, or the tasks of it with these labels, the same on every call, into a folder; returns it."""
     table, tasks = io.StringIO(newline=""), []
     writer = csv.writer(table)

@@ -1,10 +1,14 @@
 """
 What we share with nanochat (github.com/karpathy/nanochat), against nanochat itself.
 
-    python -m dev.compare_nanochat --nanochat DIR [--part core]
+    python -m dev.compare_nanochat --nanochat DIR [--part core checkpoints] [--run RUN]
 
-    core    the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
-            tokenizer, the same items are right, and the table has the same bytes
+    core         the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
+                 tokenizer, the same items are right, and the table has the same bytes
+    checkpoints  a tokenizer that is trained there and a model of random weights that is saved there come here by
+                 scripts.export --from=nanochat; that run, or RUN, goes there by --to=nanochat and is opened by
+                 load_model. Both say the same of it: logits and bits per byte of some rows, generated tokens, ids.
+                 In float32 on the CPU, with one PyTorch
 
 DIR is a checkout of it. It runs in processes of its own, as this file's `--there`, which imports nothing of ours; its
 `nanochat` and `scripts` are the checkout's. Prints what was compared; exit code 1 on a difference.
@@ -17,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,9 @@ import torch
 
 SEEDS = (0, 1, 2)  # of the weights; each is a model of another shape
 STEP = 7
+TOLERANCE = 1e-5  # of logits and of bits per byte
+NUM_TOKENS = 200  # generated
+HARD = ["", "It's 2024: WE'LL see...\r\n\r\n  naïve 中文 🙂 [1, 23]\n", "<|bos|>\t\t \u1680\u200b\x00", " a" * 500]
 
 
 # ---- there: runs with nanochat's code, imports nothing of ours ------------------------------------------------------
@@ -65,7 +74,46 @@ def core_there(work: Path) -> dict[str, Any]:
     return {"right": right}
 
 
-THERE = {"core": core_there}
+def theirs(module: str) -> Any:
+    """A module of nanochat's own package."""
+    return import_module(f"nanochat.{module}")
+
+
+def write_there(work: Path) -> dict[str, Any]:
+    """Make a tokenizer and a checkpoint, as nanochat's own scripts save them."""
+    gpt = theirs("gpt")
+    tokenizer = theirs("tokenizer").RustBPETokenizer.train_from_iterator(torch.load(work / "asked.pt")["corpus"], 600)
+    tokenizer.save(str(work / "tokenizer"))
+    config = {"sequence_len": 512, "vocab_size": 600, "n_layer": 4, "n_head": 2, "n_kv_head": 2, "n_embd": 64,
+              "window_pattern": "SSSL"}
+    model = gpt.GPT(gpt.GPTConfig(**config))
+    model.init_weights()
+    rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # what begins as nothing, too
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=rng))
+    meta = {"step": STEP, "val_bpb": None, "model_config": config, "device_batch_size": 4, "total_batch_size": 4096}
+    theirs("checkpoint_manager").save_checkpoint(
+        str(work / "base_checkpoints" / "d4"), STEP, model.state_dict(), None, meta)
+    return {}
+
+
+def read_there(work: Path) -> dict[str, Any]:
+    """What nanochat makes of an export, with tensors in told.pt."""
+    asked = torch.load(work / "asked.pt")
+    rows = asked["rows"]
+    model, tokenizer, _ = theirs("checkpoint_manager").load_model("base", torch.device("cpu"), phase="eval")
+    with torch.no_grad():
+        torch.save(model(rows[:, :-1]), work / "told.pt")
+    columns = theirs("engine").Engine(model, tokenizer).generate(
+        rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
+    batches = iter([(rows[:, :-1], rows[:, 1:].contiguous())])
+    bpb = theirs("loss_eval").evaluate_bpb(model, batches, 1, theirs("tokenizer").get_token_bytes())
+    return {"generated": [column[0] for column, _ in columns], "bpb": bpb,
+            "ids": tokenizer.encode(asked["texts"], prepend="<|bos|>")}
+
+
+THERE = {"core": core_there, "write": write_there, "read": read_there}
 
 
 def run_there(part: str, nanochat: Path, work: Path) -> dict[str, Any]:
@@ -111,14 +159,52 @@ def core(nanochat: Path, work: Path) -> list[tuple[str, str, bool]]:
     return rows
 
 
-PARTS = {"core": core}
+def checkpoints(nanochat: Path, work: Path, run: str | None) -> list[tuple[str, Any, bool]]:
+    """(what, by how much it differs, whether it is equal) of checkpoints and tokenizers."""
+    import pydoc_data.topics
+
+    from nanochat.engine import Engine, load_model
+    from nanochat.loss_eval import evaluate_bpb
+    from scripts import export
+
+    there, back, out = work / "there", work / "back", work / "out"
+    corpus = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    texts = [*HARD, *corpus[:50]]
+    there.mkdir()
+    torch.save({"corpus": corpus}, there / "asked.pt")
+    run_there("write", nanochat, there)
+    export.main([str(there / "base_checkpoints" / "d4"), str(back), "--from=nanochat"])
+
+    checkpoint = run or str(back)
+    export.main([checkpoint, str(out), "--to=nanochat"])
+    model, tokenizer, _ = load_model(checkpoint, "cpu", compute_dtype=torch.float32)
+    bos, T = tokenizer.get_bos_token_id(), model.config.sequence_len
+    ids = torch.tensor(tokenizer.encode("\n".join(corpus)))[:4 * T].view(4, T)
+    rows = torch.cat((torch.full((4, 1), bos), ids), dim=1)
+    torch.save({"rows": rows, "texts": texts}, out / "asked.pt")
+    told = run_there("read", nanochat, out)
+    with torch.no_grad():
+        logits = model(rows[:, :-1])
+        bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
+    columns = Engine(model, tokenizer).generate(rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
+    generated = [column[0] for column, _ in columns]
+    apart, off = (logits - torch.load(out / "told.pt")).abs().max().item(), abs(bpb - told["bpb"])
+    return [(f"logits, {logits.numel():,}, the largest {logits.abs().max():.2f}: differ by at most", f"{apart:.1e}",
+             apart <= TOLERANCE),
+            (f"bits per byte, {bpb:.6f}: differ by", f"{off:.1e}", off <= TOLERANCE),
+            ("generated tokens", len(generated), generated == told["generated"]),
+            ("texts, their ids", len(texts), tokenizer.encode(texts, prepend=bos) == told["ids"])]
+
+
+PARTS = ("core", "checkpoints")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--nanochat", type=Path, help="a checkout of it")
-    p.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    p.add_argument("--run", help="a run of ours for the part checkpoints (default: what came from there)")
+    p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     p.add_argument("--there", choices=THERE, help=argparse.SUPPRESS)
     p.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = p.parse_args(argv)
@@ -129,8 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.nanochat is None or not (args.nanochat / "nanochat" / "core_eval.py").is_file():
         raise ValueError(f"--nanochat: got {args.nanochat}, expected a checkout of nanochat")
+    parts = {"core": core, "checkpoints": partial(checkpoints, run=args.run)}
     with tempfile.TemporaryDirectory(prefix="compare_nanochat.") as work:
-        rows = [row for part in args.part for row in PARTS[part](args.nanochat.resolve(), Path(work))]
+        rows = [row for part in args.part for row in parts[part](args.nanochat.resolve(), Path(work))]
     print(*table(("what", "", "equal"), rows), sep="\n")
     return 0 if all(equal for *_, equal in rows) else 1
 

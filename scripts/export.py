@@ -54,7 +54,6 @@ from nanochat.checkpoint import (
 from nanochat.common import (
     Parser,
     begin_data,
-    check_shape,
     fsync_dir,
     hash_json,
     here,
@@ -69,7 +68,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, FOLDERS, pack_cursors, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
-from nanochat.tokenizer import RustBPETokenizer, replace_surrogates
+from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.report import Facts, markdown, read_facts
 
 log = logging.getLogger(__name__)
@@ -154,13 +153,14 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
 
 
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
-    """Our ranks as an object of the package `tokenizers` that gives the same ids and puts BOS in front.
+    """Our ranks as an object of the package `tokenizers` that gives the same ids.
 
     tiktoken joins any two neighbours whose join has a rank; `tokenizers` wants the pairs listed. So
     each token has a merge for each way to cut it in two tokens, all of them at the place of its rank.
     ValueError where the ids differ on texts made to be hard.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Made
 
     from nanochat.encoders import hard_sample
 
@@ -172,18 +172,16 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    ranks, special, bos = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens, tokenizer.bos_token
+    ranks, special = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens
     cuts = sorted((rank, at, token) for token, rank in ranks.items() for at in range(1, len(token))
                   if token[:at] in ranks and token[at:] in ranks)
-    made = Tokenizer(models.BPE(
+    made = Made(models.BPE(
         vocab={written(token): rank for token, rank in ranks.items()} | special,
         merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts], ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, special[bos])])
     made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     made.encode_special_tokens = True  # as ours: "<|bos|>" in a text is seven characters
     for text in map(replace_surrogates, [*hard_sample(), *special]):
@@ -193,16 +191,31 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     return made
 
 
-def tokenizer_files(tokenizer: RustBPETokenizer, sequence_len: int) -> dict[str, bytes]:
-    """The tokenizer as transformers reads it, by file name."""
-    bos = tokenizer.bos_token
+def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
+    """The tokenizer as transformers reads it, by file name: with BOS in front of every text, which is
+    what the model was trained on, whatever the tokenizer's own program does. SentencePiece's file goes
+    as it is."""
+    from tokenizers import processors
+
+    from nanochat.hf import HuggingFaceTokenizer
+
+    if isinstance(tokenizer, RustBPETokenizer):
+        made = as_tokenizers(tokenizer)
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        made = tokenizer.library
+    else:
+        _, file, data = tokenizer.contents()
+        log.warning("transformers finds no tokenizer.json here: %s; give the model ids, with %d in front of each text",
+                    f"the tokenizer is {file}" if file else "only ids are known", tokenizer.bos_token_id)
+        return {file: data} if file else {}
+    bos = made.id_to_token(tokenizer.bos_token_id)
+    made.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.bos_token_id)])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos,
               "model_max_length": sequence_len, "clean_up_tokenization_spaces": False,
               "split_special_tokens": True,  # text never turns into a special token
               "model_input_names": ["input_ids", "attention_mask"]}
-    return {"tokenizer.json": as_tokenizers(tokenizer).to_str(pretty=True).encode(),
-            "tokenizer_config.json": json_bytes(config),
-            "special_tokens_map.json": json_bytes({"bos_token": bos, "eos_token": bos, "pad_token": bos})}
+    return {"tokenizer.json": made.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
 
 
 def model_files(checkpoint: Checkpoint, config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
@@ -228,12 +241,13 @@ def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> byt
     settings = Settings.from_json(facts.config)
     done = [record for record in facts.steps if record["step"] == step - 1]
     started = [event for event in facts.named("started") if event["step"] <= step]
-    bpb = [event["bpb"] for event in facts.named("val") if event["step"] <= step]
+    vals = [event for event in facts.named("val") if event["step"] <= step]
+    measured = "bits per byte" if not vals or vals[-1]["bpb"] is not None else "loss"
     files = [(f"{bucket} ({split})", sum(sum(file["groups"]) for file in manifest["files"]),
               sum(file["size"] for file in manifest["files"]), Path(manifest["root"]).name)
              for split, buckets in facts.manifest.items() for bucket, manifest in buckets.items()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
-            ("validation bits per byte", f"{bpb[-1]:.6f}" if bpb else "not measured"),
+            (f"validation {measured}", f"{vals[-1]['bpb'] or vals[-1]['loss']:.6f}" if vals else "not measured"),
             ("digest of the last step's batch", f"`{done[0]['digest']}`" if done else "not known"),
             ("seal of the checkpoint", f"`{checkpoint.trainer_state['checksum']}`"),
             ("tokenizer", f"`{settings.tokenizer_fingerprint}`"),
@@ -284,9 +298,9 @@ def to_nanochat(source: str, out: Path) -> str:
     if config.n_embd < gpt.SMEAR_CHANNELS:
         raise ValueError(f"{checkpoint.path}: n_embd is {config.n_embd}, and nanochat's smear gate reads "
                          f"{gpt.SMEAR_CHANNELS} channels; such a model cannot go there")
-    if tokenizer.bos_token != "<|bos|>":
-        raise ValueError(f"{run_dir / 'tokenizer'}: documents begin with {tokenizer.bos_token}, and nanochat looks for "
-                         "<|bos|>; export --to=hf instead")
+    if not isinstance(tokenizer, RustBPETokenizer) or tokenizer.bos_token != "<|bos|>":
+        raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads byte-pair ranks in which <|bos|> begins a document, "
+                         "and this is another tokenizer; export --to=hf instead")
     meta = {"step": step, "val_bpb": checkpoint.trainer_state["progress"]["val_bpb"], "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
@@ -301,11 +315,11 @@ def to_nanochat(source: str, out: Path) -> str:
     return f"{out}: step {step:,} of {run_dir.name} for nanochat; set NANOCHAT_BASE_DIR={out} for its commands"
 
 
-def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, RustBPETokenizer]:
+def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:
     """A run's checkpoint with its shape and tokenizer. Errors of `find_checkpoint`, and ValueError for
     a tokenizer that is not the checkpoint's."""
     checkpoint = find_checkpoint(source)
-    tokenizer = RustBPETokenizer.from_directory(run_of(checkpoint) / "tokenizer")
+    tokenizer = get_tokenizer(run_of(checkpoint) / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     return checkpoint, GPTConfig(**checkpoint.model_config), tokenizer
 
@@ -366,7 +380,8 @@ def from_nanochat(source: str) -> Found:
     step = int(at) if at else steps[-1]
     meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, way_out="copy it again")
     state = load_plain(folder / f"model_{step:06d}.pt")
-    check_shape(state, dict, folder / f"model_{step:06d}.pt")
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected tensors by name; is it nanochat's?")
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
     config = {"window_pattern": "L", **meta["model_config"]}  # older ones see everything in every layer
     config["window_pattern"] = str(config["window_pattern"]).upper()
@@ -392,7 +407,7 @@ def check_shapes(found: Found, shape: GPTConfig, model: gpt.GPT) -> None:
                          f"{', '.join(other[:NAMED])}{more}; it cannot be brought in")
 
 
-def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTConfig, RustBPETokenizer]:
+def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
     """The settings that a run of this model would have, resolved; its shape; its tokenizer. ValueError
     where shape, weights and tokenizer do not go together."""
     try:
@@ -400,7 +415,7 @@ def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTCo
     except (TypeError, ValueError) as e:
         raise ValueError(f"{found.folder}: no shape of our model: {e}") from e
     folder = args.tokenizer or found.tokenizer
-    tokenizer = RustBPETokenizer.from_directory(folder)
+    tokenizer = get_tokenizer(folder)
     if tokenizer.get_vocab_size() != shape.vocab_size:
         raise ValueError(f"{folder}: {tokenizer.get_vocab_size():,} tokens, and the model has {shape.vocab_size:,}; "
                          f"name its own tokenizer with --tokenizer")

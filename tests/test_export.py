@@ -107,7 +107,7 @@ def test_config_and_card_tell_what_the_model_is(base):
 
 def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_per_byte(base):
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", "--from=nanochat", "--model-tag=back",
-                        f"--data-path={base / 'data'}", f"--tokenizer={base / 'tokenizer'}"]) == 0
+                        f"--data-path={base / 'data'}"]) == 0
     assert weights("back") == weights("run")
     assert base_eval.main(["--run=back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())

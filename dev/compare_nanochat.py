@@ -41,7 +41,6 @@ def core_there(work: Path) -> dict[str, Any]:
     """Its scripts.base_eval on the weights, the tokenizer and the bundle in `work`: which items are right, in the
     order in which it evaluates them. The table is where it writes it."""
     import base64
-    from importlib import import_module
 
     import tiktoken
 
@@ -74,15 +73,11 @@ def core_there(work: Path) -> dict[str, Any]:
     return {"right": right}
 
 
-def theirs(module: str) -> Any:
-    """A module of nanochat's own package."""
-    return import_module(f"nanochat.{module}")
-
-
 def write_there(work: Path) -> dict[str, Any]:
     """Make a tokenizer and a checkpoint, as nanochat's own scripts save them."""
-    gpt = theirs("gpt")
-    tokenizer = theirs("tokenizer").RustBPETokenizer.train_from_iterator(torch.load(work / "asked.pt")["corpus"], 600)
+    gpt = import_module("nanochat.gpt")
+    corpus = torch.load(work / "asked.pt")["corpus"]
+    tokenizer = import_module("nanochat.tokenizer").RustBPETokenizer.train_from_iterator(corpus, 600)
     tokenizer.save(str(work / "tokenizer"))
     config = {"sequence_len": 512, "vocab_size": 600, "n_layer": 4, "n_head": 2, "n_kv_head": 2, "n_embd": 64,
               "window_pattern": "SSSL"}
@@ -93,7 +88,7 @@ def write_there(work: Path) -> dict[str, Any]:
         for parameter in model.parameters():  # what begins as nothing, too
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=rng))
     meta = {"step": STEP, "val_bpb": None, "model_config": config, "device_batch_size": 4, "total_batch_size": 4096}
-    theirs("checkpoint_manager").save_checkpoint(
+    import_module("nanochat.checkpoint_manager").save_checkpoint(
         str(work / "base_checkpoints" / "d4"), STEP, model.state_dict(), None, meta)
     return {}
 
@@ -102,13 +97,15 @@ def read_there(work: Path) -> dict[str, Any]:
     """What nanochat makes of an export, with tensors in told.pt."""
     asked = torch.load(work / "asked.pt")
     rows = asked["rows"]
-    model, tokenizer, _ = theirs("checkpoint_manager").load_model("base", torch.device("cpu"), phase="eval")
+    load_model = import_module("nanochat.checkpoint_manager").load_model
+    model, tokenizer, _ = load_model("base", torch.device("cpu"), phase="eval")
     with torch.no_grad():
         torch.save(model(rows[:, :-1]), work / "told.pt")
-    columns = theirs("engine").Engine(model, tokenizer).generate(
+    columns = import_module("nanochat.engine").Engine(model, tokenizer).generate(
         rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
     batches = iter([(rows[:, :-1], rows[:, 1:].contiguous())])
-    bpb = theirs("loss_eval").evaluate_bpb(model, batches, 1, theirs("tokenizer").get_token_bytes())
+    sizes = import_module("nanochat.tokenizer").get_token_bytes()
+    bpb = import_module("nanochat.loss_eval").evaluate_bpb(model, batches, 1, sizes)
     return {"generated": [column[0] for column, _ in columns], "bpb": bpb,
             "ids": tokenizer.encode(asked["texts"], prepend="<|bos|>")}
 
@@ -215,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.nanochat is None or not (args.nanochat / "nanochat" / "core_eval.py").is_file():
         raise ValueError(f"--nanochat: got {args.nanochat}, expected a checkout of nanochat")
-    parts = {"core": core, "checkpoints": partial(checkpoints, run=args.run)}
+    parts: dict[str, Any] = {"core": core, "checkpoints": partial(checkpoints, run=args.run)}
     with tempfile.TemporaryDirectory(prefix="compare_nanochat.") as work:
         rows = [row for part in args.part for row in parts[part](args.nanochat.resolve(), Path(work))]
     print(*table(("what", "", "equal"), rows), sep="\n")

@@ -301,7 +301,8 @@ def to_nanochat(source: str, out: Path) -> str:
     if not isinstance(tokenizer, RustBPETokenizer) or tokenizer.bos_token != "<|bos|>":
         raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads byte-pair ranks in which <|bos|> begins a document, "
                          "and this is another tokenizer; export --to=hf instead")
-    meta = {"step": step, "val_bpb": checkpoint.trainer_state["progress"]["val_bpb"], "model_config": asdict(config),
+    progress = checkpoint.trainer_state.get("progress", {})  # what came in has none
+    meta = {"step": step, "val_bpb": progress.get("val_bpb"), "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
     with new_folder(out) as folder:

@@ -6,7 +6,8 @@ Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simp
 1. There: `tokenize_shard` turns some texts into shards (short documents, overlapping windows, windows without
    overlap, ids of 16 and of 32 bits). Its own `read_idx` says what is in them.
 2. Here: the same entries are read from them, `scripts.verify` finds nothing wrong, and `ShardWriter` writes the same
-   bytes from the same entries. It also writes shards of random entries.
+   bytes from the same entries. Their tokenizer.json, opened here, gives the documents that the entries were cut from,
+   and a run on their shards has the digests of a run on the text. It also writes shards of random entries.
 3. There: `read_idx` and `PreTokenizedDataset` read those, unchanged, and give the same entries.
 
 Prints what was compared; exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has a virtual
@@ -157,6 +158,28 @@ def compare_theirs(work: Path, check: "Checks") -> None:
             mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
 
+def compare_tokenizers(work: Path, check: "Checks") -> None:
+    """Step 2, the tokenizer.json that they tokenized with."""
+    from dev.measure import digests_of
+    from nanochat.tokenizer import get_tokenizer
+    from nanochat.tokens import open_tokens
+    from scripts.convert_shards import documents
+    for name in CASES:
+        told = json.loads((work / "there" / f"{name}.json").read_text())
+        tokenizer = get_tokenizer(work / "tokenizers" / name)
+        eod = tokenizer.get_bos_token_id()
+        check(f"{name}: tokenizer.json has the same end of documents here, and the vocabulary but for the padding "
+              f"that gpt-simple adds", (eod, tokenizer.get_vocab_size() + 1) == (told["eod"], told["vocab_size"]))
+        check(f"{name}: it gives here the documents that were tokenized there",
+              [ids.tolist() for ids in documents(open_tokens(work / "there" / f"{name}.bin"), eod)]
+              == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))])
+    flags = f"--tokenizer={work / 'tokenizers' / 'whole'}", f"--val-path={work / 'there' / 'no_overlap'}"
+    theirs = digests_of(work, "theirs", f"--data-path={work / 'there' / 'whole'}", "--data-format=shards", *flags)
+    text = digests_of(work, "text", f"--data-path={work / 'texts' / 'whole.jsonl'}", flags[0],
+                      f"--val-path={work / 'texts' / 'no_overlap.jsonl'}")
+    check(f"whole: {len(theirs)} steps of a run on their shards have the digests of a run on the text", theirs == text)
+
+
 def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: "Checks") -> None:
     """What was read there of shards written here."""
     for name, (entries, prefixes) in wanted.items():
@@ -205,6 +228,7 @@ def compare(python: Path, work: Path) -> int:
         (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
     subprocess.run([str(python), __file__, "--there", "write", str(work)], check=True, env=environment)
     compare_theirs(work, check)
+    compare_tokenizers(work, check)
     wanted = {}
     for vocab_size in (50_257, 65_535, 65_536, 100_277):
         name = f"random_{vocab_size}"

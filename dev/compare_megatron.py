@@ -10,10 +10,15 @@ split document_index, sample_index, shuffle_index, dataset_index, dataset_sample
 tensor by tensor; `row` must agree with them. Where one of the two refuses a blend, the other must as well. Then blends
 by weights alone, of 300,000 samples.
 
+Then text that is tokenized with a `tokenizer.json` as their tools/preprocess_data.py does it (which is in no wheel: the
+package `tokenizers` encodes, the end of a document goes behind, their IndexedDatasetBuilder writes): scripts.tok_shards
+makes the same bytes, and a run on their pair has the digests of a run on the text.
+
 Prints what was compared; exit code 1 on a difference. Runs in an environment that has both (dev/compare_megatron.sh).
 """
 
 import argparse
+import itertools
 import json
 import logging
 import tempfile
@@ -23,11 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from dev.measure import digests_of
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import run_main
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, MockGPTDataset, Split, normalize
 from nanochat.sample_index import blend_sources
+from scripts import tok_shards
 
 SAMPLES = 24  # of each data set, compared tensor by tensor
 INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
@@ -49,7 +57,6 @@ def write_pair(prefix: Path, documents: list[np.ndarray], *, theirs: bool) -> No
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
         builder: Any = Their(f"{prefix}.bin", dtype=documents[0].dtype.type)
-        import torch
         for ids in documents:
             builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
     else:
@@ -202,6 +209,42 @@ class Comparison:
             self.dataset(f"made-up data, {split.name}", a, b, rng)
 
 
+    def tokenized(self, folder: Path) -> None:
+        """A pair that was tokenized there, against tok_shards and against a run on the text."""
+        import tokenizers
+        from megatron.core.datasets.indexed_dataset import DType
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
+
+        rng = np.random.default_rng(1)
+        words = ["alpha", " beta", " gamma", "\n", " \u00c4\u6f22", " 12", "x" * 40]
+        for name in ("train", "val"):
+            texts = ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
+            (folder / "raw" / name).mkdir(parents=True)
+            lines = [json.dumps({"text": text}) + "\n" for text in texts]
+            (folder / "raw" / name / "a.jsonl").write_text("".join(lines))
+            if name == "train":
+                trained = tokenizers.ByteLevelBPETokenizer()
+                trained.train_from_iterator(texts, 400, special_tokens=["<|endoftext|>"], show_progress=False)
+                trained.save(str(folder / "tokenizer.json"))
+            library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            eod = library.token_to_id("<|endoftext|>")
+            builder = Their(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(library.get_vocab_size()))
+            for text in texts:
+                ids = [*library.encode(text).ids, eod]
+                builder.add_document(torch.tensor(ids), [len(ids)])
+            builder.finalize(str(folder / f"{name}.idx"))
+        flag = f"--tokenizer={folder / 'tokenizer.json'}"
+        tok_shards.main([f"--input-dir={folder / 'raw'}", f"--output-dir={folder / 'made'}", flag, "--num-workers=1",
+                         "--format=megatron"])
+        for name, suffix in itertools.product(("train", "val"), (".bin", ".idx")):
+            ours, theirs = folder / "made" / name / "data" / f"a{suffix}", folder / f"{name}{suffix}"
+            self.same(f"tokenized {name}{suffix}", *(np.fromfile(f, np.uint8) for f in (ours, theirs)), "bytes")
+        theirs = digests_of(folder, "theirs", f"--data-path={folder / 'train'}", f"--val-path={folder / 'val'}",
+                            "--data-format=megatron", flag)
+        text = digests_of(folder, "text", f"--data-path={folder / 'raw'}", flag)
+        self.same("steps of a run on text that was tokenized there", text, theirs, "digests")
+
+
 # ---- a small case to keep -------------------------------------------------------------------------------------------
 
 def golden_cases() -> dict[str, dict[str, Any]]:
@@ -277,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(comparison.corpus(number, rng, place), flush=True)
         comparison.mixtures(rng)
         comparison.mock(rng, Path(folder))
+        comparison.tokenized(Path(folder) / "tokenized")
     print("equal: " + ", ".join(f"{n:,} {what}" for what, n in comparison.equal.items()))
     return 0
 

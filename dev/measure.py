@@ -6,7 +6,9 @@ by round, says much. So a bench hands its contestants to `in_turns` and tells ra
 """
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -115,6 +118,19 @@ def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
     if child.returncode:
         raise ValueError(f"{' '.join(command)} ended with {child.returncode}")
     return json.loads(lines[-1])
+
+
+def digests_of(base: Path, tag: str, *flags: str) -> list[str]:
+    """The batch digest of each of four steps of a tiny run in the base directory `base`, on a CPU."""
+    from nanochat.run_dir import read_log
+    from scripts import base_train
+
+    shape = ["--depth=1", "--aspect-ratio=24", "--head-dim=12", "--max-seq-len=64", "--total-batch-size=512",
+             "--device-batch-size=4", "--lanes=4", "--leaves=2", "--num-iterations=4", "--eval-tokens=1024",
+             "--sample-every=-1", "--device-type=cpu", "--dtype=float32", f"--model-tag={tag}"]
+    with mock.patch.dict(os.environ, NANOCHAT_BASE_DIR=str(base)), contextlib.redirect_stdout(io.StringIO()):
+        base_train.main([*shape, *flags])
+    return [r["digest"] for r in read_log(base / "runs" / tag / "logs" / "train.jsonl") if "event" not in r]
 
 
 def find_tokenizer(tokenizer_dir: Path | None, data_path: Path, work: Path, *, vocab_size: int = 32768) -> Path:

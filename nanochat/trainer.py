@@ -374,7 +374,8 @@ class Journal:
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
         self.log = TrainLog(path, first_step=progress.step)
         self.bar = tqdm(total=start.horizon.num_iterations, initial=progress.step, desc=start.run_dir.name,
-                        bar_format=BAR, leave=False, disable=None)  # None: where stderr is no terminal
+                        bar_format=BAR, dynamic_ncols=True, leave=False,
+                        disable=None)  # where stderr is no terminal
         if not self.bar.disable:
             LAUNCH.aside = tqdm.external_write_mode
         self.wandb_id = self.wandb_id or logged_id

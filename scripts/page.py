@@ -33,7 +33,6 @@ import numpy as np
 from nanochat.boards import flat_numbers
 from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
-from nanochat.stream import ledger
 from scripts import status
 from scripts.report import ENDS, LEDGER_COLUMNS, Facts, balance, in_words, read_facts, split_settings
 
@@ -247,14 +246,11 @@ def headline(run: Run) -> str:
 
 def account(run: Run) -> str:
     """The ledger of a run, nothing before its first save."""
-    if run.facts.cursors is None:
-        return ""
-    step, cursors = run.facts.cursors
-    accounts = ledger(cursors, run.facts.config["max_seq_len"])
+    step, accounts = run.facts.accounts()
     rows = [(bucket, *(of[name] for name in LEDGER_COLUMNS)) for bucket, of in accounts.items()]
     words = f"After {step:,} steps, in tokens. {balance(accounts)}".replace("**", "")
     told = table(("bucket", *LEDGER_COLUMNS), rows, "numbers") + f'<p class="soft">{escape(words)}</p>'
-    return card(f"Ledger of {run.name}", told)
+    return card(f"Ledger of {run.name}", told) if rows else ""
 
 
 def samples(run: Run) -> str:

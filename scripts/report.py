@@ -75,6 +75,14 @@ class Facts:
         """{steps done: bits per byte on validation}."""
         return {event["step"]: event["bpb"] for event in self.named("val")}
 
+    def accounts(self) -> tuple[int, dict[str, dict[str, int]]]:
+        """(step, ledger) of the newest save; at step 0, and empty, before the first. ValueError for broken cursors."""
+        step, cursors = self.cursors or (0, [])
+        try:
+            return step, ledger(cursors, self.config["max_seq_len"])
+        except ValueError as e:
+            raise ValueError(f"{cursor_files(self.run_dir)[step]}: {e}") from None
+
     @property
     def status(self) -> str:
         """completed, or how the last launch ended and how far the last save is."""
@@ -180,6 +188,8 @@ def in_words(facts: Facts) -> list[str]:
     worlds = sorted({launch["world_size"] for launch in launches if launch["world_size"]})
     said.append(f"It took {len(launches)} launches ({told})" if len(launches) > 1 else "It took one launch")
     said[-1] += f", on {' and '.join(map(str, worlds)) or '?'} process{'es' * (worlds != [1])}."
+    if skipped := facts.named("skipped"):
+        said.append(f"{len(skipped)} step(s) were skipped as spikes, the last one step {skipped[-1]['step']:,}.")
     return said
 
 
@@ -282,11 +292,7 @@ def data_part(facts: Facts) -> list[str]:
     lines = markdown(("files", "where", "number", "bytes", "documents"), files)
     if facts.cursors is None:
         return [*lines, "No checkpoint yet, so no accounts."]
-    step, cursors = facts.cursors
-    try:
-        accounts = ledger(cursors, facts.config["max_seq_len"])
-    except ValueError as e:
-        raise ValueError(f"{cursor_files(facts.run_dir)[step]}: {e}") from None
+    step, accounts = facts.accounts()
     rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS),
              f"{100 * a['cropped'] / max(1, a['read']):.2f} %") for bucket, a in accounts.items()]
     return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has "

@@ -21,7 +21,8 @@ from nanochat.schedule import resolve_horizon
 from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"speedrun.sh": "gpu", "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
+SCRIPTS = {"speedrun.sh": "gpu", "runs/miniseries.sh": "h100", "runs/scaling_laws.sh": "h100",
+           "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
            "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware",
            "dev/slurm/tok_shards.sbatch": "hardware", "dev/e2e_slurm.sh": "hardware"}
 MODULES: dict[str, ModuleType] = {m.__name__: m for m in (

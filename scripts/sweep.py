@@ -1,0 +1,198 @@
+"""
+Compare runs of many sizes: a table, a CSV, power laws, and pictures.
+
+    python -m scripts.sweep --prefix=miniseries_ --out=results
+    python -m scripts.sweep d12 d16 d20 --out=results
+
+Of each completed run a row of results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE where it was
+evaluated, tokens/s (the median step), peak memory on a GPU. Runs that are not completed are named and left out.
+
+    miniseries     one run for each size, at one ratio of tokens to parameters: each run is a point
+    scaling laws   several sizes for each budget of FLOPs (--target-flops): a parabola of bits per byte over the
+                   logarithm of the parameters gives the best size of that budget, which is a point
+                   (the second approach of 2203.15556)
+
+      bits |.       .                    N |            .
+           | '.   .'   <- budget           |        .
+           |   '-'                         |    .            log N = a log C + b,  a +- its standard error
+           |____^______ N                  |_____________ C
+
+A power law of parameters and one of tokens over FLOPs is a straight line through the points' logarithms, by least
+squares. Parameters are those that scaling counts: matrices of the layers and the output head. The pictures are
+isoflops.png (bits per byte over parameters) and scaling.png (parameters, tokens and bits per byte over FLOPs).
+"""
+
+import argparse
+import csv
+import io
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import Parser, print0, read_json, run_main, table, write_bytes, write_json
+from nanochat.run_dir import find_run, is_step, list_runs, read_config, read_log
+
+COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
+           "tokens_per_s", "train_time_s", "peak_memory_bytes")
+Row = dict[str, Any]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    p = Parser(description="Compare runs of many sizes.", epilog=__doc__)
+    p.add_argument("runs", nargs="*", help="tags or run directories")
+    p.add_argument("--prefix", help="all runs whose tags begin so")
+    p.add_argument("--out", type=Path, required=True, help="folder of results.csv, fit.json and the pictures")
+    args = p.parse_args(argv)
+    if args.prefix is not None:
+        args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
+    if not args.runs:
+        raise ValueError(f"no runs: expected tags, or a --prefix of some of {', '.join(list_runs()) or 'none'}")
+    return args
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+def read_run(run_dir: Path) -> Row | None:
+    """A run's row, None where it is not completed."""
+    config, records = read_config(run_dir), read_log(run_dir / "logs" / "train.jsonl")
+    if not any(record.get("event") == "completed" for record in records):
+        return None
+    derived, steps = config["derived"], [record for record in records if is_step(record)]
+    looks = [record["bpb"] for record in records if record.get("event") == "val"]
+    evaluated = read_json(run_dir / "eval.json", dict) if (run_dir / "eval.json").exists() else {}
+    budget = config["target_flops"]
+    return {
+        "run": run_dir.name, "depth": config["depth"], "flops_budget": budget if budget > 0 else None,
+        "params": derived["params_total"],
+        "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
+        "tokens": steps[-1]["tokens"], "flops": float(derived["flops_per_token"] * steps[-1]["tokens"]),
+        "val_bpb": looks[-1] if looks else evaluated.get("val_bpb"),
+        "core": evaluated.get("core", {}).get("core_metric"),
+        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steps),
+        "train_time_s": sum(record["step_s"] for record in steps),
+        "peak_memory_bytes": steps[-1].get("peak_memory_bytes")}
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """A line for each run; what is not known is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+# ---- points and power laws -------------------------------------------------------------------------------------------
+
+def best_of_budget(rows: Sequence[Row]) -> Row:
+    """The size that one budget of FLOPs is best spent on: the minimum of a parabola through bits per byte over
+    log(parameters), where that lies between the sizes; else the best run."""
+    best = min(rows, key=lambda row: row["val_bpb"])
+    if len({row["params_scaling"] for row in rows}) < 3:
+        return best | {"how": "the best run"}
+    x = np.log([row["params_scaling"] for row in rows])
+    a, b, c = np.polyfit(x, [row["val_bpb"] for row in rows], 2)
+    lowest = -b / (2 * a) if a > 0 else math.inf
+    if not x.min() <= lowest <= x.max():
+        return best | {"how": "the best run, at the edge of the sizes: there is no minimum between them"}
+    tokens = np.exp(np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)]))
+    return {"flops": float(np.mean([row["flops"] for row in rows])), "params_scaling": float(np.exp(lowest)),
+            "tokens": float(tokens), "val_bpb": float(np.polyval((a, b, c), lowest)), "how": "minimum of a parabola"}
+
+
+def points_of(rows: Sequence[Row]) -> list[Row]:
+    """What the laws are fitted to: a point for each budget, and each run without one."""
+    budgets: dict[float, list[Row]] = {}
+    for row in rows:
+        if row["flops_budget"] is not None and row["val_bpb"] is not None:
+            budgets.setdefault(row["flops_budget"], []).append(row)
+    points = [best_of_budget(of_budget) | {"flops_budget": budget} for budget, of_budget in budgets.items()]
+    points += [row | {"how": "a run"} for row in rows if row["flops_budget"] is None]
+    return sorted(points, key=lambda point: point["flops"])
+
+
+def power_law(points: Sequence[Row], what: str) -> dict[str, Any]:
+    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error (None for two
+    points, through which a line goes exactly). ValueError for fewer than two different FLOPs."""
+    x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
+    if len(np.unique(x)) < 2:
+        raise ValueError(f"a power law needs at least 2 points of different FLOPs, got {len(np.unique(x))}; train more "
+                         f"sizes or budgets")
+    A = np.stack([x - x.mean(), np.ones_like(x)], axis=1)
+    (exponent, level), *_ = np.linalg.lstsq(A, y, rcond=None)
+    free, rest = len(x) - 2, y - A @ (exponent, level)
+    error = math.sqrt(rest @ rest / free / (A[:, 0] @ A[:, 0])) if free else None
+    return {"exponent": float(exponent), "standard_error": error, "factor": math.exp(level - exponent * x.mean()),
+            "points": len(x)}
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+def draw(rows: Sequence[Row], points: Sequence[Row], laws: Mapping[str, Any], out: Path) -> list[Path]:
+    """isoflops.png and scaling.png. ValueError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("matplotlib is not installed; pip install -e '.[plot]'") from None
+    sizes, scaling = Figure(figsize=(7, 5), layout="constrained"), Figure(figsize=(12, 4), layout="constrained")
+    axes = sizes.subplots()
+    for budget in dict.fromkeys(row["flops_budget"] for row in rows):
+        line = sorted((row["params_scaling"], row["val_bpb"]) for row in rows if row["flops_budget"] == budget)
+        axes.plot(*zip(*line), "o-", label="one ratio" if budget is None else f"{budget:.3g} FLOPs")
+    if any(row["flops_budget"] for row in rows):
+        axes.plot([p["params_scaling"] for p in points], [p["val_bpb"] for p in points], "k*", label="best")
+    axes.set(xscale="log", xlabel="parameters (matrices and head)", ylabel="validation bits per byte")
+    axes.legend()
+    axes.tick_params(axis="x", which="both", labelrotation=45)
+    names = {"params_scaling": "parameters", "tokens": "tokens", "val_bpb": "validation bits per byte"}
+    flops = np.array([point["flops"] for point in points])
+    for axes, (what, name) in zip(scaling.subplots(1, 3), names.items()):
+        axes.plot(flops, [point[what] for point in points], "o")
+        if what in laws:
+            law = laws[what]
+            error = "" if law["standard_error"] is None else f" ± {law['standard_error']:.3f}"
+            axes.plot(flops, law["factor"] * flops ** law["exponent"], label=f"C^({law['exponent']:.3f}{error})")
+            axes.set_yscale("log")
+            axes.legend()
+        axes.set(xscale="log", xlabel="FLOPs", ylabel=name)
+        axes.tick_params(axis="x", which="both", labelrotation=45)
+    paths = [out / "isoflops.png", out / "scaling.png"]
+    for figure, path in zip((sizes, scaling), paths):
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=120)
+        write_bytes(path, data.getvalue())
+    return paths
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read, fit, tell, draw. ValueError and OSError for bad flags and what cannot be read."""
+    args = parse_args(argv)
+    found = {run_dir: read_run(run_dir) for run_dir in map(find_run, dict.fromkeys(args.runs))}
+    for run_dir in [run_dir for run_dir, row in found.items() if row is None]:
+        print0(f"left out: {run_dir.name} is not completed; the command that began it goes on with it")
+    rows = sorted((row for row in found.values() if row is not None),
+                  key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
+    points = points_of(rows)
+    laws = {what: power_law(points, what) for what in ("params_scaling", "tokens")}
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_bytes(args.out / "results.csv", to_csv(rows).encode())
+    write_json(args.out / "fit.json", {"points": points, "laws": laws})
+    paths = draw(rows, points, laws, args.out)
+    print0("\n".join(table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows])))
+    for what, law in laws.items():
+        error = "through two points" if law["standard_error"] is None else f"± {law['standard_error']:.4f}"
+        print0(f"{what} = {law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({error}, {law['points']} points)")
+    print0(f"written: {', '.join(map(str, (args.out / 'results.csv', args.out / 'fit.json', *paths)))}")
+    print0(json.dumps(laws))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,115 @@
+"""What the order of the data promises: whatever 100 steps one looks at, their rows are a fair sample of the epoch, by
+the lengths of documents, by bucket and by source file.
+
+Chi-square tests at a level of 0.001 each, with fixed seeds. What is drawn at random decides what may be counted:
+documents for lengths, groups for files (a lane reads a group's documents one after another), rows for buckets.
+
+The sample is fair where few documents wait beside those that a window begins, here 128 beside 1,600: which ones wait is
+the packer's choice, and at first it keeps back those that are neither tiny nor nearly as long as a row."""
+
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.curriculum import Curriculum, Phase
+from nanochat.order import StreamConfig
+from nanochat.packing import BestFit
+from nanochat.stream import Row, Stream
+from tests.toy import MemorySource
+
+LEVEL = 0.001
+T, V, STEPS = 64, 8, 100  # steps of V rows
+FILES, GROUPS_PER_FILE, GROUP = 5, 80, 16
+EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS
+
+
+def p_value(counts: np.ndarray, shares: np.ndarray) -> float:
+    """How likely counts at least so far from these shares are, by Pearson's chi-square."""
+    expected = shares / shares.sum() * counts.sum()
+    assert expected.min() >= 5, "the test wants at least five of each"
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), torch.tensor(statistic / 2)))
+
+
+def corpus(seed: int) -> MemorySource:
+    """Lengths as of text: log-normal with a heavy tail. Half of the documents are shorter than 25 tokens, one in six
+    fills a row."""
+    rng = np.random.default_rng(seed)
+    def document() -> np.ndarray:
+        return np.zeros(int(np.clip(np.exp(rng.normal(3.2, 1.0)), 1, 60 * T)), np.uint32)
+    return MemorySource([[document() for _ in range(GROUP)] for _ in range(FILES * GROUPS_PER_FILE)])
+
+
+@cache
+def windows(seed: int, long_docs: str) -> tuple[MemorySource, list[list[Row]]]:
+    """The rows of each 100 steps, as far as they go in the first epoch."""
+    source = corpus(seed)
+    config = StreamConfig(T=T, V=V, seed=seed, long_docs=long_docs, overlap=8, buffer_size=16)
+    stream, found = Stream(config, {"web": source}, range(V), tokenizer="", num_threads=0), []
+    while all(feed.epoch == 0 for feed in stream.feeds["web"].values()):
+        found.append([row for _ in range(STEPS // 2) for row in stream.next_rows(1)])
+    halves = found[:-1]
+    return source, [a + b for a, b in pairwise(halves)]  # windows that overlap by half
+
+
+def begun(rows: list[Row]) -> list[tuple[int, int]]:
+    """(group, row of the group) of each document that begins in these rows."""
+    return [(group, row) for of_row in rows for (_, group, row), start, *_ in of_row.placed if start == 0]
+
+
+def classes(lengths: np.ndarray) -> np.ndarray:
+    return np.bincount(np.searchsorted(EDGES, lengths, side="right"), minlength=len(EDGES) + 1)
+
+
+def all_lengths(source: MemorySource) -> np.ndarray:
+    return np.array([1 + len(document) for group in source.documents for document in group])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("long_docs", ["crop", "split"])
+def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(seed: int, long_docs: str) -> None:
+    source, found = windows(seed, long_docs)
+    assert len(found) >= 2
+    for rows in found:
+        lengths = np.array([1 + len(source.documents[group][row]) for group, row in begun(rows)])
+        assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("long_docs", ["crop", "split"])
+def test_a_window_has_groups_of_all_files_as_the_epoch_has(seed: int, long_docs: str) -> None:
+    _, found = windows(seed, long_docs)
+    for rows in found:
+        files = Counter(group // GROUPS_PER_FILE for group in {group for group, _ in begun(rows)})
+        counts = np.array([files[file] for file in range(FILES)])
+        assert p_value(counts, np.ones(FILES)) > LEVEL
+
+
+def test_a_window_has_rows_of_all_buckets_as_the_weights_say() -> None:
+    shares = {"web": 5, "code": 2, "books": 1}
+    mix = Curriculum([Phase(10**9, shares)], max_epochs=dict.fromkeys(shares, 9))
+    config = StreamConfig(T=T, V=V, seed=1, buffer_size=16, curriculum=mix)
+    sources = {bucket: corpus(seed) for seed, bucket in enumerate(shares)}
+    stream = Stream(config, sources, range(V), tokenizer="", num_threads=0)
+    for _ in range(3):
+        rows = Counter(row.bucket for _ in range(STEPS) for row in stream.next_rows(1))
+        assert p_value(np.array([rows[bucket] for bucket in shares]), np.array(list(shares.values()))) > LEVEL
+
+
+def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = BestFit.push
+
+    def dropping(self: BestFit, key: Any, length: int, *rest: Any) -> None:
+        if length > 8 or hash(key) % 2:
+            push(self, key, length, *rest)
+
+    monkeypatch.setattr(BestFit, "push", dropping)
+    windows.cache_clear()
+    with pytest.raises(AssertionError):
+        test_a_window_has_documents_of_all_lengths_as_the_epoch_has(0, "crop")
+    windows.cache_clear()

@@ -1,0 +1,93 @@
+"""The table of a sweep is what its runs logged; laws and best sizes against data of a known law; the scripts."""
+
+import csv
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanochat.run_dir import read_config
+from scripts import base_train, sweep
+from tests import training
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"small": 12, "large": 36}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two sizes that are completed, and a run that is not."""
+    with training.workplace(tmp_path_factory.mktemp("sweep")) as path:
+        for tag, width in SIZES.items():
+            flags = {**training.SMALL, "aspect_ratio": width, "num_iterations": width // 6, "eval_every": 9}
+            assert training.run(**flags, model_tag=f"s_{tag}").code == 0
+        (path / "runs" / "s_unfinished").mkdir()
+        (path / "runs" / "s_unfinished" / "config.json").write_text("{}")
+        yield path
+
+
+def test_a_row_is_what_the_run_logged(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
+    assert "left out: s_unfinished is not completed" in capsys.readouterr().out
+    rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
+    assert [row["run"] for row in rows] == ["s_small", "s_large"]
+    for row in rows:
+        derived, log = read_config(runs / "runs" / row["run"])["derived"], training.steps(row["run"])
+        last = log[max(log)]
+        assert float(row["flops"]) == last["total_training_flops"] == derived["total_flops"]
+        assert int(row["tokens"]) == derived["total_tokens"] and float(row["val_bpb"]) > 0
+        assert float(row["train_time_s"]) == pytest.approx(last["total_training_time"])
+        assert row["core"] == row["peak_memory_bytes"] == row["flops_budget"] == ""
+    laws = json.loads((runs / "out" / "fit.json").read_text())["laws"]
+    assert laws["tokens"]["points"] == 2 and laws["tokens"]["standard_error"] is None
+    for name in ("isoflops.png", "scaling.png"):
+        assert (runs / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_size_and_no_runs_are_refused(runs: Path) -> None:
+    with pytest.raises(ValueError, match="at least 2 points of different FLOPs, got 1"):
+        sweep.main(["s_small", f"--out={runs / 'none'}"])
+    with pytest.raises(ValueError, match="no runs: expected tags"):
+        sweep.main(["--prefix=x", f"--out={runs / 'none'}"])
+    assert not (runs / "none").exists()
+
+
+def made(budgets: list[float], sizes: np.ndarray) -> list[dict[str, Any]]:
+    """Runs whose best size is 0.1 * FLOPs^0.5: parabolas in log(parameters), a little noisy."""
+    rng = np.random.default_rng(0)
+    return [{"run": "r", "flops_budget": C, "flops": C, "params_scaling": N, "tokens": C / (6 * N),
+             "val_bpb": 1 + 0.1 * np.log(N / (0.1 * C**0.5)) ** 2 + rng.normal(0, 1e-5)}
+            for C in budgets for N in sizes]
+
+
+def test_a_known_law_is_found_within_its_error() -> None:
+    points = sweep.points_of(made([1e12, 1e13, 1e14, 1e15], np.geomspace(2e4, 1e7, 9)))
+    assert {point["how"] for point in points} == {"minimum of a parabola"}
+    for what in ("params_scaling", "tokens"):
+        law = sweep.power_law(points, what)
+        assert abs(law["exponent"] - 0.5) < max(0.01, 3 * law["standard_error"]) and law["standard_error"] < 0.01
+    assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_best_size_outside_of_the_sizes_is_said() -> None:
+    [point] = sweep.points_of(made([1e12], np.geomspace(1e6, 1e7, 4)))
+    assert point["params_scaling"] == 1e6 and "at the edge" in point["how"]
+
+
+@pytest.mark.parametrize("script, runs_made", [("miniseries", 3), ("scaling_laws", 9)])
+@pytest.mark.parametrize("tiny", ["", "1"])
+def test_the_commands_of_the_scripts_can_be_run(tmp_path: Path, script: str, runs_made: int, tiny: str) -> None:
+    told = subprocess.run(["bash", f"runs/{script}.sh", "name"], cwd=ROOT, text=True, capture_output=True, check=True,
+                          env={**os.environ, "DRY_RUN": "1", "TINY": tiny, "NANOCHAT_BASE_DIR": str(tmp_path)}).stdout
+    trained = [line.split("scripts.base_train ")[1].split() for line in told.splitlines() if "base_train" in line]
+    assert len(trained) >= runs_made and len(trained) == len({tuple(flags) for flags in trained})
+    for flags in trained:
+        base_train.parse_args(flags[1:] if flags[0] == "--" else flags)
+    [line] = [line for line in told.splitlines() if "scripts.sweep" in line]
+    assert len(sweep.parse_args(line.split("scripts.sweep ")[1].split()).runs) == len(trained)
+    assert not list(tmp_path.iterdir())

@@ -118,7 +118,7 @@ def to_host(state: Any) -> Any:
     return copied
 
 
-def save_plain(state: Any, name: str) -> memoryview:
+def save_plain(state: Any, name: str) -> bytes:
     """A plain state as the bytes of a file. What is not plain could not be read back, so it is a
     TypeError, which begins with `name` and the place.
 
@@ -126,7 +126,7 @@ def save_plain(state: Any, name: str) -> memoryview:
     full disk halfway; so a save holds its largest file once more while that is written."""
     data = io.BytesIO()
     torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), data)
-    return data.getbuffer()
+    return data.getvalue()  # no copy; a view would outlive its buffer in the collector, where Python 3.12 crashes
 
 
 def load_plain(file: Path) -> Any:

@@ -296,7 +296,8 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
     # a value takes some 10 bytes, and each step has four places on axes and a digest besides
     size = sum(len(run.facts.steps) * (60 + 10 * len(drawable(run.facts.steps[-1]))) for run in runs if run.facts.steps)
-    stride, longest = -(-size // ROOM) or 1, max(len(run.facts.steps) for run in runs)
+    stride = max(1, -(-size // ROOM))
+    last = min(run.facts.steps[-1]["step"] if run.facts.steps else 0 for run in runs)  # that all runs have
     found = [drawn(run, stride, len(runs) > 1) for run in runs]
     buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
     charts = charts_of(found)
@@ -304,7 +305,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     parts = {"data": embed({"charts": charts, "buckets": buckets, "runs": found}), "plotly": get_plotlyjs(),
              "written": f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {thin}",
              "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
-             "title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"), "last": str(max(0, longest - 1)),
+             "title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"), "last": str(last),
              "digests": "".join(f'<tr><td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td></tr>'
                                 for run in runs),
              "curves": "", "mix": "", "timeline": "", "differing": differing(runs)}

@@ -37,7 +37,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
 from itertools import chain
@@ -71,7 +71,6 @@ BLANK = "\u2581"  # how SentencePiece writes a blank
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # of tokenizer.json
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
-MAX_FILE_BYTES = 1 << 28  # a larger one is no tokenizer
 NO_END = ("{}: nothing in it tells which token ends a document; name it with --eod-token (its text, or its id: {} "
           "ids)")
 
@@ -80,17 +79,38 @@ NO_END = ("{}: nothing in it tells which token ends a document; name it with --e
 
 class Foreign(Tokenizer):
     """A tokenizer that another program made: `data` is its file, `name` what messages call it. Who
-    opens one sets `bos_token_id`, which `find_end` finds."""
+    opens one sets `bos_token_id`, which `find_end` finds. ValueError for a file that its library does
+    not read, or a library that is not installed."""
 
     kind: ClassVar[str]
-    file: ClassVar[str | None]
+    package: ClassVar[str]  # of the extra `hf`
+    file: ClassVar[str | None]  # what a copy is called
+    library: Any
+    vocab: Mapping[str, int]
+    size: int
 
     def __init__(self, data: bytes, name: str):
-        self.data, self.name = data, name
-        self.bos_token_id = -1
+        self.data, self.name, self.bos_token_id = data, name, -1
+        try:
+            package = importlib.import_module(self.package)
+        except ImportError:
+            raise ValueError(f"--tokenizer {name}: needs the package {self.package}, which is not installed; "
+                             f"pip install -e '.[hf]'") from None
+        try:
+            self.load(package)
+            assert 0 < self.size <= MAX_IDS
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # a panic in Rust is no Exception
+            raise ValueError(f"{name}: nothing that the package {self.package} {package.__version__} reads "
+                             f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token, given as the vocabulary writes it."""
+    def load(self, package: Any) -> None:
+        """Set `library`, `vocab`, `size` and `special_tokens`. Raises anything for a broken file."""
+        raise NotImplementedError
+
+    def batch(self, texts: list[str]) -> list[list[int]]:
+        """The ids of texts, by the library."""
         raise NotImplementedError
 
     def ends(self, folder: Path) -> Iterator[str | int]:
@@ -102,6 +122,21 @@ class Foreign(Tokenizer):
         """(id, bytes of text that it stands for) of all tokens but special ones."""
         raise NotImplementedError
 
+    @property
+    def encoder(self) -> Encoder:
+        return self._encode
+
+    def _encode(self, texts: Sequence[str]) -> Encoded:
+        try:
+            found = self.batch(list(texts))
+        except (UnicodeError, TypeError):  # a lone surrogate
+            found = self.batch([replace_surrogates(text) for text in texts])
+        lengths = np.array([len(ids) for ids in found], np.int64)
+        return np.fromiter(chain.from_iterable(found), np.uint32, int(lengths.sum())), lengths
+
+    def get_vocab_size(self) -> int:
+        return self.size
+
     @cached_property
     def fingerprint(self) -> str:
         return hash_json({"kind": self.kind, "data": hash_bytes(self.data), "bos_token_id": self.bos_token_id})
@@ -109,7 +144,7 @@ class Foreign(Tokenizer):
     @cached_property
     def _table(self) -> np.ndarray:
         """(vocab_size,) int32: what `token_bytes` gives, before it is known to be right."""
-        table = np.zeros(self.get_vocab_size(), np.int32)
+        table = np.zeros(self.size, np.int32)
         for i, size in self.sizes():
             table[i] = size
         table[self.bos_token_id] = min(0, 1 - int(table[self.encode("x")].sum()))
@@ -127,7 +162,7 @@ class Foreign(Tokenizer):
     def token_bytes(self) -> "torch.Tensor":
         import torch
 
-        return torch.from_numpy(self._table) if self.knows_bytes else torch.ones(len(self._table), dtype=torch.int32)
+        return torch.from_numpy(self._table if self.knows_bytes else np.ones(self.size, np.int32))
 
     def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
         return {"kind": self.kind, "file": self.file, "bos_token_id": self.bos_token_id}, self.file, self.data
@@ -136,24 +171,16 @@ class Foreign(Tokenizer):
 class HuggingFaceTokenizer(Foreign):
     """A tokenizer.json, by the package `tokenizers`."""
 
-    kind, file = "huggingface", "hf_tokenizer.json"
+    kind, package, file = "huggingface", "tokenizers", "hf_tokenizer.json"
 
-    def __init__(self, data: bytes, name: str):
-        super().__init__(data, name)
+    def load(self, package: Any) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads are the callers' own
-        tokenizers = needed("tokenizers", name)
-        try:
-            spec = json.loads(data)
-            spec |= {"truncation": None, "padding": None}
-            spec["model"]["dropout"] = None
-            self.spec, self.library = spec, tokenizers.Tokenizer.from_str(json.dumps(spec))
-            self.vocab: dict[str, int] = self.library.get_vocab()
-            self._size = 1 + max(self.vocab.values())
-            assert self._size <= MAX_IDS
-        except Exception as e:  # the library raises nothing more exact
-            raise ValueError(f"{name}: no tokenizer.json that the package tokenizers {tokenizers.__version__} reads "
-                             f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
+        self.spec = json.loads(self.data) | {"truncation": None, "padding": None}
+        self.spec["model"]["dropout"] = None
+        self.library = package.Tokenizer.from_str(json.dumps(self.spec))
         self.library.encode_special_tokens = True  # as ordinary text
+        self.vocab = self.library.get_vocab()
+        self.size = 1 + max(self.vocab.values())
         added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
 
@@ -163,19 +190,11 @@ class HuggingFaceTokenizer(Foreign):
         parts = {name: self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hash_json({"kind": self.kind, **parts, "bos_token_id": self.bos_token_id})
 
-    @cached_property
-    def encoder(self) -> Encoder:
-        return Listed(lambda texts: [found.ids for found in self.library.encode_batch_fast(
-            texts, add_special_tokens=False)])
-
-    def get_vocab_size(self) -> int:
-        return self._size
+    def batch(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Any) -> str:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def id_of(self, token: str) -> int | None:
-        return self.library.token_to_id(token)
 
     def ends(self, folder: Path) -> Iterator[str | int]:
         told: list[dict[str, Any]] = []
@@ -210,44 +229,30 @@ class HuggingFaceTokenizer(Foreign):
 class SentencePieceTokenizer(Foreign):
     """A .model, by the package `sentencepiece`."""
 
-    kind, file = "sentencepiece", "sentencepiece.model"
+    kind, package, file = "sentencepiece", "sentencepiece", "sentencepiece.model"
 
-    def __init__(self, data: bytes, name: str):
-        super().__init__(data, name)
-        sentencepiece = needed("sentencepiece", name)
-        try:
-            self.library = sentencepiece.SentencePieceProcessor(model_proto=data)
-            size = self.library.vocab_size()
-            assert 0 < size <= MAX_IDS
-        except Exception as e:  # the library raises nothing more exact
-            raise ValueError(f"{name}: no model that the package sentencepiece reads ({type(e).__name__}: "
-                             f"{str(e)[:100]}); fetch it again") from None
-        self.special_tokens = {self.library.id_to_piece(i): i for i in range(size)
+    def load(self, package: Any) -> None:
+        self.library = package.SentencePieceProcessor(model_proto=self.data)
+        self.size = self.library.vocab_size()
+        self.vocab = {self.library.id_to_piece(i): i for i in range(self.size)}
+        self.special_tokens = {piece: i for piece, i in self.vocab.items()
                                if self.library.is_control(i) or self.library.is_unknown(i)}
 
-    @cached_property
-    def encoder(self) -> Encoder:
-        return Listed(lambda texts: self.library.encode(texts, num_threads=1))
-
-    def get_vocab_size(self) -> int:
-        return self.library.vocab_size()
+    def batch(self, texts: list[str]) -> list[list[int]]:
+        return self.library.encode(texts, num_threads=1)
 
     def decode(self, ids: Any) -> str:
         return self.library.decode([int(i) for i in ids])
-
-    def id_of(self, token: str) -> int | None:
-        i = self.library.piece_to_id(token)  # of no piece that of the unknown one
-        return i if self.library.id_to_piece(i) == token else None
 
     def ends(self, folder: Path) -> Iterator[str | int]:
         yield from (i for i in (self.library.eos_id(), self.library.bos_id()) if i >= 0)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        for i in range(self.get_vocab_size()):
+        for piece, i in self.vocab.items():
             if self.library.is_byte(i):
                 yield i, 1
-            elif not (self.library.is_control(i) or self.library.is_unknown(i) or self.library.is_unused(i)):
-                yield i, len(self.library.id_to_piece(i).replace(BLANK, " ").encode())
+            elif piece not in self.special_tokens and not self.library.is_unused(i):
+                yield i, len(piece.replace(BLANK, " ").encode())
 
 
 class IdsTokenizer(Foreign):
@@ -257,50 +262,17 @@ class IdsTokenizer(Foreign):
     kind, file, knows_bytes = "ids", None, False
 
     def __init__(self, vocab_size: int, bos_token_id: int):
-        super().__init__(b"", f"ids:{vocab_size}:{bos_token_id}")
-        self.bos_token_id, self._size, self.special_tokens = bos_token_id, vocab_size, {}
+        self.data, self.name = str(vocab_size).encode(), f"ids:{vocab_size}:{bos_token_id}"
+        self.bos_token_id, self.size, self.vocab, self.special_tokens = bos_token_id, vocab_size, {}, {}
 
-    @cached_property
-    def fingerprint(self) -> str:
-        return hash_json({"kind": self.kind, "vocab_size": self._size, "bos_token_id": self.bos_token_id})
+    def ends(self, folder: Path) -> Iterator[str | int]:
+        yield self.bos_token_id
 
-    @property
-    def encoder(self) -> Encoder:
+    def batch(self, texts: list[str]) -> list[list[int]]:
         raise ValueError(f"--tokenizer {self.name}: it stands for ids and knows no text; name the tokenizer itself")
-
-    @cached_property
-    def _table(self) -> np.ndarray:
-        return np.ones(self._size, np.int32)
-
-    def get_vocab_size(self) -> int:
-        return self._size
 
     def decode(self, ids: Any) -> str:
         return " ".join(str(int(i)) for i in ids)
-
-
-class Listed:
-    """An encoder from what a library gives: a list of ids for each text."""
-
-    def __init__(self, batch: Callable[[list[str]], list[list[int]]]):
-        self.batch = batch
-
-    def __call__(self, texts: Sequence[str]) -> Encoded:
-        try:
-            found = self.batch(list(texts))
-        except (UnicodeError, TypeError):  # a lone surrogate
-            found = self.batch([replace_surrogates(text) for text in texts])
-        lengths = np.array([len(ids) for ids in found], np.int64)
-        return np.fromiter(chain.from_iterable(found), np.uint32, int(lengths.sum())), lengths
-
-
-def needed(package: str, name: str) -> Any:
-    """A package of the extra `hf`. ValueError, which names the tokenizer, where it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ValueError(f"--tokenizer {name}: needs the package {package}, which is not installed; "
-                         f"pip install -e '.[hf]'") from None
 
 
 # ---- opening one ---------------------------------------------------------------------------------
@@ -309,17 +281,19 @@ KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] =
     ".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
 
 
-def open_foreign(name: str, eod_token: str | None = None, *, data_path: Path | str | None = None) -> Tokenizer:
-    """The tokenizer that a --tokenizer names and that is not in our format; see
-    `nanochat.tokenizer.get_tokenizer`."""
+def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
+    """What a --tokenizer names that is not in our format; see `nanochat.tokenizer.get_tokenizer`."""
     if name.startswith("ids:"):
-        return _open_ids(name, eod_token)
+        match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
+        if match is None or not 2 <= int(match[1]) <= MAX_IDS:
+            raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
+                             f"the one that ends a document")
+        ids = IdsTokenizer(int(match[1]), int(match[2] or -1))
+        return IdsTokenizer(ids.size, find_end(ids, Path(), eod_token))
     path = place(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
-    path = _find_file(path, data_path)
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size:,} bytes, too large for a tokenizer")
+    path = _find_file(path)
     data = local(path).read_bytes()
     if path.suffix == ".pkl":
         return restore(data, str(path), eod_token)
@@ -328,17 +302,15 @@ def open_foreign(name: str, eod_token: str | None = None, *, data_path: Path | s
     return tokenizer
 
 
-def _find_file(path: Path, data_path: Path | str | None) -> Path:
+def _find_file(path: Path) -> Path:
     """The file of a tokenizer that a path names, itself or in a folder. FileNotFoundError with the
     ways out where there is none."""
-    data = f" --data-path {data_path}" if data_path else ""
-    train = f"train one with python -m scripts.tok_train{data} --output-dir {path}"
+    train = f"train one with python -m scripts.tok_train --output-dir {path}"
     if path.is_dir():
-        found = [file for file in (path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model")))
-                 if file.is_file()]
-        if not found:
-            raise FileNotFoundError(f"{path}: no tokenizer here (tokenizer.json, *.model, tokenizer.pkl); {train}")
-        return found[0]
+        for file in (path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))):
+            if file.is_file():
+                return file
+        raise FileNotFoundError(f"{path}: no tokenizer here (tokenizer.json, *.model, tokenizer.pkl); {train}")
     if not path.is_file():
         raise FileNotFoundError(f"--tokenizer {path}: no such file or folder, and no name of tiktoken's "
                                 f"({', '.join(tiktoken.list_encoding_names())}); nothing is fetched from a hub: "
@@ -351,48 +323,35 @@ def _find_file(path: Path, data_path: Path | str | None) -> Path:
 def find_end(tokenizer: Foreign, folder: Path, eod_token: str | None) -> int:
     """The id that separates documents: --eod-token, or what the files name. ValueError if they name
     none, or a token that is not there."""
-    size = tokenizer.get_vocab_size()
-    for end in [eod_token] if eod_token is not None else tokenizer.ends(folder):
-        found = end if isinstance(end, int) else tokenizer.id_of(end)
-        if found is None and eod_token is not None and eod_token.isdecimal():
-            found = int(eod_token)
-        if found is not None and 0 <= found < size:
+    ends: Iterable[str | int] = tokenizer.ends(folder)
+    if eod_token is not None:
+        ends = [eod_token, int(eod_token) if eod_token.isdecimal() else -1]
+    for end in ends:
+        found = tokenizer.vocab.get(end, -1) if isinstance(end, str) else end
+        if 0 <= found < tokenizer.size:
             return found
-        if eod_token is not None:
-            raise ValueError(f"--eod-token {eod_token}: no token of {tokenizer.name}, which has {size:,} ids")
-    raise ValueError(NO_END.format(tokenizer.name, f"{size:,}"))
-
-
-def _open_ids(name: str, eod_token: str | None) -> IdsTokenizer:
-    """ids:VOCAB[:EOD]."""
-    match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
-    if match is None or not 2 <= int(match[1]) <= MAX_IDS:
-        raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
-                         f"the one that ends a document")
-    size, end = int(match[1]), eod_token or match[2]
-    if end is None:
-        raise ValueError(NO_END.format(name, f"{size:,}"))
-    if not end.isdecimal() or int(end) >= size:
-        raise ValueError(f"--tokenizer {name}: its end of a document is {end}, expected an id below {size:,}")
-    return IdsTokenizer(size, int(end))
+    if eod_token is not None:
+        raise ValueError(f"--eod-token {eod_token}: no token of {tokenizer.name}, which has {tokenizer.size:,} ids")
+    raise ValueError(NO_END.format(tokenizer.name, f"{tokenizer.size:,}"))
 
 
 def open_saved(folder: Path) -> Tokenizer:
     """What `Tokenizer.save` wrote of a tokenizer of this room. ValueError or FileNotFoundError,
     which names the file, where it has changed."""
     saved, json_path = read_description(folder) or {}, folder / JSON_FILE
-    if saved["kind"] == IdsTokenizer.kind:
-        tokenizer: Foreign = IdsTokenizer(int(saved.get("vocab_size", 0)), saved["bos_token_id"])
-    else:
-        kind = next((kind for kind in KINDS.values() if kind.kind == saved["kind"]), None)
-        if kind is None:
-            raise ValueError(f"{json_path}: a tokenizer of the kind {saved['kind']!r}, which this code does not know; "
-                             f"{RESTORE}")
+    end, kind = saved["bos_token_id"], next((k for k in KINDS.values() if k.kind == saved["kind"]), None)
+    if kind is not None:
         path = folder / str(kind.file)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
-        tokenizer = kind(local(path).read_bytes(), str(path))
-        tokenizer.bos_token_id = saved["bos_token_id"]
+        tokenizer: Foreign = kind(local(path).read_bytes(), str(path))
+        tokenizer.bos_token_id = end
+    elif saved["kind"] == IdsTokenizer.kind and 0 <= end < saved["vocab_size"] <= MAX_IDS:
+        tokenizer = IdsTokenizer(saved["vocab_size"], end)
+    else:
+        raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
+    if not 0 <= end < tokenizer.get_vocab_size():
+        raise ValueError(f"{json_path}: bos_token_id {end} is none of its ids; {RESTORE}")
     refuse_changed(tokenizer, json_path, saved["fingerprint"], tokenizer.file)
     return tokenizer
 

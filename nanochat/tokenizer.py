@@ -77,7 +77,7 @@ EOD_HELP = "the token that separates documents, where the tokenizer's files do n
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # of any tokenizer.json, and of
 OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # our own and of
-FOREIGN = {"kind": str, "file": str | None, "bos_token_id": int}  # one that stands for another's file
+FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # one that stands for another's file
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
 Encoder = Callable[[Sequence[str]], Encoded]  # texts as ordinary text; one object is called from many threads
@@ -496,7 +496,7 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     if name is not None and not is_ours(place(name)):
         from nanochat.hf import open_foreign
 
-        return open_foreign(str(name), eod_token, data_path=data_path)
+        return open_foreign(str(name), eod_token)
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave it out")
     if "kind" in (read_description(folder) or {}):

@@ -62,7 +62,6 @@ from nanochat.config import Settings
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.dist import compute_init, versions
-from nanochat.engine import Engine
 from nanochat.optim import adamw_rates, adamw_update, muon_batch, muon_updates
 from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
@@ -70,6 +69,7 @@ from nanochat.sources import open_source, scan
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs
+from scripts.infer_bench import times
 from tests import training
 
 MINUTES = 7.5  # of a part, after which no further run is started
@@ -585,14 +585,10 @@ def saves(bench: Bench) -> Iterator[Figure]:
 def generation(bench: Bench) -> Iterator[Figure]:
     """How fast tokens are drawn, at lengths that no call before had."""
     model, num = Job(bench.about_job(batch_size=1)).model.eval(), bench.sizes.tokens
-    engine = Engine(model, RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     lengths = itertools.count(num, num)  # of the prompts
     for rows in (1, 8, 32):
-        def generate(rows: int = rows) -> None:
-            for _ in engine.generate([1] * next(lengths), rows, max_tokens=num):
-                pass
-        generate()
-        yield "generation, tokens/s", f"d12, {rows} rows", rows * num / seconds(generate)
+        _, spent = (sum(times(model, [1] * next(lengths), rows, num)) for _ in range(2))
+        yield "generation, tokens/s", f"d12, {rows} rows", rows * num / spent
 
 
 def loader(bench: Bench) -> Iterator[Figure]:

@@ -101,8 +101,9 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         label, kind, path = task["label"], task["icl_task_type"], folder / "eval_data" / task["dataset_uri"]
         if kind not in SHAPES:
             raise ValueError(f"{config}: the task {label!r} has icl_task_type {kind!r}, expected {', '.join(SHAPES)}")
-        if label not in baselines:
-            raise ValueError(f"{meta}: no row for the task {label!r} of {config.name}; {WAY_OUT}")
+        if not 0 <= baselines.get(label, -1) < 1:
+            raise ValueError(f"{meta}: the task {label!r} of {config.name} has no row there with a baseline "
+                             f"from 0 to below 100; {WAY_OUT}")
         items = _read_items(path, kind, label)
         random.Random(1337).shuffle(items)  # the seeds here and in `make_prompts` are nanochat's
         items = items[:max_per_task] if max_per_task > 0 else items
@@ -120,13 +121,10 @@ def _read_baselines(path: Path) -> dict[str, float]:
     """{task: accuracy of guessing, from 0 to 1} of the bundle's table, which has percent."""
     try:
         with path.open(encoding="utf-8", newline="") as f:
-            found = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(f)}
-        if not all(0 <= baseline < 1 for baseline in found.values()):
-            raise ValueError("a baseline is not between 0 and 100")
+            return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(f)}
     except (KeyError, TypeError, ValueError, csv.Error) as e:
         raise ValueError(f"{path}: expected the columns 'Eval Task' and 'Random baseline', the latter in percent "
                          f"({type(e).__name__}: {e}); {WAY_OUT}") from e
-    return found
 
 
 def _read_items(path: Path, kind: str, label: str) -> list[Item]:

@@ -122,13 +122,14 @@ GPU = SimpleNamespace(
             "d24": {"depth": 24, "device_batch_size": 16}},  # flags of scripts.base_train
     corpus=CorpusSettings(), vocab_size=32768, T=2048,
     bits={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024}, steps=40,
+    buffer=Settings().buffer_size,  # of all runs: few documents are soon tokenized
     warm=4, timed=8,  # steps of other runs
     tests=("attention", "gpt", "optim", "checkpoint", "dataloader"),
     windows=(128, 256, -1), attention_T=1024, width=768, draws=20, saves=3, tokens=64, batches=64)
 TINY = SimpleNamespace(
     models={"d12": SMALL, "d24": SMALL}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, bits={**SMALL, "max_seq_len": 64, "total_batch_size": 8 * 64}, steps=6, warm=2, timed=3,
-    tests=("common",), windows=(16, -1), attention_T=96, width=32, draws=2, saves=1, tokens=8, batches=4)
+    buffer=8, tests=("common",), windows=(16, -1), attention_T=96, width=32, draws=2, saves=1, tokens=8, batches=4)
 
 
 Figure = tuple[str, str, float | None]  # the measure, of what, and how much
@@ -348,7 +349,8 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
     process before it begins; `dies`: it ends with one of them killing itself."""
     bench.look_at_the_clock()
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
-             "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T, "model_tag": tag}
+             "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
+             "buffer_size": bench.sizes.buffer, "model_tag": tag}
     with mock.patch.dict(os.environ, outside(), clear=True):
         group = training.launch(base_train.main, [as_flags(given | flags)] * world_size, [env or {}] * world_size, hook)
     try:

@@ -1,14 +1,13 @@
 """
-Boards: where the values of a run are drawn elsewhere while it trains; and the profile of some steps.
+Boards: where the values of a run are drawn elsewhere while it trains, and the profile of some steps.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Boards --> wandb        --run=NAME
-                                                                '-> TensorBoard  --log-to=tensorboard
+                                                           '-----> TensorBoard  --log-to=tensorboard
 
 The log of the run directory has everything, so a board is a comfort: where one fails, that is told
 once and the run goes on without it. Nothing of this room is loaded unless a run asks for it.
 
-A profile is PyTorch's trace of some steps of rank 0, for https://ui.perfetto.dev or chrome://tracing.
-It watches and computes nothing, so a run with a profile has the same bits as one without.
+A profile is PyTorch's trace of some steps of rank 0, for https://ui.perfetto.dev. It watches and computes nothing, so a run with a profile has the same bits as one without.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of all numbers in a nest of mappings; the names of a nest are joined by "/"."""
+    """(name, number) of all numbers in a nest of mappings; names of a nest are joined by "/"."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat_numbers(value, f"{prefix}{name}/")
@@ -65,7 +64,7 @@ class Boards:
     """All boards that a run asks for. `wandb_id`: that of the wandb run to go on with; afterwards that of
     the run which was begun. `step`: from which this launch goes on."""
 
-    def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int) -> None:
+    def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
         self._open: dict[str, Any] = {}
         if "wandb" in settings.boards:
@@ -119,7 +118,8 @@ class Profile:
         """Write what was profiled, if that has not been done."""
         if self._profiler is None:
             return
-        profiler, self._profiler, self._last = self._profiler, None, self._first  # it does not begin again
+        profiler, self._profiler = self._profiler, None
+        self._last = self._first  # it does not begin again
         try:
             profiler.stop()
             self._path.parent.mkdir(exist_ok=True)

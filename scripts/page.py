@@ -1,18 +1,18 @@
 """
-Draw runs as one HTML page: curves, mix, time line, accounts, samples, settings. It needs no network.
+Draw runs as one HTML page that needs no network: curves, mix, time line, accounts, samples, settings.
 
-    python -m scripts.page d12                            # writes page.html
-    python -m scripts.page d12 d24 --out=both.html        # two runs in one page; without a name: all runs
-    python -m scripts.page d12 --watch                    # written anew while the run goes on
+    python -m scripts.page d12                          # writes page.html
+    python -m scripts.page d12 d24 --out=both.html      # two runs in one page; without a name: all
+    python -m scripts.page d12 --watch                  # written anew while the run goes on
 
-    logs, cursors, settings --report.read_facts--> Facts --curves, launches--> JSON in the page --plotly--> curves
-                                                     '---- tables, words ----> HTML, escaped
+    logs, cursors, --report.read_facts--> Facts --curves, launches--> JSON --plotly--> curves
+    settings                                '----- tables, words ---> HTML, escaped
 
-What is drawn is what the log has: a number in the lines of steps gets a curve, a number in an event a
-curve of points, any other event a mark on the time line. So a value that somebody adds to the log needs
-nothing here. The page is scripts/page.html with its parts filled in; plotly is embedded, and a policy in
-the page forbids the browser to load anything. Where all steps of a long run would make it too large, of
-each block of steps the one with the highest loss is drawn, so that spikes stay.
+What is drawn is what the log has: a number in the lines of steps gets a curve, a number in an event
+a curve of points, any other event a mark on the time line. So a value that somebody adds to the log
+needs nothing here. The page is scripts/page.html with its parts filled in; plotly is embedded, and a
+policy in the page forbids the browser to load anything. Where all steps of a long run would make it
+too large, of each block of steps the one with the highest loss is drawn, so that spikes stay.
 """
 
 import argparse
@@ -48,7 +48,8 @@ CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, ti
 # numbers that the axes show, and events that are marks although they may have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
-TONES = {"completed": "good", "running": "good", "starting": "good", "stopping": "wait", "stopped": "wait"}  # else bad
+TONES = {"completed": "good", "running": "good", "starting": "good",  # of a state; others are bad
+         "stopping": "wait", "stopped": "wait"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def step_axes(facts: Facts) -> dict[str, list[float]]:
     return {"steps": [step["step"] for step in steps],
             "tokens": [step["tokens"] for step in steps],
             "FLOPs": [step.get("total_training_flops") or flops * step["tokens"] for step in steps],
-            "hours": [(step.get("total_training_time") or s) / 3600 for step, s in zip(steps, spent_s)]}
+            "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
 
 
 def place(axes: Mapping[str, list[float]], done: int) -> dict[str, float]:
@@ -103,38 +104,45 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
     return found
 
 
+def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> dict[str, Any]:
+    """A curve for page.html. `look`: raw, line, points or plan."""
+    return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
+
+
 def step_series(facts: Facts) -> Iterator[dict[str, Any]]:
-    """Curves with a value for each step: {chart, name, look, bucket, y}."""
+    """Curves with a value for each step."""
     for name in dict.fromkeys(name for step in facts.steps for name in drawable(step)):
         values = [step.get(name) for step in facts.steps]
         group, _, bucket = name.partition("/")
         if group == "loss" and bucket:
-            yield {"chart": BUCKETS, "name": bucket, "look": "line", "bucket": bucket, "y": smooth(values)}
+            yield series(BUCKETS, bucket, smooth(values), bucket=bucket)
         elif group != "tokens" and any(values):
             title, factor = CHARTS.get(name, (name, 1))
             scaled = [None if value is None else factor * value for value in values]
-            look, name = {"loss": ("raw", name), "smooth_loss": ("line", "smoothed")}.get(name, ("line", name))
-            yield {"chart": title, "name": name, "look": look, "bucket": "", "y": scaled}
+            told = {"smooth_loss": "smoothed"}.get(name, name)
+            yield series(title, told, scaled, "raw" if name == "loss" else "line")
 
 
 def mix_series(facts: Facts, chart: str) -> Iterator[dict[str, Any]]:
-    """Shares of the buckets: as trained on over a fiftieth of the run, or 20 steps, and as planned."""
-    buckets = sorted({name[7:] for step in facts.steps for name in step if name.startswith("tokens/")})
-    if not buckets:
+    """Shares of the buckets: as trained on, over a fiftieth of the run or 20 steps, and as planned."""
+    steps, plan = facts.steps, facts.run_dir / PLAN_NAME
+    columns = sorted({name for step in steps for name in step if name.startswith("tokens/")})
+    if not columns:
         return
-    plan = facts.run_dir / PLAN_NAME
-    phases = read_json(plan, {"phases": [{"first_step": int, "asked": dict}]})["phases"] if plan.is_file() else []
-    begins = [phase["first_step"] for phase in phases]
-    counts = np.array([[step.get(f"tokens/{bucket}") or 0 for bucket in buckets] for step in facts.steps], float)
-    sums, window = counts.cumsum(axis=0), max(20, len(counts) // 50)
+    counts = np.array([[step.get(name) or 0 for name in columns] for step in steps], float)
+    sums, window = counts.cumsum(axis=0), max(20, len(steps) // 50)
     sums[window:] -= sums[:-window].copy()
     shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-    for bucket, share in zip(buckets, shares.T.tolist()):
-        yield {"chart": chart, "name": bucket, "look": "line", "bucket": bucket, "y": share}
-        asked = [phase["asked"].get(bucket, 0) / max(1, sum(phase["asked"].values())) for phase in phases]
-        planned = [asked[max(0, bisect_right(begins, step["step"]) - 1)] for step in facts.steps if asked]
-        if planned:
-            yield {"chart": chart, "name": f"{bucket}, planned", "look": "plan", "bucket": bucket, "y": planned}
+    shape = {"phases": [{"first_step": int, "asked": dict}]}
+    phases = read_json(plan, shape)["phases"] if plan.is_file() else []
+    begins = [phase["first_step"] for phase in phases]
+    now = [phases[max(0, bisect_right(begins, step["step"]) - 1)]["asked"] for step in steps if phases]
+    for name, share in zip(columns, shares.T.tolist()):
+        bucket = name.removeprefix("tokens/")
+        yield series(chart, bucket, share, bucket=bucket)
+        if now:
+            planned = [asked.get(bucket, 0) / max(1, sum(asked.values())) for asked in now]
+            yield series(chart, f"{bucket}, planned", planned, "plan", bucket)
 
 
 def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
@@ -143,13 +151,14 @@ def point_series(facts: Facts) -> Iterator[dict[str, Any]]:
     for event in facts.events:
         for name, value in drawable(event).items():
             found.setdefault(name, {})[event["step"]] = value
+    several = len(facts.manifest.get("val", {})) > 1
     for name, points in found.items():
         group, _, part = name.partition("/")
-        if group in ("bpb", "loss") or (group == "buckets" and len(facts.manifest.get("val", {})) > 1):
+        if group in ("bpb", "loss") or (group == "buckets" and several):
             group = BPB if "bpb" in found else "Loss on validation, nats a token"
         if group != "buckets":  # of the one bucket that is all there is
-            yield {"chart": group, "name": part or name, "look": "points", "bucket": part,
-                   "steps": [*points], "y": [*points.values()]}
+            one = series(group, part or name, [*points.values()], "points", part)
+            yield one | {"steps": [*points]}
 
 
 def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
@@ -157,14 +166,15 @@ def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str,
     for number, launch in enumerate(run.facts.launches, 1):
         marks = []
         for event in launch["events"]:
-            if event["event"] not in ("wandb", "samples") and not drawable(event):
-                told = ", ".join(f"{k} {show(v)}" for k, v in event.items() if k not in ("event", "step", "time"))
-                marks.append({"at": place(axes, event["step"]), "kind": event["event"],
-                              "text": f"{event['event']} at step {event['step']:,}: {told}"})
-        end = launch["end"] or ("" if run.alive else "killed")
-        told = f"launch {number} on {launch['world_size']} process(es): {end or 'at work'} at step {launch['last']:,}"
-        yield {"from": place(axes, launch["first"]), "to": place(axes, launch["last"]), "end": end, "marks": marks,
-               "label": f"{number}: {launch['world_size']} proc.", "text": f"{told} {launch['reason']}"}
+            kind, step = event["event"], event["step"]
+            if kind not in ("wandb", "samples") and not drawable(event):
+                more = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
+                told = ", ".join(f"{name} {show(value)}" for name, value in more.items())
+                marks.append({"at": place(axes, step), "kind": kind, "text": f"{kind} at step {step:,}: {told}"})
+        end, world = launch["end"] or ("" if run.alive else "killed"), launch["world_size"]
+        told = f"launch {number} on {world} process(es): {end or 'at work'} at step {launch['last']:,}"
+        yield {"from": place(axes, launch["first"]), "to": place(axes, launch["last"]), "end": end,
+               "label": f"{number}: {world} proc.", "text": f"{told} {launch['reason']}", "marks": marks}
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
@@ -172,42 +182,50 @@ def rounded(values: Sequence[Any]) -> list[Any]:
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
+def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
+    """Indices of the steps to draw: of each block of `stride` that with the highest loss, and the last."""
+    kept = set(range(len(steps))[-1:])
+    for first in range(0, len(steps), stride):
+        block = range(first, min(first + stride, len(steps)))
+        kept.add(max(block, key=lambda i: steps[i]["loss"] or 0.0))
+    return sorted(kept)
+
+
 def drawn(run: Run, stride: int, several: bool) -> dict[str, Any]:
-    """What page.html draws of a run, with one of each `stride` steps and the last. Beside several runs,
-    which have a colour each, every bucket has a chart of its own."""
-    steps, axes = run.facts.steps, step_axes(run.facts)
-    blocks = [range(first, min(first + stride, len(steps))) for first in range(0, len(steps), stride)]
-    kept = sorted({max(block, key=lambda i: steps[i]["loss"] or 0.0) for block in blocks} | {*range(len(steps))[-1:]})
+    """What page.html draws of a run, with one of each `stride` steps. Beside several runs, which have
+    a colour each, every bucket has a chart of its own."""
+    axes, kept = step_axes(run.facts), kept_steps(run.facts.steps, stride)
     pick = lambda values: rounded([values[i] for i in kept])
     places = [{name: pick(axes[name]) for name in AXES}]
-    series = [{**one, "axis": 0, "y": pick(one["y"])}
-              for one in (*step_series(run.facts), *mix_series(run.facts, f"mix-{run.index}"))]
+    curves = [*step_series(run.facts), *mix_series(run.facts, f"mix-{run.index}")]
+    found = [{**one, "axis": 0, "y": pick(one["y"])} for one in curves]
     for one in point_series(run.facts):
         at = [place(axes, done) for done in one.pop("steps")]
-        series.append({**one, "axis": len(places), "y": rounded(one["y"])})
+        found.append({**one, "axis": len(places), "y": rounded(one["y"])})
         places.append({name: rounded([there[name] for there in at]) for name in AXES})
-    for one in series:
+    for one in found:
         if several and one["bucket"] and one["chart"].startswith(("Loss", BPB)):
             one["chart"] = f"{one['chart']}: {one['bucket']}"
-    return {"name": run.name, "axes": places, "series": series, "launches": [*launches_of(run, axes)],
-            "steps": pick(axes["steps"]), "digests": [steps[i]["digest"] for i in kept]}
+    return {"name": run.name, "axes": places, "series": found, "launches": [*launches_of(run, axes)],
+            "steps": pick(axes["steps"]), "digests": [run.facts.steps[i]["digest"] for i in kept]}
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts in order, for what is drawn of the runs: {id, title, section, wide, look of its y-axis}."""
-    found = dict.fromkeys(series["chart"] for run in runs for series in run["series"])
+    """All charts in order, for what is drawn of the runs: {id, title, section, wide, look of y}."""
+    found = dict.fromkeys(one["chart"] for run in runs for one in run["series"])
+    mixes = {f"mix-{i}": i for i in range(len(runs))}
     charts: list[dict[str, Any]] = []
     for name in sorted(found, key=lambda name: (name != LOSS, not name.startswith(BPB))):
-        y = {"rangemode": "normal" if name.startswith(("Loss", "Bits")) else "tozero"}
-        mix = {f"mix-{i}": i for i in range(len(runs))}.get(name)
-        if mix is None:
-            log = {"type": "log"} if name == "Gradient norm" else {}
-            charts.append({"id": name, "title": name, "section": "curves", "wide": name == LOSS, "y": y | log})
-        else:
-            title = f"Mix of {runs[mix]['name']}: trained, and planned (dashed)"
-            charts.append({"id": name, "title": title, "run": mix, "section": "mix", "wide": len(runs) == 1,
-                           "y": y | {"tickformat": ".0%"}})
-    return [*charts, {"id": "timeline", "title": "Launches", "section": "timeline", "wide": True, "y": {}}]
+        chart = {"id": name, "title": name, "section": "curves", "wide": name == LOSS,
+                 "y": {"rangemode": "normal" if name.startswith(("Loss", BPB)) else "tozero"}}
+        if name == "Gradient norm":
+            chart["y"] = {"type": "log"}
+        if name in mixes:
+            title = f"Mix of {runs[mixes[name]]['name']}: trained, and planned (dashed)"
+            chart |= {"title": title, "section": "mix", "wide": len(runs) == 1, "run": mixes[name],
+                      "y": {"rangemode": "tozero", "tickformat": ".0%"}}
+        charts.append(chart)
+    return [*charts, {"id": "timeline", "title": "Launches", "section": "timeline", "wide": True}]
 
 
 # ---- tables and words ---------------------------------------------------------------------------
@@ -228,17 +246,19 @@ def headline(run: Run) -> str:
     """What to see first of a run: state, step, bits per byte, tokens/s, time."""
     state, facts = run.state, run.facts
     last = facts.steps[-1] if facts.steps else {"step": -1, "tokens": 0}
-    shown = state["shown"] if state["status"] else facts.status
-    done, total = last["step"] + 1, facts.config.get("derived", {}).get("num_iterations") or last["step"] + 1
+    shown, done = state["shown"] if state["status"] else facts.status, last["step"] + 1
+    total = facts.config.get("derived", {}).get("num_iterations") or done
     val: list[float | None] = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
     rate = statistics.median([step["tokens_per_s"] for step in facts.steps[-100:]] or [0.0])
-    left_s = state["eta_s"] if run.alive else sum(step["step_s"] for step in facts.steps)
-    figures = [(f"{done:,} / {total:,}", "steps"), (show(val[-1]), f"bits per byte, {show(val[0])} at first"),
-               (show(rate), "tokens/s"), (duration(left_s), "left" if run.alive else "in steps"),
-               (show(last["tokens"]), "tokens")]
-    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in figures)
+    spent_s = sum(step["step_s"] for step in facts.steps)
+    time_s, what = (state["eta_s"], "left") if run.alive else (spent_s, "in steps")
+    figures = {"steps": f"{done:,} / {total:,}", f"bits per byte, {show(val[0])} at first": show(val[-1]),
+               "tokens/s": show(rate), what: duration(time_s), "tokens": show(last["tokens"])}
+    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"
+                    for name, value in figures.items())
     words = " ".join([*in_words(facts), f"Last checkpoint: {state.get('checkpoint') or 'none'}."])
-    return (f'<div class="card"><span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
+    return (f'<div class="card"><span class="swatch c{run.index % 8}"></span>'
+            f'<b>{escape(run.name)}</b>'
             f'<span class="pill {TONES.get(shown, "bad")}">{escape(shown)}</span>'
             f'<progress max="{total}" value="{done}"></progress>'
             f'<div class="facts">{cells}</div><p class="soft">{escape(words)}</p></div>')
@@ -255,22 +275,27 @@ def account(run: Run) -> str:
 
 def samples(run: Run) -> str:
     """What the model wrote, the newest first."""
-    told = [(f"after {event['step']:,} steps", event.get("texts") or []) for event in run.facts.named("samples")[::-1]]
-    told += [(f"at the evaluation, {kind}", texts) for kind, texts in run.facts.evaluation.get("samples", {}).items()]
+    told = {f"after {event['step']:,} steps": event.get("texts") or []
+            for event in run.facts.named("samples")[::-1]}
+    for kind, texts in run.facts.evaluation.get("samples", {}).items():
+        told[f"at the evaluation, {kind}"] = texts
     parts: list[str] = []
-    for when, texts in told:
+    for when, texts in told.items():
         quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
-        parts.append(f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>{quotes}</details>")
+        start = f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>"
+        parts.append(f"{start}{quotes}</details>")
     return card(run.name, "".join(parts) or "None: --sample-every says how often.")
 
 
 def differing(runs: Sequence[Run]) -> str:
     """The settings that differ between runs."""
-    configs = [{k: json.dumps(v) for k, v in run.facts.config.items() if k != "derived"} for run in runs]
+    configs = [{name: json.dumps(value) for name, value in run.facts.config.items() if name != "derived"}
+               for run in runs]
     names = [name for name in {k: 0 for config in configs for k in config}
              if len({config.get(name) for config in configs}) > 1]
     rows = [(name, *(config.get(name) for config in configs)) for name in names]
-    return card("What differs", table(("setting", *(run.name for run in runs)), rows)) if rows else ""
+    told = table(("setting", *(run.name for run in runs)), rows)
+    return card("What differs", told) if rows else ""
 
 
 def settings(run: Run) -> str:
@@ -289,45 +314,52 @@ def embed(value: Any) -> str:
 
 
 def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """The whole page. `refresh`: whether it loads itself anew now and then. ValueError without plotly."""
+    """The whole page. `refresh`: whether it loads itself anew now and then. ValueError without
+    plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
+    ends = [run.facts.steps[-1] for run in runs if run.facts.steps]
     # a value takes some 10 bytes, and each step has four places on axes and a digest besides
-    size = sum(len(run.facts.steps) * (60 + 10 * len(drawable(run.facts.steps[-1]))) for run in runs if run.facts.steps)
+    size = sum(len(run.facts.steps) * (60 + 10 * len(drawable(end)))
+               for run, end in zip([run for run in runs if run.facts.steps], ends))
     stride = max(1, -(-size // ROOM))
-    last = min(run.facts.steps[-1]["step"] if run.facts.steps else 0 for run in runs)  # that all runs have
     found = [drawn(run, stride, len(runs) > 1) for run in runs]
-    buckets = sorted({series["bucket"] for run in found for series in run["series"]} - {""})
-    charts = charts_of(found)
+    buckets = sorted({one["bucket"] for run in found for one in run["series"]} - {""})
+    charts, now = charts_of(found), time.strftime("%Y-%m-%d %H:%M %Z")
     thin = f"Of every {stride} steps the one with the highest loss is drawn." if stride > 1 else ""
-    parts = {"data": embed({"charts": charts, "buckets": buckets, "runs": found}), "plotly": get_plotlyjs(),
-             "written": f"{time.strftime('%Y-%m-%d %H:%M %Z')}. {thin}",
+    parts = {"title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
              "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
-             "title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"), "last": str(last),
-             "digests": "".join(f'<tr><td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td></tr>'
-                                for run in runs),
-             "curves": "", "mix": "", "timeline": "", "differing": differing(runs)}
+             "data": embed({"charts": charts, "buckets": buckets, "runs": found}),
+             "plotly": get_plotlyjs(), "written": f"{now}. {thin}", "differing": differing(runs),
+             "last": str(min((end["step"] for end in ends), default=0)),  # which all runs have
+             "digests": "", "curves": "", "mix": "", "timeline": ""}
+    for run in runs:
+        cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'
+        parts["digests"] += f"<tr>{cells}</tr>"
     for chart in charts:
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
         parts[chart["section"]] += card(chart["title"], plot, "wide" * chart["wide"])
     for part in (headline, account, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
     template = Path(__file__).with_name("page.html").read_text()
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # in one go: no part is looked into
+    # in one go, so that no part is looked into
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Draw runs as one HTML page that needs no network.", epilog=__doc__)
     parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
     parser.add_argument("--out", type=Path, default=Path("page.html"), help="the page")
-    parser.add_argument("--watch", action="store_true", help="write it every ten seconds while a run is at work")
+    parser.add_argument("--watch", action="store_true",
+                        help="write it every ten seconds while a run is at work")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page, say where. FileNotFoundError where there is no such run, ValueError for a broken file in one."""
+    """Write the page, say where. FileNotFoundError where there is no such run, ValueError for a broken
+    file in one."""
     args = parse_args(argv)
     folders = [find_run(name).absolute() for name in args.run] or [
         path for path in map(run_path, list_runs()) if (path / CONFIG_NAME).is_file()]
@@ -335,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise FileNotFoundError("no runs yet; name a run directory")
     again = True
     while again:
-        runs = [Run(index, read_facts(path), status.look(path)) for index, path in enumerate(folders)]
+        runs = [Run(i, read_facts(path), status.look(path)) for i, path in enumerate(folders)]
         again = args.watch and any(run.alive for run in runs)
         write_bytes(args.out, make_page(runs, refresh=again).encode())
         print(f"{args.out}: {', '.join(run.name for run in runs)}", flush=True)

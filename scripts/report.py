@@ -76,7 +76,8 @@ class Facts:
         return {event["step"]: event["bpb"] for event in self.named("val")}
 
     def accounts(self) -> tuple[int, dict[str, dict[str, int]]]:
-        """(step, ledger) of the newest save; at step 0, and empty, before the first. ValueError for broken cursors."""
+        """(step, ledger) of the newest save; at step 0, and empty, before the first. ValueError for
+        broken cursors."""
         step, cursors = self.cursors or (0, [])
         try:
             return step, ledger(cursors, self.config["max_seq_len"])
@@ -343,12 +344,14 @@ PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_pa
 def draw_loss(facts: Facts, axes: Any) -> None:
     """Loss as logged and smoothed, and bits per byte on a scale of its own."""
     x = [step["step"] for step in facts.steps]
-    axes.plot(x, [nan(step["loss"]) for step in facts.steps], color="C0", alpha=0.3, linewidth=0.8, label="loss")
-    axes.plot(x, [nan(step["smooth_loss"]) for step in facts.steps], color="C0", label="loss, smoothed")
+    raw, smooth = ([nan(step[name]) for step in facts.steps] for name in ("loss", "smooth_loss"))
+    axes.plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")
+    axes.plot(x, smooth, color="C0", label="loss, smoothed")
     axes.set_ylabel("loss, nats a token")
     if val := facts.val():
         right = axes.twinx()
-        right.plot([*val], [nan(bpb) for bpb in val.values()], "o-", color="C1", markersize=3, label="bits per byte")
+        y = [nan(bpb) for bpb in val.values()]
+        right.plot([*val], y, "o-", color="C1", markersize=3, label="bits per byte")
         right.set_ylabel("bits per byte on validation")
         right.legend(loc="upper right", frameon=False)
     axes.legend(loc="upper center", frameon=False)
@@ -373,7 +376,8 @@ def draw_mix(facts: Facts, axes: Any) -> None:
 
 def draw_throughput(facts: Facts, axes: Any) -> None:
     """Tokens/s of every step."""
-    axes.plot([step["step"] for step in facts.steps], [step["tokens_per_s"] for step in facts.steps], linewidth=0.8)
+    x = [step["step"] for step in facts.steps]
+    axes.plot(x, [step["tokens_per_s"] for step in facts.steps], linewidth=0.8)
     axes.set_ylabel("tokens/s")
     axes.set_ylim(bottom=0)
 

@@ -45,8 +45,9 @@ COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": Y
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Where runs stand.", epilog=__doc__)
     parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
-    parser.add_argument("--sort", choices=[*SORTS, *(f"-{name}" for name in SORTS)], default="run", metavar="NAME",
-                        help=f"of the table, by {', '.join(SORTS)}; with a - before it the other way round")
+    names = [*SORTS, *(f"-{name}" for name in SORTS)]
+    parser.add_argument("--sort", choices=names, default="run", metavar="NAME",
+                        help=f"of the table, by {', '.join(SORTS)}; with a - before it the other way")
     parser.add_argument("--watch", action="store_true", help="again every two seconds, until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object (a list for all runs)")
     parser.add_argument("--exit-code", action="store_true", help="tell by the exit code how the run named stands")
@@ -136,14 +137,16 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def sort(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Runs in the order of a name in SORTS, "-" before it for the other way round; those without a figure last."""
+    """Runs in the order of a name in SORTS, with "-" before it in the other order; those without a
+    figure last."""
     key = SORTS[by.removeprefix("-")]
-    known = sorted((facts for facts in found if key(facts) is not None), key=key, reverse=by.startswith("-"))
+    known = [facts for facts in found if key(facts) is not None]
+    known.sort(key=key, reverse=by.startswith("-"))
     return known + [facts for facts in found if key(facts) is None]
 
 
 def colored(lines: list[str], found: list[dict[str, Any]]) -> list[str]:
-    """The lines of a table whose states have colours, on a terminal whose user has not set NO_COLOR."""
+    """The lines of a table, their states in colours on a terminal whose user has not set NO_COLOR."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return lines
     at = lines[0].index("state")

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Parser, get_dist_info, print0, run_main, setup_logging, table, write_json
+from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
 from nanochat.engine import Engine, load_model
@@ -36,17 +37,14 @@ from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats, unigram_
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.run_dir import find_run
 from nanochat.tokenizer import Tokenizer
-from scripts.sample import own_prompts
+from scripts.sample import ask_for_model, own_prompts
 
 MODES = ("core", "bpb", "sample")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Evaluate a trained model.", epilog=__doc__)
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
-                                     "(default: the only run)")
-    which.add_argument("--checkpoint", help="a checkpoint directory")
+    ask_for_model(p)
     p.add_argument("--eval", default="bpb,sample", metavar="MODES",
                    help=f"which of {', '.join(MODES)}, with commas between them")
     p.add_argument("--max-per-task", type=int, default=-1, help="items of each task of CORE; -1: all")
@@ -57,8 +55,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                    help="training tokens that the floor is counted from")
     p.add_argument("--device-batch-size", type=int, default=-1,
                    help="rows in one forward pass; -1: as the run did")
-    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
-    p.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
     args = p.parse_args(argv)
     for flag, allowed in (("eval_tokens", -1), ("device_batch_size", -1), ("unigram_tokens", 1)):
@@ -109,13 +105,14 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
 
 # ---- the script ---------------------------------------------------------------------------------
 
-def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, device: torch.device) -> dict[str, Any]:
+def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
+                  ) -> dict[str, Any]:
     """Collective. Bits per byte of the model on validation and on as much of each training bucket,
     and of a unigram model on the same validation tokens; nats per token, under names of their own,
     where the tokenizer does not know bytes."""
     _, rank, _, world_size = get_dist_info()
-    stored, config, settings = open_run(run_dir)
-    tokenizer = stored.tokenizer
+    stored, config, settings = opened
+    device, tokenizer = model.get_device(), stored.tokenizer
     data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
@@ -171,11 +168,13 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -
                               "device": device.type, "train_bpb": {}, "samples": {}}
     if "core" in args.eval:
         result["core"] = core(args, model, tokenizer)
-    if "bpb" in args.eval:
-        result |= bits_per_byte(args, model, run_dir, device)
-    if "sample" in args.eval and rank == 0:
-        data, config, _ = open_run(run_dir)
-        result["samples"] = draw_samples(model, tokenizer, own_prompts(data, config.T))
+    if set(args.eval) - {"core"}:
+        opened = open_run(run_dir)
+        if "bpb" in args.eval:
+            result |= bits_per_byte(args, model, run_dir, opened)
+        if "sample" in args.eval and rank == 0:
+            data, config, _ = opened
+            result["samples"] = draw_samples(model, tokenizer, own_prompts(data, config.T))
     return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
 
 

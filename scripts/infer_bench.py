@@ -29,16 +29,14 @@ from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init,
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.run_dir import find_run
+from scripts.sample import ask_for_model
 
 ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)  # a tokenizer without a stop token
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint (default: the only run)")
-    which.add_argument("--checkpoint", help="a checkpoint directory")
-    which.add_argument("--depth", type=int, help="a model of random weights instead, of so many layers")
+    ask_for_model(p).add_argument("--depth", type=int, help="a model of random weights instead, of so many layers")
     p.add_argument("--max-seq-len", type=int, default=2048, help="with --depth: tokens of a row")
     p.add_argument("--vocab-size", type=int, default=32768, help="with --depth: of the tokenizer")
     p.add_argument("--head-dim", type=int, default=128, help="with --depth: size of an attention head")
@@ -46,8 +44,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--prompt-tokens", type=int, default=-1, help="-1: half a row of training")
     p.add_argument("--decode-tokens", type=int, default=128, help="drawn for each row")
     p.add_argument("--rounds", type=int, default=3, help="of which the median counts")
-    p.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
-    p.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     args = p.parse_args(argv)
     for name, least in (("decode_tokens", 2), ("rounds", 1), ("prompt_tokens", -1)):
         if getattr(args, name) < least or getattr(args, name) == 0:

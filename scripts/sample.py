@@ -26,12 +26,21 @@ NUM_PROMPTS = 6
 PROMPT_TOKENS = 12
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Continue text with a trained model.")
+def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+    """Give a script the flags that say which model it loads, and what computes in which type.
+    Returns the group of those that say which."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
                                      "(default: the only run)")
     which.add_argument("--checkpoint", type=Path, help="a checkpoint directory")
+    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
+    parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
+    return which
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description="Continue text with a trained model.")
+    ask_for_model(parser)
     parser.add_argument("-p", "--prompt", action="append",
                         help="text to continue; may be given several times (default: beginnings of "
                              "the run's validation documents)")
@@ -41,8 +50,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="0 = most likely token, 1 = as the model says")
     parser.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest tokens")
     parser.add_argument("--seed", type=int, default=42, help="of the draws")
-    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
-    parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     return parser.parse_args(argv)
 
 

@@ -2,12 +2,13 @@
 Boards: where the values of a run are drawn elsewhere while it trains, and the profile of some steps.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Boards --> wandb        --run=NAME
-                                                           '-----> TensorBoard  --log-to=tensorboard
+                                                         '--------> TensorBoard  --log-to=tensorboard
 
 The log of the run directory has everything, so a board is a comfort: where one fails, that is told
 once and the run goes on without it. Nothing of this room is loaded unless a run asks for it.
 
-A profile is PyTorch's trace of some steps of rank 0, for https://ui.perfetto.dev. It watches and computes nothing, so a run with a profile has the same bits as one without.
+A profile is PyTorch's trace of some steps of rank 0, for https://ui.perfetto.dev. It watches
+and computes nothing, so a run with a profile has the same bits as one without.
 """
 
 import contextlib

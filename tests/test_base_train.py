@@ -36,7 +36,7 @@ from tests.training import checkpoints, digests, events, final, losses, refuse, 
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", "wait_s", "tokens",
-          "tokens_per_s", "mfu"}
+          "tokens_per_s", "mfu", "total_training_flops", "total_training_time"}
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,9 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [{}, {"skip_spikes": 9.0, "max_grad_norm": 0.1}], ids=["plain", "judged"])
+def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(
+        flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     one_step, fetch, update = base_train.one_step, trainer.fetch, optim.MuonAdamW.step
 
@@ -154,8 +156,8 @@ def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(monkeypatch
 
     monkeypatch.setattr(base_train, "one_step", watched)
     monkeypatch.setattr(trainer, "fetch", lambda values: told.append("fetch") or fetch(values))
-    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args: told.append("update") or update(*args))
-    succeed(num_iterations=3, leaves=4, save_every=-1)
+    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args, **how: told.append("update") or update(*args, **how))
+    succeed(num_iterations=3, leaves=4, save_every=-1, **flags)
     assert told == ["update", "fetch", "0 more waits"] * 3
     with Waits() as waits:
         float(torch.ones(()))

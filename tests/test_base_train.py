@@ -230,12 +230,14 @@ def test_a_stop_while_data_are_waited_for_saves_the_last_whole_step(monkeypatch:
     assert training.state_of(final()) == training.state_of(final("whole"))
 
 
-def test_importing_does_nothing_and_without_a_name_nothing_of_wandb_starts(workplace: Path) -> None:
-    """In a process of its own: the files that an import makes, the environment it reads, and what a run imports."""
+def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace: Path) -> None:
+    """In a process of its own: the files that an import makes, the environment it reads, and what a run imports:
+    no wandb, no store, no package of a store, no trainer of tokenizers."""
     program = f"""
 import os, sys
 from pathlib import Path
-import torch, pyarrow, numpy, requests, tiktoken, rustbpe, tqdm
+import torch, pyarrow, numpy, requests, tiktoken, tqdm
+sys.modules['rustbpe'] = None
 home = Path({str(workplace)!r})
 def listing():
     return sorted(map(str, home.rglob('*')))
@@ -251,7 +253,9 @@ assert not [key for key in read if key.startswith(('NANOCHAT', 'RANK', 'WORLD', 
 assert listing() == before and not torch.distributed.is_initialized()
 code = scripts.base_train.main({training.flags(num_iterations=1, save_every=-1)!r})
 assert code == 0 and listing() != before
-assert 'wandb' not in sys.modules
+assert not {{'wandb', 'nanochat.store'}} & set(sys.modules)
+import nanochat.store, scripts.tok_shards, scripts.tok_train
+assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                           timeout=training.PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -152,7 +152,7 @@ def test_several_threads_at_once_get_the_ids_of_tiktoken(trained):
 def test_it_starts_no_thread_leaves_the_cpus_as_they_were_and_survives_a_fork():
     program = """if True:
         import os, signal
-        import numpy, torch
+        import numpy
         from nanochat.tokenizer import RustBPETokenizer
         tokens = lambda: sorted(os.listdir("/proc/self/task"))
         before, cpus = tokens(), os.sched_getaffinity(0)

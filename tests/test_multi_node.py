@@ -9,14 +9,13 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import main as torchrun
 
 from nanochat import start_run
 from nanochat.sources import ParquetSource
@@ -85,40 +84,33 @@ def error_of(group: Group) -> str:
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
 
-def two_torchruns(workplace: Path, **changed: Any) -> list[subprocess.Popen[bytes]]:
+def two_torchruns(workplace: Path, **changed: Any) -> list[Group]:
     """Two launchers, each with one process; only the first can write where the run is."""
-    port, processes = free_port(), []
-    with (workplace / "torchrun.txt").open("wb") as output:
-        for node, base in enumerate((workplace, other(workplace))):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-                       "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1",
-                       "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]
-            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output,
-                                              env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}))
-    return processes
+    port = free_port()
+    return [training.launch(torchrun, [[
+        "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1",
+        "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]],
+        [{"NANOCHAT_BASE_DIR": str(base)}], partial(os.chdir, ROOT))
+        for node, base in enumerate((workplace, other(workplace)))]
 
 
 def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_bits(
         workplace: Path, reference: dict[str, Any]) -> None:
     """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/lifecycle.py),
     so it is killed here, when its worker has gone."""
-    def printed() -> str:
-        return (workplace / "torchrun.txt").read_text()
-
-    processes = two_torchruns(workplace, **LONG)
+    launchers = two_torchruns(workplace, **LONG)
     try:
         log = training.log_file()
         training.wait_for(lambda: log.exists() and '"step": 3,' in log.read_text())
-        processes[1].send_signal(signal.SIGTERM)
+        os.kill(launchers[1].processes[0].pid, signal.SIGTERM)
         training.wait_for(lambda: state()["status"] == "stopped")
         workers = [rank["pid"] for rank in state()["ranks"]]
         training.wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-        code = processes[1].wait(training.PATIENCE_S)
+        codes = launchers[1].wait()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert state()["reason"] == "SIGTERM (rank 1)" and code == 1, printed()
+        for launcher in launchers:
+            launcher.kill()
+    assert state()["reason"] == "SIGTERM (rank 1)" and codes == [1], launchers[0].text() + launchers[1].text()
     done = len(digests())
     assert 3 < done < LONG["num_iterations"]
 

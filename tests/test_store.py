@@ -77,12 +77,6 @@ def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch,
     assert "hid" not in str(e.value) + capfd.readouterr().err
 
 
-def test_who_trains_from_files_loads_no_store():
-    code = ("import sys, scripts.base_train\nassert 'nanochat.store' not in sys.modules\nimport nanochat.store\n"
-            "assert not {'obstore', 'multistorageclient'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
     begin_data()
     for module, path, hint in (("obstore", "s3://b/k", r"pip install 'nanochat\[s3\]'"),

@@ -544,7 +544,7 @@ def test_real_text_40_steps_are_equal_for_every_world_batch_size_and_format_and_
     assert all(d == digests[1, 1] for d in digests.values())
     assert len(set(digests[1, 1])) == STEPS
     straight = digests[1, 1]
-    for step in range(1, STEPS):
+    for step in range(1, STEPS, 1 if T == 512 else 6):
         W = (2, 3, 4, 8, 1)[step % 5]
         cursors = runs[1, 1][step - 1][1]
         with Ranks(config, {"data": real["parquet"]}, n=2, W=W, cursors=cursors, tokenizer="bytes") as ranks:

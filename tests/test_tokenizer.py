@@ -5,9 +5,6 @@ import itertools
 import json
 import pickle
 import pydoc_data.topics
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -389,9 +386,3 @@ def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok
     assert {"english", "korean", "chinese", "emoji", "train", "val"} <= set(rows)
     text = tok_eval.SAMPLES["english"]
     assert rows["english"][1:4] == [str(len(text)), f"{len(text) / len(tok.encode(text)):.2f}", "1.00"]
-
-
-def test_only_who_trains_a_tokenizer_needs_rustbpe() -> None:
-    program = ("import sys; sys.modules['rustbpe'] = None\n"
-               "import scripts.base_train, scripts.tok_shards, scripts.tok_train")
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)

@@ -59,6 +59,9 @@ def make_files(base: Path) -> None:
         for name, packed in (("a.jsonl", data), ("a.jsonl.gz", gzip.compress(data)), ("a.txt", data),
                              ("a.jsonl.zst", pa.compress(data, "zstd", asbytes=True))):
             (base / name).write_bytes(packed)
+        table = pa.table({"text": texts})
+        with pa.ipc.new_stream(base / "a.arrow", table.schema) as out:
+            out.write_table(table, max_chunksize=20)
         assert tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
                                 f"--tokenizer={base / 'tokenizer'}", "--max-length=96", "--overlap-size=8"]) == 0
         assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
@@ -276,6 +279,7 @@ READERS: dict[str, Reader] = {
     "jsonl": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl")), ("a.jsonl",)),
     "jsonl.gz": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
     "jsonl.zst": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.zst")), ("a.jsonl.zst",)),
+    "arrow": Reader(lambda base, _: list(text.read_texts(base / "a.arrow")), ("a.arrow",)),
     "txt": Reader(lambda base, _: list(text.read_texts(base / "a.txt")), ("a.txt",)),
     "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
                      (*PAIR, "shards/train/data/manifest.json"), 2),

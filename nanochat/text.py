@@ -52,6 +52,7 @@ MIN_CHARS_HELP = "leave out documents of fewer characters"
 VAL_FRACTION_HELP = "share of each file's documents that validates, in place of the last file"
 GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on this machine's memory
+BROKEN_ARROW = "not a whole stream of Arrow's"
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
 NULLS = ("{}: {} null(s) in column `{}` of row group {}; drop those rows (python -m "
          "dev.repackage_data_reference does) or fill them")
@@ -281,15 +282,18 @@ def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
 
 def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
     """The texts of a stream of Arrow's record batches, the file that `datasets` saves."""
-    with _told_of(path, "not a whole stream of Arrow's"), path.open("rb") as file:
-        batches = pa.ipc.open_stream(file)
-        if problem := _misfit(batches.schema, field):
-            raise ValueError(f"{path}: {problem}")
-        for number, batch in enumerate(batches):
-            table = pa.Table.from_batches([batch])
-            while field not in table.column_names:
-                table = table.flatten()
-            yield from (_checked(column, path, field, number) for column in table[field].chunks)
+    try:
+        with _told_of(path, BROKEN_ARROW), path.open("rb") as file:
+            batches = pa.ipc.open_stream(file)
+            if problem := _misfit(batches.schema, field):
+                raise ValueError(f"{path}: {problem}")
+            for number, batch in enumerate(batches):
+                table = pa.Table.from_batches([batch])
+                while field not in table.column_names:
+                    table = table.flatten()
+                yield from (_checked(column, path, field, number) for column in table[field].chunks)
+    except (MemoryError, UnicodeDecodeError) as e:  # of damaged sizes and names
+        raise ValueError(f"{path}: {BROKEN_ARROW} ({e}); save the data set again") from e
 
 
 def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:

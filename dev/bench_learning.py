@@ -51,7 +51,7 @@ from nanochat.common import run_main, write_json
 from nanochat.dataset import find_files
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
-from nanochat.schedule import Schedule, resolve_horizon
+from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.text import read_texts
@@ -174,21 +174,18 @@ def rows_here(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: 
 # ---- training and measuring ----------------------------------------------------------------------------------------
 
 def train(corpus: Corpus, args: argparse.Namespace, rows: np.ndarray, live: np.ndarray, seed: int) -> GPT:
-    """A model that was trained on the rows, a step's rows after another's."""
+    """A model that was trained on the rows, a step's rows after another's, without weight decay."""
     T = rows.shape[1] - 1
     config = GPTConfig.from_depth(args.depth, vocab_size=corpus.tokenizer.get_vocab_size(), sequence_len=T,
                                   aspect_ratio=args.aspect_ratio, head_dim=args.head_dim)
     per_step = args.total_batch_size // T
-    horizon = resolve_horizon(num_iterations=len(rows) // per_step, target_flops=-1, target_param_data_ratio=-1,
-                              total_batch_size=args.total_batch_size, weight_decay=0.28, sequence_len=T,
-                              scaling_params=1, reference_scaling_params=1, flops_per_token=1)
-    scale = horizon.batch_lr_scale
+    num_steps, scale = len(rows) // per_step, math.sqrt(args.total_batch_size / REFERENCE_BATCH_TOKENS)
     model = GPT(config)
     model.init_weights(seed=seed, compute_dtype=getattr(torch, args.dtype))
     optimizer = model.setup_optimizer(matrix_lr=args.matrix_lr * scale, embedding_lr=args.embedding_lr * scale,
                                       unembedding_lr=args.unembedding_lr * scale, scalar_lr=0.5 * scale)
-    schedule = Schedule(horizon.num_iterations, warmup_steps=10)
-    for step in tqdm(range(horizon.num_iterations), desc="steps", disable=None):
+    schedule = Schedule(num_steps, warmup_steps=10)
+    for step in tqdm(range(num_steps), desc="steps", disable=None):
         of_step = slice(step * per_step, (step + 1) * per_step)
         tokens = torch.from_numpy(rows[of_step].astype(np.int64))
         targets = tokens.masked_fill(~torch.from_numpy(live[of_step]), -100)[:, 1:]

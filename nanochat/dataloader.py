@@ -159,12 +159,11 @@ class Slot:
             if row.live is not None:
                 targets[i][row.live[1:] == 0] = OFF
             bucket_ids[i] = buckets.index(row.bucket)
+            if self.doc_ids is not None:
+                self.doc_ids.numpy()[i] = row.doc_ids()[:-1]
         if self.doc_ids is not None:
-            doc_ids = self.doc_ids.numpy()
-            doc_ids[len(rows):] = 0
-            for i, row in enumerate(rows):
-                doc_ids[i] = row.doc_ids()[:-1]
-            self.num_docs = len(doc_ids) + int((doc_ids[:, 1:] != doc_ids[:, :-1]).sum())
+            self.doc_ids[len(rows):] = 0
+            self.num_docs = len(self.doc_ids) + int(self.doc_ids.diff().count_nonzero())
 
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
@@ -180,10 +179,8 @@ class Slot:
         return batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    slot: Slot
-    end: tuple[int, int, Any] | None  # of a step's last micro-batch: (steps done, digest, state of the stream)
+# a slot that is full, and with the last micro-batch of a step (steps done, digest, state of the stream)
+Filled = tuple[Slot, tuple[int, int, Any] | None]
 
 
 class DataLoader:
@@ -211,7 +208,7 @@ class DataLoader:
         self.wait_s = 0.0  # that `next` has waited for batches, in all
         self._ends = {start_step: self.stream.state()}  # of the last two steps, by the number of steps done
         self._closed = threading.Event()
-        self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for _ in range(PREFETCH):
             self._free.put(Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), self.device,
@@ -258,7 +255,7 @@ class DataLoader:
                 slot.fill(rows[begin + i * B:min(begin + (i + 1) * B, end)], self.buckets)
                 done += 1
                 last = done == self.micro_batches_per_step
-                self._filled.put(_Filled(slot, (step + 1, digest, state) if last else None))
+                self._filled.put((slot, (step + 1, digest, state) if last else None))
         return True
 
     # -- the consumer
@@ -278,11 +275,12 @@ class DataLoader:
         if isinstance(filled, BaseException):
             self._filled.put(filled)  # for the next call
             raise filled
-        batch = filled.slot.batch()
-        self._free.put(filled.slot)
-        if filled.end is not None:
+        slot, end = filled
+        batch = slot.batch()
+        self._free.put(slot)
+        if end is not None:
             before = self.step
-            self.step, self.digest, state = filled.end
+            self.step, self.digest, state = end
             self._ends = {before: self._ends[before], self.step: state}
         return batch
 

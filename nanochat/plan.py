@@ -161,12 +161,12 @@ class Rehearsal(Feed):
 
     def next_row(self, index: int) -> Any:
         if self.source.plenty:
-            self.packer.row, self._state = self.packer.row + 1, None
+            self.packer.row += 1
             return True
         self.documents.clear()
         return self.pack()
 
-    def _kept(self, *document: Any, **used: Any) -> Any:
+    def _kept(self, ids: Any) -> None:
         """Nothing."""
 
     def _fetch_again(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -21,6 +21,7 @@ in its cursor with its length. So a restored feed packs at once, while its pool 
 """
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,6 +69,24 @@ class Row:
         return int.from_bytes(h.digest(), "little")
 
 
+class Packed:
+    """The ids of a long document of `split`, compressed: it waits for many rows, and so do thousands like it.
+    Rows ask for stretches in order, and what lies before the last one is let go. Measured on files of code:
+    0.85 bytes a token instead of 2, for 40 ns of a processor."""
+
+    CHUNK = 4096  # ids
+
+    def __init__(self, ids: np.ndarray):
+        self.dtype = ids.dtype
+        self.chunks = [zlib.compress(ids[at:at + self.CHUNK].tobytes(), 1) for at in range(0, len(ids), self.CHUNK)]
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        first, last = wanted.start // self.CHUNK, -(-wanted.stop // self.CHUNK)
+        self.chunks[:first] = [b""] * first
+        ids = np.frombuffer(b"".join(map(zlib.decompress, self.chunks[first:last])), self.dtype)
+        return ids[wanted.start - first * self.CHUNK:wanted.stop - first * self.CHUNK]
+
+
 class Feed:
     """One bucket in one lane. `pool` reads ahead; where it is None, each unit is read when it is due."""
 
@@ -76,11 +95,10 @@ class Feed:
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        self.documents: dict[Document, Any] = {}  # that wait: what `_kept` gives, or a Future of a dict of such
+        self.documents: dict[Document, Any] = {}  # that wait: (what `_kept` gives, repeated ids), or a Future of these
         self.epoch, self.unit = 0, order.share(lane, 0).start
         self.num_documents = self.read = 0  # documents, and their tokens without BOS and repeated ones
         self.ahead: Future[Any] | None = None
-        self._state: tuple[Any, ...] | None = None  # what `state` gave, until something changes
         self._settle()
 
     # -- reading
@@ -96,12 +114,13 @@ class Feed:
         """Whether the last allowed epoch is read."""
         return 0 < self.max_epochs <= self.epoch
 
-    def _fetch(self, epoch: int, unit: int) -> tuple[int, list[int], list[np.ndarray], list[int]]:
-        """(group, rows, ids, repeated ids) of a unit's documents, in the order in which they are used."""
+    def _fetch(self, epoch: int, unit: int) -> tuple[Any, ...]:
+        """(group, rows, lengths, what is kept, repeated ids) of a unit's documents, in the order in which
+        they are used."""
         stop = self.order.share(self.lane, epoch).stop
         group, rows, keep = self.order.unit(epoch, unit, stop)
         ids, repeated = self.source.read(group, rows, keep)
-        return group, rows.tolist(), ids, repeated
+        return group, rows.tolist(), list(map(len, ids)), list(map(self._kept, ids)), repeated
 
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does, or enough documents wait."""
@@ -117,41 +136,35 @@ class Feed:
         self.ahead = None
         group, rows, *documents = found
         framed, packer = self.config.framed, self.packer
-        for row, ids, repeated in zip(rows, *documents):
-            if len(ids) == 0:  # a stored entry of nothing
+        for row, length, ids, repeated in zip(rows, *documents):
+            if length == 0:  # a stored entry of nothing
                 continue
             key = (self.epoch, group, row)
             try:
-                packer.push(key, len(ids))
+                packer.push(key, length)
             except ValueError as e:
                 name, number = self.source.locate(group)
                 raise ValueError(f"{name}: group {number}: {e}") from None
-            self.documents[key] = self._kept(ids, repeated)
+            self.documents[key] = ids, repeated
             packer.inserted += framed
             packer.repeated += repeated
-            self.read += len(ids) - framed - repeated
+            self.read += length - framed - repeated
             self.num_documents += 1
         self.unit += 1
         self._settle()
 
-    def _kept(self, ids: np.ndarray, repeated: int, first: int = 0, used: int = 0
-              ) -> tuple[np.ndarray, int, int]:
-        """What is kept of a document that waits, as (ids, number of the first of them, how many first
-        ids of the document repeat another). `ids` begin with number `first`; rows have had those up to
-        `used`, and read again only the overlap before it. Where documents are cropped, nothing behind
-        the first row is ever read."""
-        begin = max(first, used - max(1, self.config.overlap))
-        part = ids[begin - first:self.packer.most]
-        if 4 * len(part) > 3 * len(ids):  # memory would be full of holes if each row's ids went at once
-            return ids, first, repeated
-        return part.copy(), begin, repeated
+    def _kept(self, ids: np.ndarray) -> Any:
+        """What is kept of a document's ids while it waits. Where documents are cropped, that is what a row
+        can hold; long ones that `split` cuts are kept compressed."""
+        if self.packer.most is not None:
+            return ids[:self.packer.most].copy() if len(ids) > self.packer.most else ids
+        return Packed(ids) if self.packer.own_bos and len(ids) > Packed.CHUNK else ids
 
     # -- rows
 
     def pack(self) -> list[Placement] | None:
         """The next row as placements; None where the bucket is dry: nothing more comes, and what waits
         cannot fill a row."""
-        self._state = None
         target = self.config.fill_target(self.packer.row)
         while self.packer.wants(target) and not self.exhausted:
             self._read()
@@ -169,19 +182,19 @@ class Feed:
         framed, at = self.config.framed, 0
         for key, start, length, context in placed:
             document = self.documents.pop(key)
-            ids, first, repeated = document.result().pop(key) if isinstance(document, Future) else document
+            ids, repeated = document.result().pop(key) if isinstance(document, Future) else document
             rest = start > 0 and self.packer.own_bos  # of a document: BOS, context, what is new
             stop = start + length - rest
             if rest:
                 pieces.append(np.full(1, self.source.bos, ids.dtype))
-            pieces.append(ids[start - first:stop - first])
+            pieces.append(ids[start:stop])
             if rest or repeated:  # a BOS in front is a target like any other
                 begin = at + (framed and (rest or start == 0))
                 end = at + rest + max(context, min(repeated + framed - start, length - rest))
                 if begin < end:
                     off.append((begin, end))
             if key in self.packer:
-                self.documents[key] = self._kept(ids, repeated, first, stop)
+                self.documents[key] = ids, repeated
             at += length
         if at < self.config.T + 1:  # padding
             pieces.append(np.full(self.config.T + 1 - at, self.source.bos, pieces[0].dtype))
@@ -200,9 +213,7 @@ class Feed:
 
     def state(self) -> tuple[Any, ...]:
         """All that `feed_json` needs, copied."""
-        if self._state is None:
-            self._state = self.epoch, self.unit, self.num_documents, self.read, *self.packer.state()
-        return self._state
+        return self.epoch, self.unit, self.num_documents, self.read, *self.packer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
@@ -237,8 +248,7 @@ class Feed:
                 raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the "
                                  f"checkpoint says {length:,}; the data or the tokenizer changed since the "
                                  f"run began")
-        return {key: self._kept(ids, n, used=piece.start)
-                for (key, piece), ids, n in zip(waiting.items(), found, repeated)}
+        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, found, repeated)}
 
 
 def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:

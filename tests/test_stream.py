@@ -19,7 +19,7 @@ from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, default_lanes
 from nanochat.pretokenize import Windows
 from nanochat.sources import ParquetSource, TokenSource, scan
-from nanochat.stream import Row, Stream, carry_on, ledger, stream_identity
+from nanochat.stream import Packed, Row, Stream, carry_on, ledger, stream_identity
 from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
@@ -127,12 +127,13 @@ def test_law_restoring_at_every_step_on_another_world_size_goes_on_with_the_same
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_chain_of_restarts_at_every_step_equals_one_run(layout):
+def test_a_chain_of_restarts_at_every_step_equals_one_run(layout, monkeypatch):
     config = make_config(layout, T=16, V=6, overlap=5, buffer_size=5, unit_size=4)
     source, worlds, chain, cursors = fixed_source(), (1, 6, 4, 5, 2, 3), [], None
     with Ranks(config, {"b": source}, n=2, W=1) as ranks:
         straight = [ranks.step() for _ in range(12)]
         last = ranks.cursors()
+    monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are kept as long ones are
     for step in range(12):
         with Ranks(config, {"b": source}, n=2, W=worlds[step % 6], cursors=cursors) as ranks:
             chain.append(ranks.step())
@@ -572,6 +573,20 @@ def test_of_a_long_document_crop_holds_no_more_than_a_row():
     held = [ids for ids, *_ in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)
+
+
+def test_of_a_long_document_split_keeps_what_is_not_used_compressed():
+    config = StreamConfig(T=99, V=1, buffer_size=2, long_docs="split", overlap=9, max_epochs=1)
+    ids = (np.arange(50_000) % 1000).astype(np.uint32)
+    stream = Stream(config, {"data": MemorySource([[ids]])}, [0], tokenizer="t")
+    feed, sizes = stream.feeds["data"][0], []
+    for _ in range(400):
+        feed.next_row(0)
+        [(kept, _)] = feed.documents.values()
+        sizes.append(sum(map(len, kept.chunks)))
+    stream.close()
+    assert isinstance(kept, Packed) and sizes[0] < ids.nbytes / 2 and sizes[-1] < sizes[0] / 2
+    assert (kept[40_001:49_000] == ids[40_000:48_999]).all() and kept[49_000:49_001].dtype == kept.dtype
 
 
 # ---- token files ----------------------------------------------------------------------------------------------------

@@ -229,25 +229,19 @@ class DataLoader:
         except BaseException as e:  # whatever it is
             self._filled.put(e)
 
-    def _next_rows(self, step: int) -> list[Row]:
-        """This rank's rows of a step. Dry where a lane has too few."""
-        n, lanes = self.layout.rows_per_lane, self.layout.lanes
+    def _fill_step(self, step: int) -> bool:
+        """Fill the slots of a step; False when the loader was closed meanwhile. Raises `Dry`."""
+        lanes, n, B = self.layout.lanes, self.layout.rows_per_lane, self.layout.device_batch_size
         rows = self.stream.next_rows(n)
         if len(rows) < n * len(lanes):
             dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
             raise Dry(step, dry, self.stream.dry_bucket(dry))
-        return rows
-
-    def _fill_step(self, step: int) -> bool:
-        """Fill the slots of a step; False when the loader was closed meanwhile."""
-        rows, n, B = self._next_rows(step), self.layout.rows_per_lane, self.layout.device_batch_size
         state, digest = self.stream.state(), 0
         if self.with_digest:
-            first = self.layout.lanes.start * n
-            digest = sum(row.digest(i) for i, row in enumerate(rows, first)) % 2**64
+            digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
         done = 0
         for leaf in self.layout.leaves:
-            begin, end = (leaf.start - self.layout.lanes.start) * n, (leaf.stop - self.layout.lanes.start) * n
+            begin, end = (leaf.start - lanes.start) * n, (leaf.stop - lanes.start) * n
             for i in range(self.layout.micro_batches_per_leaf):
                 slot = self._free.get()
                 if slot is None or self._closed.is_set():
@@ -431,7 +425,9 @@ def _nanochat_loader(tokenizer: Tokenizer, B: int, split: str, config: StreamCon
                     cursors=None if state is None else state["cursors"]) as loader:
         for batch in loader:
             cursors = loader.cursors()
-            name, row_group = source.locate(loader.stream.place(split, cursors[0]))
+            at = cursors[0]["buckets"][split]
+            order = loader.stream.feeds[split][cursors[0]["lane"]].order
+            name, row_group = source.locate(order.unit(at["epoch"], at["unit"], at["unit"])[0])
             yield batch.inputs, batch.targets, {
-                "pq_idx": names.index(name), "rg_idx": row_group, "epoch": cursors[0]["buckets"][split]["epoch"] + 1,
+                "pq_idx": names.index(name), "rg_idx": row_group, "epoch": at["epoch"] + 1,
                 "cursors": cursors, "rank": rank, "world_size": world_size}

@@ -397,11 +397,6 @@ class Stream:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""
         return self._bucket(lane, self.rows[lane])
 
-    def place(self, bucket: str, cursor: Cursor) -> int:
-        """The group that a lane reads next, for people."""
-        feed, order = cursor["buckets"][bucket], self.feeds[bucket][cursor["lane"]].order
-        return order.unit(feed["epoch"], feed["unit"], feed["unit"])[0]
-
     def state(self) -> list[tuple[Any, ...]]:
         """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
         return [(lane, self.rows[lane], self.dropped[lane],

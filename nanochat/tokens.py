@@ -321,17 +321,17 @@ class TokenFile:
     def ends_document(self, first: int, last: int, eod: int,
                       found: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
-        bool, False for an empty one. Reads ids only where the index does not tell, and the caller
-        has not `found` them by `read_flat`."""
-        if found is None and not self.ends_follow:
-            found = self.read_flat(first, last)
-        edges = running(self.lengths(first, last)) if found is None else found[1]
-        ends = edges[1:] > edges[:-1]
+        bool, False for an empty one. Ids are looked at only where the index does not tell; `found`
+        is what `read_flat` gave, if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
+            edges = running(self.lengths(first, last)) if found is None else found[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
+            ends = edges[1:] > edges[:-1]
             ends[:len(following)] &= following == 0
-        elif found is not None:
-            ends[ends] = found[0][edges[1:][ends] - 1] == eod
+            return ends
+        ids, edges = self.read_flat(first, last) if found is None else found
+        ends = edges[1:] > edges[:-1]
+        ends[ends] = ids[edges[1:][ends] - 1] == eod
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:

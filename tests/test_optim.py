@@ -306,6 +306,8 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
 
     steps()
     assert sorted(graphs) == expected
+    if world_size > 1:
+        return
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
         steps()
 

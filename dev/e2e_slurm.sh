@@ -9,7 +9,7 @@
 # Training: a chain of jobs on both nodes through a walltime, a preemption, a node that is set down, a signal, scancel.
 # SLURM's daemons, settings and key live in a temporary folder and are gone at the end; only the packages stay.
 #
-# Cost: nothing. Hardware: 2 cores, 4 GB; root, since slurmd must be. Duration: 10 to 20 minutes. Exit code 1 if a line
+# Cost: nothing. Hardware: 2 cores, 4 GB; root, since slurmd must be. Duration: 10 to 25 minutes. Exit code 1 if a line
 # of the table says FAILED; the folder is then kept and named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

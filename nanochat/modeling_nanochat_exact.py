@@ -8,8 +8,7 @@ The arithmetic is that of `gpt.py`, and its docstring says where each part comes
 the same names, so weights travel unchanged. What differs is what transformers asks of a model:
 
 - Rows may be padded, on either side. `attention_mask` says which positions are tokens; no token looks
-  at padding. Rotary angles count from the start of the row, padding included: attention depends on
-  the distance of two positions only.
+  at padding, and rotary angles do not count it.
 - The cache is transformers' own `DynamicCache`. Smear needs the embedding of the token before, so one
   more layer of the cache holds embeddings, as keys of a single head; its values are empty. Whatever
   transformers does to a cache (reorder, repeat, crop) then happens to them as well.
@@ -74,7 +73,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (T, D/2)."""
+    """Turn channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (B or 1, 1, T, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -205,7 +204,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
             is_token = attention_mask.bool()
         wte = norm(self.transformer["wte"](input_ids))
         x = x0 = middle = self._smear(wte, cache, is_token)
-        rotary = self._rotary(start, x)
+        rotary = self._rotary(start, x, is_token)
         for i, block in enumerate(self.transformer["h"].children()):
             ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
@@ -221,12 +220,14 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
-    def _rotary(self, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (T, D/2) of the positions of x (B, T, C), which begin at `start`."""
+    def _rotary(self, start: int, x: Tensor, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, 1, T, D/2) of the positions of x (B, T, C), which begin at `start`."""
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
-        positions = torch.arange(start, start + x.size(1), dtype=torch.float32)
-        angles = torch.outer(positions, turns)  # on the CPU: the same bits everywhere
+        positions = torch.arange(start, start + x.size(1))[None]
+        if is_token is not None:  # of a row's first token 0
+            positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
+        angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:

@@ -265,7 +265,7 @@ def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> byt
              "begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.",
              "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
              'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
-             'tokenizer = AutoTokenizer.from_pretrained(".")',
+             'tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)',
              'tokens = model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=64)',
              "print(tokenizer.decode(tokens[0], skip_special_tokens=True))", "```", ""]
     return "\n".join(lines).encode()

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# From other people's text and tokenizer to other people's programs: one jsonl.zst whose text is in a nested field and a
+# tokenizer.json, to shards, a trained run, a report, an export, text from transformers, scores from lm-eval.
+#
+#   [HF_PYTHON=VENV/bin/python] bash dev/e2e_interop.sh
+#
+# HF_PYTHON: an environment with torch, transformers, lm-eval and accelerate. Without it one is made, in the temporary
+# folder to which everything is written; that takes a package index and about a gigabyte.
+# Cost: nothing. Hardware: 2 cores. Duration: under 6 minutes, installs aside.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ -d .venv ]] || bash dev/setup.sh
+source .venv/bin/activate
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export NANOCHAT_BASE_DIR=$work/base HF_HOME=$work/hf
+if [[ -z ${HF_PYTHON:-} ]]; then
+    python -m venv "$work/venv"
+    HF_PYTHON=$work/venv/bin/python
+    "$HF_PYTHON" -m pip install --quiet "torch==2.13.0" transformers "lm-eval" accelerate
+fi
+
+took=() began=$SECONDS
+stage() { # say what comes, and how long what came before it took
+    took+=("$((SECONDS - began)) s  $1")
+    began=$SECONDS
+}
+
+python - "$work" <<'PY'
+import ast
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pyarrow as pa
+from tokenizers import ByteLevelBPETokenizer
+
+work, library = Path(sys.argv[1]), Path(sysconfig.get_path("stdlib"))
+texts = [path.read_text(errors="replace") for path in sorted(library.glob("*.py"))]
+topics = ast.literal_eval((library / "pydoc_data" / "topics.py").read_text().partition("topics = ")[2])
+texts = sorted(topics.values()) + texts
+lines = [json.dumps({"id": i, "page": {"body": text}}) + "\n" for i, text in enumerate(texts)]
+(work / "raw").mkdir()
+(work / "raw" / "pages.jsonl.zst").write_bytes(pa.compress("".join(lines).encode(), "zstd", asbytes=True))
+tokenizer = ByteLevelBPETokenizer()
+tokenizer.train_from_iterator(texts[:150], vocab_size=2000, special_tokens=["<|endoftext|>"], show_progress=False)
+(work / "theirs").mkdir()
+tokenizer.save(str(work / "theirs" / "tokenizer.json"))
+PY
+stage "text and tokenizer"
+
+python -m scripts.tok_shards --input-dir "$work/raw" --output-dir "$work/shards" --text-field page.body \
+    --val-fraction 0.1 --tokenizer "$work/theirs/tokenizer.json" --max-length 0 --num-workers 1
+python -m scripts.verify "$work/shards"
+stage "shards"
+
+python -m scripts.base_train --data-path "$work/shards" --data-format shards --model-tag interop --depth 4 \
+    --aspect-ratio 16 --head-dim 16 --max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 \
+    --num-iterations 60 --eval-every 30 --eval-tokens 32768 --sample-every -1 --device-type cpu \
+    --matrix-lr 0.16 --embedding-lr 2.4 --unembedding-lr 0.064
+stage "training"
+
+python -m scripts.base_eval --run interop --eval-tokens 32768 --unigram-tokens 65536 --device-type cpu
+python -m scripts.report --run interop
+stage "evaluation and report"
+
+python -m scripts.export interop "$work/model" --to hf
+ls -l "$work/model"
+"$HF_PYTHON" - "$work/model" <<'PY'
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+tokens = model.generate(**tokenizer("The return value of", return_tensors="pt"), max_new_tokens=40)
+print("transformers:", repr(tokenizer.decode(tokens[0], skip_special_tokens=True)))
+PY
+stage "export, and text from transformers"
+
+python -m dev.compare_hf --hf-python "$HF_PYTHON" --run interop
+stage "the same logits, tokens and scores there"
+printf '%s\n' "${took[@]}"

@@ -7,8 +7,8 @@ the data its rows are.
     text      tokens per second of processor time of bare tiktoken, of `encode_flat`, and of the loader with all its
               threads (`split`, 64 lanes, 64 rows a step); the seconds to its first step; anonymous memory along a run
               over that of the bare process
-    tokens    tokens/s from token files of Megatron's format: megatron-core's GPTDataset behind a DataLoader without
-              workers, and our lanes: bestfit with and without digests, and concat
+    tokens    tokens per second of processor time from token files of Megatron's format: megatron-core's GPTDataset
+              behind a DataLoader without workers, and our lanes: bestfit with and without digests, and concat
     packing   from the lengths of documents alone, for crop and split at T = 512 and 2048: the share of row tokens of
               documents longer than a row by tenths of the steps, what is cropped above the floor, the longest waits
 
@@ -167,7 +167,7 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
 
         def rate(them: Iterator[Any]) -> Callable[[], float]:
             take(them, 320)  # past the first rows, while buffers grow
-            return lambda: 128 * B * T / seconds(lambda: take(them, 128))
+            return lambda: 128 * B * T / seconds(lambda: take(them, 128), time.process_time)
 
         rates = {name: rate(them) for name, them in batches.items()}
         quiet_gc()

@@ -50,7 +50,7 @@ from torch import Tensor
 
 MODES = ("causal", "sdpa_mask", "varlen", "flex")
 MAX_FLASH_HEAD_DIM = 256
-SAYS_GROUPED = str(torch.__version__) >= "2.12"  # before, varlen_attn took fewer kv heads without a word
+SAYS_GROUPED = torch.__version__ >= "2.12"  # as versions; before, varlen_attn took fewer kv heads without a word
 
 
 class DocMasks(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import get_base_dir
@@ -79,6 +79,16 @@ def test_the_exported_tokenizer_gives_our_ids_on_much_text_and_has_our_special_t
     assert [e.ids for e in theirs.encode_batch(texts, add_special_tokens=False)] == ours.encode(texts)
     assert {text: theirs.token_to_id(text) for text in ours.get_special_tokens()} == ours.enc._special_tokens
     assert theirs.get_vocab_size() == ours.get_vocab_size()
+
+
+def test_a_foreign_tokenizer_goes_as_it_is_with_its_end_of_documents_in_front(base, tmp_path, caplog):
+    library = ByteLevelBPETokenizer()
+    library.train_from_iterator(training.texts(20, seed=1), vocab_size=300, special_tokens=["<end>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = get_tokenizer(tmp_path, eod_token="<end>")
+    made = Tokenizer.from_str(export.tokenizer_files(tokenizer, 64)["tokenizer.json"].decode())
+    assert made.encode("a b").ids == [tokenizer.bos_token_id, *tokenizer.encode("a b")]
+    assert export.tokenizer_files(get_tokenizer("ids:300:7"), 64) == {} and "with 7 in front" in caplog.text
 
 
 def test_a_tokenizer_whose_ids_would_differ_is_not_exported(base):

@@ -54,7 +54,7 @@ from nanochat.order import StreamConfig, default_lanes
 from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
-from nanochat.text import read_texts
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 ARMS: dict[str, dict[str, Any]] = {

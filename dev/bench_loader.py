@@ -55,7 +55,7 @@ from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
 from nanochat.sources import open_source, scan
-from nanochat.text import read_texts
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
 

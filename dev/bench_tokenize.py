@@ -25,7 +25,7 @@ import numpy as np
 from dev.measure import SHARED, find_tokenizer, in_turns, new_parser, seconds, tell_about, tell_ratios
 from nanochat.common import run_main
 from nanochat.dataset import data_folder, find_files
-from nanochat.text import read_texts
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer, TiktokenEncoder
 
 

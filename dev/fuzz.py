@@ -39,7 +39,20 @@ from unittest import mock
 import pyarrow as pa
 from tqdm import tqdm
 
-from nanochat import checkpoint, config, curriculum, lifecycle, megatron, plan, run_dir, sources, store, text, tokens
+from nanochat import (
+    checkpoint,
+    config,
+    curriculum,
+    lifecycle,
+    megatron,
+    plan,
+    run_dir,
+    sources,
+    store,
+    text,
+    text_kinds,
+    tokens,
+)
 from nanochat.common import Parser, begin_data, hash_bytes, run_main, table
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs, convert_shards, inspect_data, report, status, tok_shards, validate, verify
@@ -274,13 +287,14 @@ LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner-*.json", f"{R
          f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
-    "parquet": Reader(lambda base, _: list(text.read_texts(base / "data/shard_0.parquet")), ("data/shard_0.parquet",)),
+    "parquet": Reader(lambda base, _: list(text_kinds.read_texts(base / "data/shard_0.parquet")),
+                      ("data/shard_0.parquet",)),
     "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
-    "jsonl": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl")), ("a.jsonl",)),
-    "jsonl.gz": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
-    "jsonl.zst": Reader(lambda base, _: list(text.read_texts(base / "a.jsonl.zst")), ("a.jsonl.zst",)),
-    "arrow": Reader(lambda base, _: list(text.read_texts(base / "a.arrow")), ("a.arrow",)),
-    "txt": Reader(lambda base, _: list(text.read_texts(base / "a.txt")), ("a.txt",)),
+    "jsonl": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl")), ("a.jsonl",)),
+    "jsonl.gz": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
+    "jsonl.zst": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl.zst")), ("a.jsonl.zst",)),
+    "arrow": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.arrow")), ("a.arrow",)),
+    "txt": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.txt")), ("a.txt",)),
     "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
                      (*PAIR, "shards/train/data/manifest.json"), 2),
     "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser
 from nanochat.dataset import find_files
-from nanochat.text import read_texts
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"

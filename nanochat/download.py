@@ -38,7 +38,8 @@ from nanochat.dataset import (
     list_parquet_files,
     pinned_dataset,
 )
-from nanochat.text import open_parquet, read_texts
+from nanochat.text import open_parquet
+from nanochat.text_kinds import read_texts
 
 ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles

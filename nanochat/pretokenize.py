@@ -47,7 +47,8 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import etag_of, read_json, remove_leftovers, write_json
-from nanochat.text import ALL, Reading, no_document, read_footer, read_lines
+from nanochat.text import ALL, Reading, read_footer
+from nanochat.text_kinds import no_document, read_lines
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tokens import (

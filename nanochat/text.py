@@ -6,8 +6,7 @@ into a cached parquet.
     .jsonl, .jsonl.gz, .jsonl.zst    {"text": ...} a line, broken lines told and passed over
     .txt                             a file is a document
     .arrow                           of a data set that Hugging Face's `datasets` saved
-                                     as_parquet: converts these three once
-    read_lines, read_texts           the documents of any kind
+                                     as_parquet: converts these three once (nanochat/text_kinds.py)
 
 The column, or the field of a line, may have another name (--text-field); `a.b` is the field `b` of
 `a`. A cached parquet has one column, with the name that was asked for. Every command that reads
@@ -24,35 +23,28 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import io
-import itertools
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
-from nanochat.common import atomic_open, get_base_dir, hash_json, in_store, local, place, read_json, write_json
+from nanochat.common import get_base_dir, hash_json, in_store, local, place, read_json, write_json
 
 log = logging.getLogger(__name__)
 
 CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 SUFFIXES = (".parquet", *CONVERTED)
-CODECS = {".gz": "gzip", ".zst": "zstd"}
 TEXT_FIELD = "text"
 FIELD_HELP = "column of parquet, field of jsonl that holds the text; a.b: b inside a"
 MIN_CHARS_HELP = "leave out documents of fewer characters"
 VAL_FRACTION_HELP = "share of each file's documents that validates, in place of the last file"
-GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on this machine's memory
-BROKEN_ARROW = "not a whole stream of Arrow's"
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
 NULLS = ("{}: {} null(s) in column `{}` of row group {}; drop those rows (python -m "
          "dev.repackage_data_reference does) or fill them")
@@ -124,7 +116,7 @@ def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> N
 # ---- parquet -------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
-def _told_of(path: Path | str, problem: str) -> Iterator[None]:
+def told_of(path: Path | str, problem: str) -> Iterator[None]:
     """Turn what Arrow says of a damaged file into a ValueError with the name of the file. What a
     store said (it names the object) is told as it is: the file is not to blame."""
     try:
@@ -142,11 +134,11 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     path = place(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run (--model-tag)")
-    with _told_of(path, "not a whole parquet file"):
+    with told_of(path, "not a whole parquet file"):
         # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
         file = pq.ParquetFile(path.open("rb") if in_store(path) else path, pre_buffer=False,
                               page_checksum_verification=True)
-    problem = _misfit(file.schema_arrow, field)
+    problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "an empty parquet file (0 rows); delete it"
     if problem:
@@ -155,7 +147,7 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     return file
 
 
-def _misfit(schema: pa.Schema, field: str) -> str:
+def misfit(schema: pa.Schema, field: str) -> str:
     """Why a table has no column of texts `field`; "" if it has."""
     table = schema.empty_table()
     while any(pa.types.is_struct(kind) for kind in table.schema.types):
@@ -169,7 +161,7 @@ def _misfit(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def _checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Array:
+def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Array:
     """The texts of a column, which may be those of a struct's field. ValueError for a null and for
     a text that is too large; ArrowException for one that is not UTF-8."""
     column.validate(full=True)
@@ -215,12 +207,12 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
     """
     taken = 0
     try:
-        with _told_of(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
+        with told_of(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
                 column = batch.column(0)
                 while isinstance(column, pa.StructArray):  # of which only this field was read
                     [column] = column.flatten()
-                column = _checked(column, path, field, group)
+                column = checked(column, path, field, group)
                 taken += column.nbytes
                 yield column
     finally:
@@ -230,127 +222,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
                 ctypes.CDLL(None).malloc_trim(0)
 
 
-# ---- the other kinds, and any kind ---------------------------------------------------------------
-
-class Line(NamedTuple):
-    """A document, or a line of jsonl that should be one."""
-
-    number: int  # of the line, from 1; of a row in a parquet or arrow file, from 0
-    text: str | None  # None for a broken line, and for a document that is too short
-    problem: str = ""  # what is wrong with it; "" for one that is too short
-
-
-def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Iterator[Line]:
-    """The documents of a text file of any kind that are to be read. ValueError names the file and
-    what is wrong.
-
-    A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
-    millions: it is told with its number, or with `strict` ends the reading. A torn compressed file,
-    which has lost nobody knows how many documents, and a line that is larger than any document
-    always do, and so does a .txt file that is too large or not UTF-8.
-    """
-    if path.name.endswith(".txt"):
-        lines: Iterator[Line] = iter([Line(1, reading.cut(_read_txt(path)))])
-        reading = replace(reading, part="")
-    elif path.name.endswith(".arrow"):
-        lines = _numbered(_read_arrow(path, reading.text_field))
-    elif path.name.endswith(CONVERTED):
-        lines = _read_jsonl(path, reading.text_field, strict)
-    else:
-        lines = _numbered(_read_parquet(path, reading.text_field))
-    numbers = itertools.count()
-    for line in lines:
-        if line.text is None:
-            if reading.part != "val":  # once is enough
-                yield line
-        elif reading.takes(next(numbers)):
-            yield line if len(line.text) >= reading.min_chars else Line(line.number, None)
-
-
-def _numbered(columns: Iterator[pa.Array]) -> Iterator[Line]:
-    """The rows of columns of texts."""
-    texts = (text for column in columns for text in column.to_pylist())
-    return itertools.starmap(Line, enumerate(texts))
-
-
-def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a parquet file."""
-    with open_parquet(path, field) as file:
-        for group in range(file.num_row_groups):
-            yield from read_batches(file, group, path, field=field)
-
-
-def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a stream of Arrow's record batches, the file that `datasets` saves."""
-    try:
-        with _told_of(path, BROKEN_ARROW), path.open("rb") as file:
-            batches = pa.ipc.open_stream(file)
-            if problem := _misfit(batches.schema, field):
-                raise ValueError(f"{path}: {problem}")
-            for number, batch in enumerate(batches):
-                table = pa.Table.from_batches([batch])
-                while field not in table.column_names:
-                    table = table.flatten()
-                yield from (_checked(column, path, field, number) for column in table[field].chunks)
-    except (MemoryError, UnicodeDecodeError) as e:  # of damaged sizes and names
-        raise ValueError(f"{path}: {BROKEN_ARROW} ({e}); save the data set again") from e
-
-
-def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
-    """The texts of a text file of any kind, without broken lines, which are told (`as_parquet`)."""
-    lines = read_lines(as_parquet(place(path), reading), Reading(reading.text_field))
-    yield from (line.text for line in lines if line.text is not None)
-
-
-def _read_txt(path: Path) -> str:
-    """The document that a .txt file is."""
-    with path.open("rb") as file:
-        data = file.read(MAX_DOCUMENT_BYTES + 1)
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path}: a document of more than {MAX_DOCUMENT_BYTES:,} bytes, the most that is "
-                         f"read; cut it into several")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 ({e}); convert it (iconv does), or take it away") from e
-
-
-def _read_jsonl(path: Path, field: str, strict: bool) -> Iterator[Line]:
-    """The lines of a .jsonl file that are not blank; it may be compressed."""
-    number, codec = 0, CODECS.get(path.suffix)
-    with contextlib.ExitStack() as files:
-        lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
-        if codec:
-            lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
-        try:
-            while line := lines.readline(MAX_DOCUMENT_BYTES + 1):
-                number += 1
-                if len(line) > MAX_DOCUMENT_BYTES:
-                    raise ValueError(f"{path}: line {number:,} has more than {MAX_DOCUMENT_BYTES:,} "
-                                     f"bytes, the most that is read; cut its document into several")
-                if not line.strip():
-                    continue
-                try:
-                    value = json.loads(line.decode("utf-8-sig"))
-                    for name in field.split("."):
-                        value = value.get(name) if isinstance(value, dict) else None
-                    if not isinstance(value, str):
-                        raise ValueError(f"it is no object with a string in its field `{field}` "
-                                         f"(--text-field names another)")
-                    value.encode()  # half a surrogate pair is no character
-                    yield Line(number, value)
-                except (ValueError, RecursionError) as e:
-                    kind = "UTF-8" if isinstance(e, UnicodeError) else "JSON of a document"
-                    problem = f"not {kind}: {e}"[:200]
-                    if strict:
-                        raise ValueError(f"{path}: line {number}: {problem}; {MEND}") from None
-                    yield Line(number, None, problem)
-        except OSError as e:
-            if codec is None or (in_store(path) and str(e).startswith(str(path))):  # the file is not to blame
-                raise
-            raise ValueError(f"{path}: not a whole {codec} file, broken after line {number:,} ({e}); "
-                             f"fetch it again") from e
-
+# ---- any kind ------------------------------------------------------------------------------------
 
 def as_parquet(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Path:
     """`path` itself, or the cached parquet made of a file of another kind, or of which not all
@@ -366,49 +238,14 @@ def as_parquet(path: Path, reading: Reading = ALL, *, strict: bool = False) -> P
     target, report = folder / "text.parquet", folder / "report.json"
     if not (target.exists() and report.exists()):
         folder.mkdir(parents=True, exist_ok=True)
-        bad, num_short = _convert(path, target, reading, strict)
+        from nanochat.text_kinds import convert
+
+        bad, num_short = convert(path, target, reading, strict)
         write_json(report, {"source": str(path), "skipped": bad, "short": num_short, **reading.named()})
     if strict and (bad := read_json(report)["skipped"]):
         raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; {MEND}")
     _tell_skipped(path, report)
     return target
-
-
-def _convert(path: Path, target: Path, reading: Reading, strict: bool) -> tuple[list[tuple[int, str]], int]:
-    """Write the documents of a file as parquet; returns ((number, what is wrong) of its broken
-    lines, how many documents were too short)."""
-    bad: list[tuple[int, str]] = []
-    field, num_short = reading.text_field, 0
-
-    def good_texts() -> Iterator[str]:
-        nonlocal num_short
-        lines = read_lines(path, reading, strict=strict)
-        for line in tqdm(lines, desc=f"converting {path.name}", unit=" documents", delay=1, disable=None):
-            if line.text is not None:
-                yield line.text
-            elif line.problem:
-                bad.append((line.number, line.problem))
-            else:
-                num_short += 1
-
-    schema, texts, num_documents = pa.schema([(field, pa.string())]), good_texts(), 0
-    with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
-        while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
-            writer.write_table(pa.table({field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
-            num_documents += len(group)
-        if not num_documents:
-            why = f"; line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: " + no_document(reading, len(bad), why, num_short))
-    return bad, num_short
-
-
-def no_document(reading: Reading, num_bad: int, why: str, num_short: int) -> str:
-    """What to say of a file that gives no document."""
-    told = f"no document in it ({num_bad:,} broken line(s){why})"
-    if reading.selects:
-        part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
-        return f"{told}{part}, and {num_short:,} shorter than --min-chars; change the flag, or leave the file out"
-    return f"{told}; delete it or make it again"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset, text
+from nanochat import dataset, text, text_kinds
 from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched
 from nanochat.text import as_parquet, open_parquet, read_batches
 from tests.toy import compressed, write_jsonl
@@ -86,7 +86,8 @@ def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_f
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.jsonl.zst"])
 def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(text, "MAX_DOCUMENT_BYTES", 1000)
+    for module in (text, text_kinds):
+        monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1000)
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
     (tmp_path / name).write_bytes(compressed(data, (tmp_path / name).suffix))
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):

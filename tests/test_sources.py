@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import sources, text
+from nanochat import sources, text, text_kinds
 from nanochat.dataset import BUCKET, split_train_val
 from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
 from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_corpora, write_jsonl, write_parquet
@@ -22,7 +22,7 @@ GROUP = 8
 def base_dir(tmp_path, monkeypatch):
     """Converted files go to a folder of the test's own, in small row groups."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(text, "GROUP_DOCUMENTS", GROUP)
+    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", GROUP)
     return tmp_path / "base"
 
 

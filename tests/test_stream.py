@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import text
+from nanochat import text_kinds
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataloader import Dry
@@ -179,7 +179,7 @@ def test_law_loaders_digests_are_equal_for_every_world_size_and_batch_size():
 
 def test_law_text_of_every_kind_of_the_same_documents_is_one_stream(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr(text, "GROUP_DOCUMENTS", 8)
+    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", 8)
     paths = write_corpora(tmp_path, [some_texts(30, seed=1), some_texts(17, seed=2)], 8)
     for layout in LAYOUTS:
         config = make_config(layout, T=32, V=4, overlap=5, buffer_size=4, unit_size=4)

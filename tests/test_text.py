@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import text
+from nanochat import text, text_kinds
 from nanochat.dataset import find_files, split_train_val
 from nanochat.sources import ParquetSource, check, fingerprint, scan
-from nanochat.text import Reading, read_lines, read_texts
+from nanochat.text import Reading
+from nanochat.text_kinds import read_lines, read_texts
 from scripts import tok_eval, tok_shards, tok_train
 from tests import training
 from tests.toy import ByteTokenizer, examples, some_texts, write_jsonl, write_parquet
@@ -64,7 +65,7 @@ def test_parts_are_disjoint_and_whole_and_follow_the_rule(tmp_path_factory, num,
 
 
 def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_out(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(text, "GROUP_DOCUMENTS", 8)
+    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", 8)
     write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
     write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
     write_saved(tmp_path / "arrow", [DOCUMENTS])

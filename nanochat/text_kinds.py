@@ -1,0 +1,200 @@
+"""
+The documents of any text file, one by one, and how a file that is not parquet becomes parquet.
+
+    .jsonl, .jsonl.gz, .jsonl.zst    a document a line; broken lines are told and passed over
+    .txt                             one document
+    .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
+    .parquet                         of nanochat/text.py
+
+Training never comes here but once for each file: what it reads is the parquet that
+`nanochat.text.as_parquet` keeps. Tokenizing and training a tokenizer read documents from here.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from nanochat.common import atomic_open, in_store, place
+from nanochat.text import (
+    ALL,
+    CONVERTED,
+    MAX_DOCUMENT_BYTES,
+    MEND,
+    Reading,
+    as_parquet,
+    checked,
+    misfit,
+    open_parquet,
+    read_batches,
+    told_of,
+)
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+BROKEN_ARROW = "not a whole stream of Arrow's"
+GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
+
+
+class Line(NamedTuple):
+    """A document, or a line of jsonl that should be one."""
+
+    number: int  # of the line, from 1; of a row in a parquet or arrow file, from 0
+    text: str | None  # None for a broken line, and for a document that is too short
+    problem: str = ""  # what is wrong with it; "" for one that is too short
+
+
+def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Iterator[Line]:
+    """The documents of a text file of any kind that are to be read. ValueError names the file and
+    what is wrong.
+
+    A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
+    millions: it is told with its number, or with `strict` ends the reading. A torn compressed file,
+    which has lost nobody knows how many documents, and a line that is larger than any document
+    always do, and so does a .txt file that is too large or not UTF-8.
+    """
+    if path.name.endswith(".txt"):
+        lines: Iterator[Line] = iter([Line(1, reading.cut(_read_txt(path)))])
+        reading = replace(reading, part="")
+    elif path.name.endswith(".arrow"):
+        lines = _numbered(_read_arrow(path, reading.text_field))
+    elif path.name.endswith(CONVERTED):
+        lines = _read_jsonl(path, reading.text_field, strict)
+    else:
+        lines = _numbered(_read_parquet(path, reading.text_field))
+    numbers = itertools.count()
+    for line in lines:
+        if line.text is None:
+            if reading.part != "val":  # once is enough
+                yield line
+        elif reading.takes(next(numbers)):
+            yield line if len(line.text) >= reading.min_chars else Line(line.number, None)
+
+
+def _numbered(columns: Iterator[pa.Array]) -> Iterator[Line]:
+    """The rows of columns of texts."""
+    texts = (text for column in columns for text in column.to_pylist())
+    return itertools.starmap(Line, enumerate(texts))
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
+    """The texts of a parquet file."""
+    with open_parquet(path, field) as file:
+        for group in range(file.num_row_groups):
+            yield from read_batches(file, group, path, field=field)
+
+
+def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
+    """The texts of a stream of Arrow's record batches, the file that `datasets` saves."""
+    try:
+        with told_of(path, BROKEN_ARROW), path.open("rb") as file:
+            batches = pa.ipc.open_stream(file)
+            if problem := misfit(batches.schema, field):
+                raise ValueError(f"{path}: {problem}")
+            for number, batch in enumerate(batches):
+                table = pa.Table.from_batches([batch])
+                while field not in table.column_names:
+                    table = table.flatten()
+                yield from (checked(column, path, field, number) for column in table[field].chunks)
+    except (MemoryError, UnicodeDecodeError) as e:  # of damaged sizes and names
+        raise ValueError(f"{path}: {BROKEN_ARROW} ({e}); save the data set again") from e
+
+
+def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
+    """The texts of a text file of any kind, without broken lines, which are told (`as_parquet`)."""
+    lines = read_lines(as_parquet(place(path), reading), Reading(reading.text_field))
+    yield from (line.text for line in lines if line.text is not None)
+
+
+def _read_txt(path: Path) -> str:
+    """The document that a .txt file is."""
+    with path.open("rb") as file:
+        data = file.read(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ValueError(f"{path}: a document of more than {MAX_DOCUMENT_BYTES:,} bytes, the most that is "
+                         f"read; cut it into several")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 ({e}); convert it (iconv does), or take it away") from e
+
+
+def _read_jsonl(path: Path, field: str, strict: bool) -> Iterator[Line]:
+    """The lines of a .jsonl file that are not blank; it may be compressed."""
+    number, codec = 0, CODECS.get(path.suffix)
+    with contextlib.ExitStack() as files:
+        lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
+        if codec:
+            lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
+        try:
+            while line := lines.readline(MAX_DOCUMENT_BYTES + 1):
+                number += 1
+                if len(line) > MAX_DOCUMENT_BYTES:
+                    raise ValueError(f"{path}: line {number:,} has more than {MAX_DOCUMENT_BYTES:,} "
+                                     f"bytes, the most that is read; cut its document into several")
+                if not line.strip():
+                    continue
+                try:
+                    value = json.loads(line.decode("utf-8-sig"))
+                    for name in field.split("."):
+                        value = value.get(name) if isinstance(value, dict) else None
+                    if not isinstance(value, str):
+                        raise ValueError(f"it is no object with a string in its field `{field}` "
+                                         f"(--text-field names another)")
+                    value.encode()  # half a surrogate pair is no character
+                    yield Line(number, value)
+                except (ValueError, RecursionError) as e:
+                    kind = "UTF-8" if isinstance(e, UnicodeError) else "JSON of a document"
+                    problem = f"not {kind}: {e}"[:200]
+                    if strict:
+                        raise ValueError(f"{path}: line {number}: {problem}; {MEND}") from None
+                    yield Line(number, None, problem)
+        except OSError as e:
+            if codec is None or (in_store(path) and str(e).startswith(str(path))):  # the file is not to blame
+                raise
+            raise ValueError(f"{path}: not a whole {codec} file, broken after line {number:,} ({e}); "
+                             f"fetch it again") from e
+
+
+def convert(path: Path, target: Path, reading: Reading, strict: bool) -> tuple[list[tuple[int, str]], int]:
+    """Write the documents of a file as parquet; returns ((number, what is wrong) of its broken
+    lines, how many documents were too short)."""
+    bad: list[tuple[int, str]] = []
+    field, num_short = reading.text_field, 0
+
+    def good_texts() -> Iterator[str]:
+        nonlocal num_short
+        lines = read_lines(path, reading, strict=strict)
+        for line in tqdm(lines, desc=f"converting {path.name}", unit=" documents", delay=1, disable=None):
+            if line.text is not None:
+                yield line.text
+            elif line.problem:
+                bad.append((line.number, line.problem))
+            else:
+                num_short += 1
+
+    schema, texts, num_documents = pa.schema([(field, pa.string())]), good_texts(), 0
+    with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
+        while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
+            writer.write_table(pa.table({field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
+            num_documents += len(group)
+        if not num_documents:
+            why = f"; line {bad[0][0]}: {bad[0][1]}" if bad else ""
+            raise ValueError(f"{path}: " + no_document(reading, len(bad), why, num_short))
+    return bad, num_short
+
+
+def no_document(reading: Reading, num_bad: int, why: str, num_short: int) -> str:
+    """What to say of a file that gives no document."""
+    told = f"no document in it ({num_bad:,} broken line(s){why})"
+    if reading.selects:
+        part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
+        return f"{told}{part}, and {num_short:,} shorter than --min-chars; change the flag, or leave the file out"
+    return f"{told}; delete it or make it again"

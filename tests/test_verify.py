@@ -174,7 +174,7 @@ def test_foreign_shards_are_checked_as_far_as_is_known_and_a_long_list_is_counte
     assert len(problems) == 3 + verify.LISTED + 1  # of a, the entries with an end
     assert problems[-1] == f"{tmp_path}/b.bin: {100 - verify.LISTED} more problems"
     patch(tmp_path / "a.bin", 0, u16(E))
-    monkeypatch.setattr(verify.RustBPETokenizer, "from_directory", lambda path: Tokenizer())
+    monkeypatch.setattr(verify, "get_tokenizer", lambda name, eod_token=None: Tokenizer())
     write_pair(tmp_path / "c", [[1, E], [2]])
     said = [run(capsys, tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
     assert said == [[f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"],

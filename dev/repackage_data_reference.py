@@ -35,8 +35,8 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
-from nanochat.text import ALL, SUFFIXES, Reading, add_text_flags
-from nanochat.text_kinds import read_lines
+from nanochat.text import ALL, SUFFIXES, Reading
+from nanochat.text_kinds import add_text_flags, read_lines
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again

@@ -73,6 +73,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     there.sort(key=lambda file: file.relative_to(path).as_posix())
     files = [file for file in there if file.name.endswith(suffixes)]
     for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+        from nanochat.text_kinds import saved_files
+
         names = saved_files(folder)
         files = [file for file in files if names is None or file.parent != folder or file.name in names]
     for idx in (file for file in there if file.suffix == ".idx" and data_format != "text"):
@@ -84,20 +86,6 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
     return files
-
-
-def saved_files(folder: Path) -> set[str] | None:
-    """Names of the .arrow files of a data set that Hugging Face's `datasets` saved to a folder, which
-    its state.json lists: caches may lie beside them. None where there is no state.json."""
-    state = folder / "state.json"
-    if not state.is_file():
-        return None
-    saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
-    names = {entry["filename"] for entry in saved["_data_files"]}
-    for name in sorted(names):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: not there, but state.json lists it; bring it back")
-    return names
 
 
 def find_prefixes(path: Path | str) -> list[Path]:

@@ -19,12 +19,9 @@ first line that begins after 1 - f of its characters. --min-chars=N leaves out s
 after that. A parquet file of which not all documents are read is converted, too.
 """
 
-import argparse
 import contextlib
 import ctypes
-import functools
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.common import get_base_dir, hash_json, in_store, local, place, read_json, write_json
+from nanochat.common import in_store, place
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +45,6 @@ MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on thi
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
 NULLS = ("{}: {} null(s) in column `{}` of row group {}; drop those rows (python -m "
          "dev.repackage_data_reference does) or fill them")
-MEND = "mend it, or leave out --strict to skip such lines"
 
 
 @dataclass(frozen=True)
@@ -87,30 +83,8 @@ class Reading:
         """Whether some documents of a file are not read."""
         return self.min_chars > 0 or self.part != ""
 
-    def takes(self, number: int) -> bool:
-        """Whether the document of this number in its file, from 0, is in the part that is read."""
-        validates = math.floor((number + 1) * self.val_fraction) > math.floor(number * self.val_fraction)
-        return self.part == "" or validates == (self.part == "val")
-
-    def cut(self, text: str) -> str:
-        """The part of a file that is one document."""
-        if not self.part:
-            return text
-        at = math.ceil(len(text) * (1 - self.val_fraction))
-        at = text.find("\n", at) + 1 or at
-        return text[:at] if self.part == "train" else text[at:]
-
 
 ALL = Reading()
-
-
-def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:
-    """Give the parser of a script that reads text its flags; `Reading.of(vars(args))` is what they
-    say. `splits`: whether it takes training and validation data apart."""
-    parser.add_argument("--text-field", default=TEXT_FIELD, metavar="NAME", help=FIELD_HELP)
-    parser.add_argument("--min-chars", type=int, default=0, metavar="N", help=MIN_CHARS_HELP)
-    if splits:
-        parser.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help=VAL_FRACTION_HELP)
 
 
 # ---- parquet -------------------------------------------------------------------------------------
@@ -226,36 +200,9 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 
 def as_parquet(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Path:
     """`path` itself, or the cached parquet made of a file of another kind, or of which not all
-    documents are read (converted once for its size, time of change and `reading`). Broken lines and
-    documents that are too short are told once a launch; with `strict` the first broken line is a
-    ValueError."""
+    documents are read; see `nanochat.text_kinds.converted`."""
     if not (path.name.endswith(CONVERTED) or reading.selects) or not path.exists():
         return path
-    path = local(path)
-    stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
-    folder = get_base_dir() / "converted" / hash_json(key)
-    target, report = folder / "text.parquet", folder / "report.json"
-    if not (target.exists() and report.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
-        from nanochat.text_kinds import convert
+    from nanochat.text_kinds import converted
 
-        bad, num_short = convert(path, target, reading, strict)
-        write_json(report, {"source": str(path), "skipped": bad, "short": num_short, **reading.named()})
-    if strict and (bad := read_json(report)["skipped"]):
-        raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; {MEND}")
-    _tell_skipped(path, report)
-    return target
-
-
-@functools.cache
-def _tell_skipped(path: Path, report: Path) -> None:
-    """Warn of a file's broken lines and short documents, once in a process."""
-    told = read_json(report)
-    bad = told["skipped"]
-    if told.get("short"):
-        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, told["short"], told["min_chars"])
-    for number, why in bad[:10]:
-        log.warning("%s: line %d skipped: %s", path, number, why)
-    if bad:
-        log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, len(bad), report)
+    return converted(path, reading, strict=strict)

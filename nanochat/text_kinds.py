@@ -10,10 +10,14 @@ Training never comes here but once for each file: what it reads is the parquet t
 `nanochat.text.as_parquet` keeps. Tokenizing and training a tokenizer read documents from here.
 """
 
+import argparse
 import contextlib
+import functools
 import io
 import itertools
 import json
+import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +27,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import atomic_open, in_store, place
+from nanochat.common import atomic_open, get_base_dir, hash_json, in_store, local, place, read_json, write_json
 from nanochat.text import (
     ALL,
     CONVERTED,
+    FIELD_HELP,
     MAX_DOCUMENT_BYTES,
-    MEND,
+    MIN_CHARS_HELP,
+    TEXT_FIELD,
+    VAL_FRACTION_HELP,
     Reading,
     as_parquet,
     checked,
@@ -38,9 +45,28 @@ from nanochat.text import (
     told_of,
 )
 
+log = logging.getLogger(__name__)
+
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN_ARROW = "not a whole stream of Arrow's"
+MEND = "mend it, or leave out --strict to skip such lines"
 GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
+
+
+def takes(reading: Reading, number: int) -> bool:
+    """Whether the document of this number in its file, from 0, is in the part that is read."""
+    share = reading.val_fraction
+    validates = math.floor((number + 1) * share) > math.floor(number * share)
+    return reading.part == "" or validates == (reading.part == "val")
+
+
+def cut(reading: Reading, text: str) -> str:
+    """The part that is read of a file that is one document."""
+    if not reading.part:
+        return text
+    at = math.ceil(len(text) * (1 - reading.val_fraction))
+    at = text.find("\n", at) + 1 or at
+    return text[:at] if reading.part == "train" else text[at:]
 
 
 class Line(NamedTuple):
@@ -61,7 +87,7 @@ def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> I
     always do, and so does a .txt file that is too large or not UTF-8.
     """
     if path.name.endswith(".txt"):
-        lines: Iterator[Line] = iter([Line(1, reading.cut(_read_txt(path)))])
+        lines: Iterator[Line] = iter([Line(1, cut(reading, _read_txt(path)))])
         reading = replace(reading, part="")
     elif path.name.endswith(".arrow"):
         lines = _numbered(_read_arrow(path, reading.text_field))
@@ -74,7 +100,7 @@ def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> I
         if line.text is None:
             if reading.part != "val":  # once is enough
                 yield line
-        elif reading.takes(next(numbers)):
+        elif takes(reading, next(numbers)):
             yield line if len(line.text) >= reading.min_chars else Line(line.number, None)
 
 
@@ -105,6 +131,20 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
                 yield from (checked(column, path, field, number) for column in table[field].chunks)
     except (MemoryError, UnicodeDecodeError) as e:  # of damaged sizes and names
         raise ValueError(f"{path}: {BROKEN_ARROW} ({e}); save the data set again") from e
+
+
+def saved_files(folder: Path) -> set[str] | None:
+    """Names of the .arrow files of a data set that Hugging Face's `datasets` saved to a folder, which
+    its state.json lists: caches may lie beside them. None where there is no state.json."""
+    state = folder / "state.json"
+    if not state.is_file():
+        return None
+    saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
+    names = {entry["filename"] for entry in saved["_data_files"]}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: not there, but state.json lists it; bring it back")
+    return names
 
 
 def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
@@ -198,3 +238,44 @@ def no_document(reading: Reading, num_bad: int, why: str, num_short: int) -> str
         part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
         return f"{told}{part}, and {num_short:,} shorter than --min-chars; change the flag, or leave the file out"
     return f"{told}; delete it or make it again"
+
+
+def converted(path: Path, reading: Reading, *, strict: bool) -> Path:
+    """The cached parquet of the documents of a file that are read (made once for its size, time of
+    change and `reading`). Broken lines and documents that are too short are told once a launch; with
+    `strict` the first broken line is a ValueError."""
+    path = local(path)
+    stat = path.stat()
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
+    folder = get_base_dir() / "converted" / hash_json(key)
+    target, report = folder / "text.parquet", folder / "report.json"
+    if not (target.exists() and report.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        bad, num_short = convert(path, target, reading, strict)
+        write_json(report, {"source": str(path), "skipped": bad, "short": num_short, **reading.named()})
+    if strict and (bad := read_json(report)["skipped"]):
+        raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; {MEND}")
+    _tell_skipped(path, report)
+    return target
+
+
+@functools.cache
+def _tell_skipped(path: Path, report: Path) -> None:
+    """Warn of a file's broken lines and short documents, once in a process."""
+    told = read_json(report)
+    bad = told["skipped"]
+    if told.get("short"):
+        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, told["short"], told["min_chars"])
+    for number, why in bad[:10]:
+        log.warning("%s: line %d skipped: %s", path, number, why)
+    if bad:
+        log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, len(bad), report)
+
+
+def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:
+    """Give the parser of a script that reads text its flags; `Reading.of(vars(args))` is what they
+    say. `splits`: whether it takes training and validation data apart."""
+    parser.add_argument("--text-field", default=TEXT_FIELD, metavar="NAME", help=FIELD_HELP)
+    parser.add_argument("--min-chars", type=int, default=0, metavar="N", help=MIN_CHARS_HELP)
+    if splits:
+        parser.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help=VAL_FRACTION_HELP)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging, table
 from nanochat.dataset import FORMATS, split_train_val
-from nanochat.text import ALL, Reading, add_text_flags
-from nanochat.text_kinds import read_texts
+from nanochat.text import ALL, Reading
+from nanochat.text_kinds import add_text_flags, read_texts
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, add_tokenizer_flags, get_tokenizer
 
 PEERS = ("gpt2", "cl100k_base")

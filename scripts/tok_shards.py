@@ -32,7 +32,8 @@ from nanochat.pretokenize import (
     Windows,
     describe_tokenizer,
 )
-from nanochat.text import SUFFIXES, Reading, add_text_flags
+from nanochat.text import SUFFIXES, Reading
+from nanochat.text_kinds import add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it

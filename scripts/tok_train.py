@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
 from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
-from nanochat.text import Reading, add_text_flags
-from nanochat.text_kinds import read_texts
+from nanochat.text import Reading
+from nanochat.text_kinds import add_text_flags, read_texts
 from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
 
 

@@ -285,7 +285,7 @@ def test_broken_jsonl_lines_are_told_at_every_launch_but_once_in_each(tmp_path, 
     path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
     for _ in range(2):
         caplog.clear()
-        text._tell_skipped.cache_clear()  # what a new process begins with
+        text_kinds._tell_skipped.cache_clear()  # what a new process begins with
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
         for said in ("s.jsonl.gz: line 2 skipped", "s.jsonl.gz: line 4 skipped", "2 broken line(s) skipped in all"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import text, text_kinds
+from nanochat import text_kinds
 from nanochat.dataset import find_files, split_train_val
 from nanochat.sources import ParquetSource, check, fingerprint, scan
 from nanochat.text import Reading
@@ -74,7 +74,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
     groups = []
     for kind in ("jsonl", "parquet", "arrow"):
         caplog.clear()
-        text._tell_skipped.cache_clear()
+        text_kinds._tell_skipped.cache_clear()
         manifest = scan(tmp_path / kind, reading=reading)
         assert check(manifest) == manifest and manifest["min_chars"] == 10 and manifest["part"] == "train"
         source = ParquetSource(manifest, ByteTokenizer())

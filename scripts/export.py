@@ -146,6 +146,7 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
         names = [WEIGHTS]
     for name, shard in zip(names, shards):
         save_file(shard, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # as the files beside it: safetensors lets its owner alone read it
     if len(shards) > 1:
         where = {name: file for file, shard in zip(names, shards) for name in shard}
         size = sum(tensor.nbytes for tensor in state.values())

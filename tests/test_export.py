@@ -58,6 +58,7 @@ def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(
     assert len(files) > 2 and {path.name for path in tmp_path.glob("model-*.safetensors")} == files
     found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
     assert training.as_bytes(found) == weights("run")
+    assert (base / "hf" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "others may read it, too"
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
 
 

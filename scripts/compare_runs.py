@@ -257,7 +257,8 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
             notes.append(f"passed over: {e}")
             continue
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
-        add("checkpoint", name, len(list(leaves(one))), list(compare_states(one, other)))
+        gaps = list(compare_states(one, other))
+        add("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps)
     if not parts:
         nothing = "nothing to compare: no step of the logs and no checkpoint is common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))

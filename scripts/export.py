@@ -351,6 +351,8 @@ def from_hf(source: str) -> Found:
     from safetensors.torch import load_file
 
     folder = here(source, "SOURCE").expanduser()
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no export (there is no config.json in it); name a folder that --to=hf made")
     config = read_json(folder / "config.json", {"model_type": str}, way_out="is it an export?")
     if config["model_type"] != "nanochat_exact":
         raise ValueError(f"{folder / 'config.json'}: model_type is {config['model_type']!r}, expected nanochat_exact; "

@@ -2,6 +2,7 @@
 List all commands, and run any of them by its name.
 
     python -m scripts.help                      # every command, a line each
+    python -m scripts.help tok-shards           # what one of them takes
     nanochat train --depth=12                   # after `pip install -e .`: as python -m scripts.base_train --depth=12
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
@@ -77,10 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List the commands, or run one. ValueError for a name that is none."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["help"]
     known = commands()
+    if name in ("help", "--help", "-h") and rest and rest[0] in known:
+        name, rest = rest[0], ["--help"]
     if name in ("help", "--help", "-h"):
         print("\n".join(table(["command", "what it does"], [[name, about(known[name])] for name in known])))
-        print("\nnanochat COMMAND --help says more; python -m MODULE is the same, MODULE being scripts.COMMAND "
-              f"({', '.join(f'{short}: {module}' for module, short in SHORT.items())})")
+        print("\nnanochat COMMAND --help says more. Without `pip install -e .` a command is python -m scripts.COMMAND, "
+              f"with _ for - ({', '.join(f'{short}: {module}' for module, short in SHORT.items())})")
         return 0
     if name == "completion":
         parser = Parser(prog="nanochat completion", description="Print what a shell reads to complete commands.")
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         close = difflib.get_close_matches(name, known, n=1)
         raise ValueError(f"nanochat {name}: " + (f"did you mean {close[0]}?" if close else "there is no such command")
-                         + " (all commands: nanochat help)")
+                         + " (all commands: python -m scripts.help)")
     sys.argv = [f"nanochat {name}", *rest]
     return importlib.import_module(known[name]).main(rest)
 
@@ -103,4 +106,5 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    words = sys.argv[1:]
+    run_main(lambda: main(words if words[:1] == ["completion"] else ["help", *words]))

@@ -36,7 +36,7 @@ from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import open_run, stream_config
-from nanochat.run_dir import cursor_files, find_run, read_cursors, read_log
+from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
 from nanochat.sources import Source
 from nanochat.start_run import command, find_data, look
 from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger, open_stream
@@ -130,11 +130,21 @@ def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, li
             yield step, [part % 2**64 for part in parts]
 
 
+def tell_untrained(opened: Opened, last: int) -> None:
+    """Say so where a run has not come as far as step `last`."""
+    if opened.run_dir is not None:
+        steps = [record["step"] for record in iter_log(opened.run_dir / "logs" / "train.jsonl") if is_step(record)]
+        if last > (trained := max(steps, default=-1)):
+            log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
+                        opened.run_dir, f"{trained + 1:,}", f"{last:,}")
+
+
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     """One JSON line a step; exit code 1 where the run's log has another digest."""
     records = [] if opened.run_dir is None else read_log(opened.run_dir / "logs" / "train.jsonl")
     logged = {record["step"]: record["digest"] for record in records if "digest" in record}
     wrong = []
+    tell_untrained(opened, args.steps[-1])
     for step, parts in step_digests(opened, args.steps, args.ranks or 1):
         line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
         if args.ranks:
@@ -173,6 +183,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if args.row is not None and args.row >= opened.rows_per_step:
         raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to "
                          f"{opened.rows_per_step - 1}")
+    tell_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
     lanes = range(opened.config.V)

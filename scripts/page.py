@@ -369,8 +369,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     while again:
         runs = [Run(i, read_facts(path), status.look(path)) for i, path in enumerate(folders)]
         again = args.watch and any(run.alive for run in runs)
+        args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, make_page(runs, refresh=again).encode())
-        print(f"{args.out}: {', '.join(run.name for run in runs)}", flush=True)
+        print(f"written: {args.out.absolute()}, of {', '.join(run.name for run in runs)}", flush=True)
         if again:
             time.sleep(WATCH_EVERY_S)
     return 0

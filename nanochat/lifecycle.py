@@ -525,3 +525,10 @@ class RunState:
                 log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for dead",
                             self._path, e.strerror)
             self._told = True
+
+
+def tell_completed(run_dir: Path, step: int, reason: str) -> None:
+    """Leave the state of a run that no launch here trained to `step`: `reason` says where its
+    checkpoint `final` comes from."""
+    state = RunState(acquire(run_dir), [identify()], num_iterations=step, step=step, checkpoint="final")
+    state.close("completed", reason)

@@ -22,6 +22,7 @@ import torch
 
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
 from nanochat.common import Parser, print0, run_main, setup_logging, write_json
+from nanochat.lifecycle import tell_completed
 from nanochat.run_dir import (
     CONFIG_NAME,
     find_run,
@@ -82,6 +83,7 @@ def write_run(source: Path, target: Path, checkpoints: Sequence[Checkpoint]) -> 
         shutil.copyfile(source / "data_manifest.json", unfinished / "data_manifest.json")
         save_checkpoint(unfinished, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
                         model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
+        tell_completed(unfinished, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
         write_json(unfinished / CONFIG_NAME, read_config(source) | {"model_tag": target.name})
         unfinished.rename(target)
     except BaseException:

@@ -65,6 +65,7 @@ from nanochat.common import (
 from nanochat.config import FIELDS, Settings, flag
 from nanochat.dataset import DEFAULT_DATASET
 from nanochat.gpt import GPTConfig
+from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, FOLDERS, pack_cursors, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
@@ -457,6 +458,7 @@ def bring_in(found: Found, args: argparse.Namespace) -> str:
         tokenizer.save(run_dir / "tokenizer")
         if manifests:
             write_json(run_dir / MANIFEST_NAME, manifests)
+        tell_completed(run_dir, found.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
     return f"{out}: a run at step {found.step:,}, from {args.source}"
 

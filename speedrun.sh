@@ -117,9 +117,9 @@ gpu_profile() {
     stage "wait for the download" wait_for_download
     stage "training" "${torchrun[@]}" -m scripts.base_train -- --depth=24 --device-batch-size=16 \
         --save-every=2000 --device-type=cuda --model-tag="$TAG" --run="$RUN_NAME"
-    stage "evaluation" "${torchrun[@]}" -m scripts.base_eval -- --run="$TAG" --device-type=cuda
-    stage "samples" python -m scripts.sample --run="$TAG"
-    stage "report" python -m scripts.report --run="$TAG" --stages="$STAGES"
+    stage "evaluation" "${torchrun[@]}" -m scripts.base_eval "$TAG" --device-type=cuda
+    stage "samples" python -m scripts.sample "$TAG"
+    stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
 }
 
 cpu_profile() {
@@ -133,9 +133,9 @@ cpu_profile() {
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=10 --eval-every=50 --eval-tokens=65536 --save-every=50 \
         --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
-    stage "evaluation" python -m scripts.base_eval --run="$TAG" --device-type=cpu --unigram-tokens=1000000
-    stage "samples" python -m scripts.sample --run="$TAG" --device-type=cpu
-    stage "report" python -m scripts.report --run="$TAG" --stages="$STAGES"
+    stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000
+    stage "samples" python -m scripts.sample "$TAG" --device-type=cpu
+    stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
     header "the real data"
     cat <<EOF
 # This was a rehearsal on what was at hand. The real data are downloaded (100 MB a shard; needs a network):

@@ -2,7 +2,7 @@
 An export in transformers, beside the run that it was made from: with transformers itself, and EleutherAI's lm-eval, in
 their own environment (pip install torch transformers lm-eval accelerate).
 
-    python -m dev.compare_hf --hf-python VENV/bin/python --run RUN [--out FOLDER]
+    python -m dev.compare_hf RUN --hf-python VENV/bin/python [--out FOLDER]
 
 1. `scripts.export --to=hf`, then there, offline: `AutoModelForCausalLM.from_pretrained` gives our logits in float32,
    for texts that are padded on the left too; `generate` with its cache gives our tokens; so does the model that
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf-python", help="Python of an environment with transformers and lm-eval")
-    parser.add_argument("--run", help="RUN or RUN@STEP, with a tokenizer that transformers reads")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="or RUN@STEP, with a tokenizer that transformers reads")
     parser.add_argument("--out", type=Path, help="where the export goes (default: nowhere that stays)")
     parser.add_argument("--there", type=Path, metavar="WORK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from nanochat.common import table
 
     if not (args.hf_python and args.run):
-        raise ValueError("--hf-python, --run: name an environment's Python and a run of ours")
+        raise ValueError("name a run of ours, and with --hf-python an environment's Python")
     with tempfile.TemporaryDirectory() as folder:
         compared = compare(args.hf_python, args.run, args.out or Path(folder) / "out", Path(folder))
         version = torch.load(Path(folder) / "told.pt")["transformers"]

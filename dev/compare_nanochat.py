@@ -1,7 +1,7 @@
 """
 What we share with nanochat (github.com/karpathy/nanochat), against nanochat itself.
 
-    python -m dev.compare_nanochat --nanochat DIR [--part core checkpoints] [--run RUN]
+    python -m dev.compare_nanochat [RUN] --nanochat DIR [--part core checkpoints]
 
     core         the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
                  tokenizer, the same items are right, and the table has the same bytes
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--nanochat", type=Path, help="a checkout of it")
-    p.add_argument("--run", help="a run of ours for the part checkpoints (default: what came from there)")
+    p.add_argument("run", metavar="RUN", nargs="?", help="ours, of the part checkpoints (default: one from there)")
     p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     p.add_argument("--there", choices=THERE, help=argparse.SUPPRESS)
     p.add_argument("--work", type=Path, help=argparse.SUPPRESS)

@@ -88,6 +88,6 @@ expect 3 python "${train[@]}"
 expect 3 python "${train[@]}"
 expect 0 python "${train[@]}" --allow-bucket-exhaustion
 expect 0 python "${train[@]}" --allow-bucket-exhaustion
-expect 0 python -m scripts.inspect_data digest --run e2e --steps 0:24
-expect 0 python -m scripts.inspect_data ledger --run e2e
+expect 0 python -m scripts.inspect_data digest e2e --steps 0:24
+expect 0 python -m scripts.inspect_data ledger e2e
 echo "e2e: all as expected"

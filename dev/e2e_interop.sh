@@ -63,8 +63,8 @@ python -m scripts.base_train --data-path "$work/shards" --data-format shards --m
     --matrix-lr 0.16 --embedding-lr 2.4 --unembedding-lr 0.064
 stage "training"
 
-python -m scripts.base_eval --run interop --eval-tokens 32768 --unigram-tokens 65536 --device-type cpu
-python -m scripts.report --run interop
+python -m scripts.base_eval interop --eval-tokens 32768 --unigram-tokens 65536 --device-type cpu
+python -m scripts.report interop
 stage "evaluation and report"
 
 python -m scripts.export interop "$work/model" --to hf
@@ -81,6 +81,6 @@ print("transformers:", repr(tokenizer.decode(tokens[0], skip_special_tokens=True
 PY
 stage "export, and text from transformers"
 
-python -m dev.compare_hf --hf-python "$HF_PYTHON" --run interop
+python -m dev.compare_hf interop --hf-python "$HF_PYTHON"
 stage "the same logits, tokens and scores there"
 printf '%s\n' "${took[@]}"

@@ -93,8 +93,8 @@ kill -KILL "${workers[@]}"
 wait "$launcher" || true
 [[ ! -e $NANOCHAT_BASE_DIR/runs/bucket/checkpoints/final ]]
 expect 0 python "${from_bucket[@]}"
-expect 0 python -m scripts.inspect_data digest --run bucket --steps 0:24 --world-size 2
-expect 0 python -m scripts.inspect_data ledger --run bucket
+expect 0 python -m scripts.inspect_data digest bucket --steps 0:24 --world-size 2
+expect 0 python -m scripts.inspect_data ledger bucket
 
 python - <<'PY'
 from nanochat.common import get_base_dir

@@ -318,8 +318,8 @@ READERS: dict[str, Reader] = {
     "flags": Reader(read_flags),
     "store": Reader(read_store, weight=2),
     "status": Reader(script(status.main, "run"), LOOKS, 0.5),
-    "report": Reader(script(report.main, "--run=run"), LOOKS, 0.5),
-    "inspect_data": Reader(script(inspect_data.main, "rows", "--run=run", "--step=3"), LOOKS, 0.5),
+    "report": Reader(script(report.main, "run"), LOOKS, 0.5),
+    "inspect_data": Reader(script(inspect_data.main, "rows", "run", "--step=3"), LOOKS, 0.5),
     "compare_runs": Reader(script(compare_runs.main, "run", "run"), LOOKS, 0.5),
     "validate": Reader(lambda base, _: validate.main(run_flags(base)), LOOKS, 0.5),
 }

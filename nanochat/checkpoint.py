@@ -353,11 +353,12 @@ def newest_good(run_dir: Path) -> Checkpoint | None:
     return first_good(list_checkpoints(run_dir))
 
 
-def find_checkpoint(tag_or_path: str | os.PathLike[str]) -> Checkpoint:
+def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     """The checkpoint that is meant by its path, by a run's tag or directory (the newest good one),
-    or by either of these with @STEP or @NAME. FileNotFoundError if there is none, which says what
-    there is; ValueError if it is damaged, and of the newest if all are."""
-    text = os.fspath(tag_or_path)
+    or by either of these with @STEP or @NAME; None means the only run there is. FileNotFoundError
+    if there is none, which says what there is; ValueError if it is damaged, and of the newest if
+    all are."""
+    text = os.fspath(find_run(None) if tag_or_path is None else tag_or_path)
     path = Path(text).expanduser()
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
         return load_checkpoint(path)

@@ -370,6 +370,9 @@ class Parser(argparse.ArgumentParser):
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             guess = f"did you mean {close[0]}?" if close else "there is no such flag"
+            takes_run = any(action.dest == "run" for action in self._get_positional_actions())
+            if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
+                guess = f"a run is named without a flag, as in d12 and not {name}=d12"
             self.error(f"{where}{name}: {self.instead.get(name, guess)}")
         return known[name]
 

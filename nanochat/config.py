@@ -25,7 +25,7 @@ nobody reads the log of a job that restarts at night.
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -369,8 +369,8 @@ def flag(name: str) -> str:
     return ("--no-" if on else "--") + name.replace("_", "-")
 
 
-def add_flags(parser: Parser) -> Parser:
-    """Give a parser the flags of all settings, in their groups."""
+def add_flags(parser: Parser, without: Sequence[str] = ()) -> Parser:
+    """Give a parser the flags of all settings but some, in their groups."""
     parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
@@ -382,7 +382,7 @@ def add_flags(parser: Parser) -> Parser:
             else:  # what is no number is given as text, a curriculum as its file
                 [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
                 how.setdefault("type", kind if kind in (int, float) else str)
-            if f.metadata.get("flag", True):
+            if f.metadata.get("flag", True) and f.name not in without:
                 flags = ["--" + f.name.replace("_", "-"), f.metadata.get("also", "")]
                 titled.add_argument(*filter(None, flags), dest=f.name, default=f.default, **how)
     return parser

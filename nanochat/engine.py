@@ -124,7 +124,7 @@ class Engine:
 
 # ---- a model from a checkpoint alone --------------------------------------------------------------------------------
 
-def load_model(path: str | os.PathLike[str], device: torch.device | str, *,
+def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, *,
                compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:
     """Rebuild model (in eval mode) and tokenizer from what `checkpoint.find_checkpoint` finds, and nothing else.
 

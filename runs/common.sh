@@ -42,6 +42,6 @@ train() { # tag, flags: a finished run says so at once, an unfinished one goes o
     if [[ -n "${WANDB_RUN:-}" ]]; then set -- "$@" --run="${WANDB_RUN}_$tag"; fi
     on_all_gpus scripts.base_train "${MODEL[@]}" --model-tag="$tag" "$@"
     if [[ -n "${CORE:-}" && ! -f "$NANOCHAT_BASE_DIR/runs/$tag/eval.csv" ]]; then
-        on_all_gpus scripts.base_eval --run="$tag" --eval=core
+        on_all_gpus scripts.base_eval "$tag" --eval=core
     fi
 }

@@ -2,7 +2,7 @@
 Average the weights of a run's last checkpoints, into a run that evaluates and exports.
 
     python -m scripts.average d12 --last=5               # runs/d12-average-5
-    python -m scripts.base_eval --run=d12-average-5
+    python -m scripts.base_eval d12-average-5
 
 Near the end of a run weights wander around a good place; their mean is often better than any of them, most so where
 the learning rate is still high (arXiv 1803.05407, 2306.03241). Sums are taken in float64, and rounded once.
@@ -35,7 +35,7 @@ from nanochat.run_dir import (
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
-    p.add_argument("run", help="tag or run directory")
+    p.add_argument("run", metavar="RUN", help="a run's name or folder")
     p.add_argument("--last", type=int, default=5, help="how many checkpoints, the newest ones")
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     args = p.parse_args(argv)

@@ -2,10 +2,10 @@
 Evaluate a trained model: bits per byte on validation and on training data with a floor to compare
 with, samples, and the CORE metric.
 
-    python -m scripts.base_eval --run d12
-    python -m scripts.base_eval --run d12 --eval core,bpb,sample --max-per-task 500
-    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval -- --run d24 --eval core
-    python -m scripts.base_eval --checkpoint RUN/checkpoints/checkpoint-1000 --json eval.json
+    python -m scripts.base_eval d12
+    python -m scripts.base_eval d12 --eval core,bpb,sample --max-per-task 500
+    torchrun --standalone --nproc_per_node=8 -m scripts.base_eval d24 --eval core
+    python -m scripts.base_eval d12@1000 --json eval.json
 
 Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
 the run's own --eval-tokens, the default, the validation result is the one that training printed at
@@ -35,7 +35,6 @@ from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
-from nanochat.run_dir import find_run
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, own_prompts
 
@@ -212,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
-        name = args.checkpoint or args.run or find_run(None)
-        checkpoint = on_rank0(lambda: find_checkpoint(name).path.absolute())
+        checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
         result = evaluate(args, checkpoint, device)
         on_rank0(lambda: write(path, result))

@@ -1,7 +1,7 @@
 """
 How fast a model generates, and how much memory its cache takes.
 
-    python -m scripts.infer_bench --run d12
+    python -m scripts.infer_bench d12
     python -m scripts.infer_bench --depth 12 --max-seq-len 2048        # random weights: as fast as trained ones
 
 Two very different things are timed. *Prefill* computes the whole prompt at once, as large products:
@@ -28,7 +28,6 @@ from nanochat.common import Parser, run_main, setup_logging, table
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, peak_memory
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.run_dir import find_run
 from scripts.sample import ask_for_model
 
 ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)  # a tokenizer without a stop token
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dtype = get_compute_dtype(device, args.dtype)
         if args.depth is None:
-            model, _, meta = load_model(args.checkpoint or find_run(args.run), device, compute_dtype=dtype)
+            model, _, meta = load_model(args.run, device, compute_dtype=dtype)
             name = str(meta["path"])
         else:
             config = GPTConfig.from_depth(args.depth, vocab_size=args.vocab_size, sequence_len=args.max_seq_len,

@@ -1,10 +1,10 @@
 """
 Look into the stream: digests, documents and accounts of any step. No model, no GPU.
 
-    python -m scripts.inspect_data digest --run d12 --steps 0:100     # and compare with its log
+    python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
     python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
-    python -m scripts.inspect_data rows --run d12 --step 1234 --row 7 --text
-    python -m scripts.inspect_data ledger --run d12
+    python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
+    python -m scripts.inspect_data ledger d12
 
 A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the
 nearest cursors that the run kept, so any step of a long run is near:
@@ -12,7 +12,7 @@ nearest cursors that the run kept, so any step of a long run is near:
     kept cursors:   0 . . . . . . 1000 . . . . . . 2000
     step 1234:                     restore 1000, pack 234 steps, look
 
-Without --run the flags are those of scripts.base_train, and the stream is the one that it would
+Without RUN the flags are those of scripts.base_train, and the stream is the one that it would
 train on. With --world-size W there is a stream for each of W ranks, and each one's part of the
 digest is told.
 """
@@ -98,7 +98,7 @@ def open_it(args: argparse.Namespace) -> Opened:
     settings = from_flags(args)
     if args.run is not None:
         if given := [flag(name) for name in settings.differing() if name != "run"]:
-            raise ValueError(f"--run and {', '.join(given)}: a run has its own; leave out one or "
+            raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or "
                              f"the other")
         run_dir = find_run(args.run)
         data, config, settings = open_run(run_dir)
@@ -246,24 +246,24 @@ def span(text: str) -> range:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="digest|rows|ledger")
-    some: dict[str, Any] = {"conflict_handler": "resolve"}  # base_train's --run is for wandb
-    digest = commands.add_parser("digest", help="one JSON line a step: its batch digest", **some)
+    digest = commands.add_parser("digest", help="one JSON line a step: its batch digest")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B",
                         help="steps A to B - 1, from 0")
     digest.add_argument("--world-size", dest="ranks", type=integer, metavar="W",
                         help="add up W ranks' parts, and list them")
-    rows = commands.add_parser("rows", help="which documents are in each row of a step", **some)
+    rows = commands.add_parser("rows", help="which documents are in each row of a step")
     rows.add_argument("--step", type=integer, required=True, help="from 0")
     rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
     rows.add_argument("--text", action="store_true", help="decode them")
     rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
-    accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending", **some)
+    accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=integer,
                           help="when so many are done (default: a run's newest kept cursors)")
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)
-        add_flags(subparser)
-        subparser.add_argument("--run", metavar="DIR_OR_TAG", help="a run directory or its tag")
+        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder")
+        add_flags(subparser, without=("run",))
+        subparser.usage = "%(prog)s [RUN] [flags]"
     return parser.parse_args(argv)
 
 

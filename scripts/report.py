@@ -2,8 +2,8 @@
 Write the report of a run as markdown: how it went, what ran, on what, how long, what came of it,
 and where everything lies.
 
-    python -m scripts.report --run d12                      # writes RUN/report.md and RUN/report-*.png
-    python -m scripts.report --run d12 --stages FILE        # with the times of speedrun.sh's stages
+    python -m scripts.report d12                 # writes RUN/report.md and RUN/report-*.png
+    python -m scripts.report d12 --stages FILE        # with the times of speedrun.sh's stages
 
 It reads the run directory and changes nothing else, so it may be written at any time and as often
 as you like. Every part of the report is a function from Facts to lines. A part whose file is
@@ -430,7 +430,7 @@ def make_report(facts: Facts, shown: Sequence[str] = ()) -> str:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Write the report of a run.")
-    parser.add_argument("--run", required=True, help="run directory or model tag")
+    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
     parser.add_argument("--stages", type=Path, help="a file of stage times, as speedrun.sh keeps it")
     parser.add_argument("--output", type=Path, help="default: RUN/report.md")
     return parser.parse_args(argv)

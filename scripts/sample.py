@@ -1,24 +1,25 @@
 """
 Let a trained model continue some text:
 
-    python -m scripts.sample --run d12
-    python -m scripts.sample --checkpoint RUN/checkpoints/checkpoint-1000 -p "Water boils at"
+    python -m scripts.sample d12
+    python -m scripts.sample d12@1000 -p "Water boils at"
 
 Without -p it continues the beginnings of some documents that the run was validated on: a model of
-code is asked for code. Temperature 0 takes the most likely token each time.
+code is asked for code. Temperature 0 takes the most likely token each time. A » stands where the prompt
+ends and the model goes on; on a terminal the prompt is dimmed instead.
 """
 
 import argparse
 import logging
+import os
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging
 from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
 from nanochat.run_data import RunData, open_run
-from nanochat.run_dir import find_run
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +28,18 @@ PROMPT_TOKENS = 12
 
 
 def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """Give a script the flags that say which model it loads, and what computes in which type.
+    """Give a script the words that say which model it loads, and what computes in which type.
     Returns the group of those that say which."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--run", help="run directory or model tag: its newest good checkpoint "
-                                     "(default: the only run)")
-    which.add_argument("--checkpoint", type=Path, help="a checkpoint directory")
+    which.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder: its newest good checkpoint; "
+                       "RUN@STEP or a checkpoint's folder for another (default: the only run)")
     parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
     parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     return which
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Continue text with a trained model.")
+    parser = Parser(description="Continue text with a trained model.", epilog=__doc__)
     ask_for_model(parser)
     parser.add_argument("-p", "--prompt", action="append",
                         help="text to continue; may be given several times (default: beginnings of "
@@ -65,15 +65,22 @@ def own_prompts(data: RunData, T: int) -> list[list[int]]:
     return prompts[:NUM_PROMPTS]
 
 
+def marked(prompt: str, text: str) -> str:
+    """A text that begins with a prompt, with a mark where the prompt ends. Where it ends inside of a character, that
+    character is the model's."""
+    prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
+    begin, end = ("\033[2m", "\033[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "»")
+    return f"{begin}{prompt}{end}{text[len(prompt):]}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, sample, print. Raises ValueError for bad flags and what `load_model` raises."""
     args = parse_args(argv)
     setup_logging()
-    path = args.checkpoint or find_run(args.run)
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
         model, tokenizer, meta = load_model(
-            path, device, compute_dtype=get_compute_dtype(device, args.dtype))
+            args.run, device, compute_dtype=get_compute_dtype(device, args.dtype))
         bos = tokenizer.get_bos_token_id()
         prompts = [tokenizer.encode(text, prepend=bos) for text in args.prompt or ()]
         if not prompts:
@@ -88,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tokens, args.num_samples, max_tokens=args.max_tokens,
                 temperature=args.temperature, top_k=args.top_k, seed=args.seed)
             for result in results:
-                print(f"{'-' * 80}\n{tokenizer.decode(result[1:])}", flush=True)  # without <|bos|>
+                begun, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))  # without <|bos|>
+                print(f"{'-' * 80}\n{marked(begun, text)}", flush=True)
     finally:
         compute_cleanup()
     return 0

@@ -30,7 +30,7 @@ POLL_S = 0.2
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Ask a run to stop.", epilog=__doc__)
-    parser.add_argument("run", nargs="?", help="tag or run directory (default: the only one at work)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only one at work)")
     parser.add_argument("--wait", action="store_true", help="until the run has ended; 1 if it did not end by itself")
     parser.add_argument("--force", action="store_true", help="end the run's processes on this host")
     parser.add_argument("--grace-seconds", type=float, default=30.0, help="with --force: from SIGTERM to SIGKILL")

@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Compare runs of many sizes.", epilog=__doc__)
-    p.add_argument("runs", nargs="*", help="tags or run directories")
+    p.add_argument("runs", metavar="RUN", nargs="*", help="names or folders of runs")
     p.add_argument("--prefix", help="all runs whose tags begin so")
     p.add_argument("--out", type=Path, required=True, help="folder of results.csv, fit.json and the pictures")
     args = p.parse_args(argv)

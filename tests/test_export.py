@@ -120,10 +120,10 @@ def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_p
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", "--from=nanochat", "--model-tag=back",
                         f"--data-path={base / 'data'}"]) == 0
     assert weights("back") == weights("run")
-    assert base_eval.main(["--run=back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
+    assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == 3
-    assert sample.main(["--run=back", "--max-tokens=2", "--device-type=cpu"]) == 0
+    assert sample.main(["back", "--max-tokens=2", "--device-type=cpu"]) == 0
     assert base_train.main(training.flags(model_tag="next", init_from="back", num_iterations=1, eval_every=1)) == 0
     assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]
 

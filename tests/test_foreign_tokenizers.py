@@ -339,9 +339,9 @@ def test_shards_of_both_formats_give_the_digests_of_text_and_the_runs_are_self_c
     run = workplace / "runs" / "text"
     assert sorted(os.listdir(run / "tokenizer")) == ["hf_tokenizer.json", "tokenizer.json"]
     capsys.readouterr()
-    assert base_eval.main(["--run=text", *QUICK]) == sample.main(
-        ["--run=text", "--device-type=cpu", "-p", "The ", "--max-tokens=3"]) == 0
-    assert inspect_data.main(["rows", "--run=text", "--step=1", "--text"]) == 0
+    assert base_eval.main(["text", *QUICK]) == sample.main(
+        ["text", "--device-type=cpu", "-p", "The ", "--max-tokens=3"]) == 0
+    assert inspect_data.main(["rows", "text", "--step=1", "--text"]) == 0
     assert verify.main([str(workplace / "gpts" / "train"), f"--tokenizer={run / 'tokenizer'}"]) == 0
     assert "bits per byte" in capsys.readouterr().out
     said = training.refuse(data_path=workplace / "text", tokenizer=made["gpt2"], model_tag="text")
@@ -357,13 +357,13 @@ def test_ids_alone_train_and_are_told_in_nats(workplace, capsys):
     assert "validation loss 5.8" in told and "bits per byte" not in told, "ln 340 = 5.83 before the first step"
     [first, last] = training.events("val", "ids")
     assert first["bpb"] is None and first["loss"] > last["loss"] > 1
-    assert base_eval.main(["--run=ids", *QUICK]) == sample.main(["--run=ids", "--device-type=cpu"]) == 0
+    assert base_eval.main(["ids", *QUICK]) == sample.main(["ids", "--device-type=cpu"]) == 0
     assert "nats per token" in capsys.readouterr().out
     evaluated = json.loads((workplace / "runs/ids/eval.json").read_text())
     assert "val_bpb" not in evaluated and evaluated["val_loss"] == last["loss"] > evaluated["unigram_loss"] > 3
-    assert report.main(["--run=ids"]) == 0
+    assert report.main(["ids"]) == 0
     with pytest.raises(ValueError, match="stands for ids and knows no text"):
-        sample.main(["--run=ids", "--device-type=cpu", "-p", "text"])
+        sample.main(["ids", "--device-type=cpu", "-p", "text"])
     said = training.refuse(data_path=workplace / "text", tokenizer="ids:340:0", model_tag="other")
     assert "stands for ids and knows no text" in said
     said = training.refuse(**{**alone, "tokenizer": "ids:200:0", "model_tag": "small"})

@@ -139,7 +139,7 @@ def test_another_curriculum_goes_on_where_each_bucket_was(workplace: Path) -> No
         assert after["math"]["row"] > 0 and alone["math"]["row"] > 0
     assert not set(digests()) & set(digests("fresh"))
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert inspect_data.main(["digest", "--run", str(training.run_dir()), "--steps", "0:4"]) == 0
+        assert inspect_data.main(["digest", str(training.run_dir()), "--steps", "0:4"]) == 0
     assert [json.loads(line)["digest"] for line in out.getvalue().splitlines()] == digests()
 
 

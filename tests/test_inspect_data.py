@@ -125,11 +125,11 @@ def test_digests_are_those_of_the_delivered_batches_for_any_world_size(corpus, s
 
 
 def test_digests_of_a_run_match_its_log_and_another_one_is_an_error_that_names_the_step(run_dir, capsys):
-    lines = json_lines(capsys, "digest", "--steps=0:10", f"--run={run_dir}", "--world-size=2")
+    lines = json_lines(capsys, "digest", "--steps=0:10", f"{run_dir}", "--world-size=2")
     assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
     with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
         log.write(step=5, tokens=6 * R * T, digest="0123456789abcdef")
-    assert inspect_data.main(["digest", "--steps=4:7", f"--run={run_dir}"]) == 1
+    assert inspect_data.main(["digest", "--steps=4:7", f"{run_dir}"]) == 1
     out, err = capsys.readouterr()
     assert [json.loads(line)["match"] for line in out.splitlines()] == [True, False, True]
     assert "first at step 5" in err
@@ -187,7 +187,7 @@ def test_text_is_that_of_the_placements(corpus, capsys):
 
 def test_rows_of_a_run_are_those_of_the_same_flags(corpus, run_dir, capsys):
     for step in (2, 3, 5, 7, 8, 9):  # before, at and behind kept cursors, and past torn ones
-        there = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", f"--run={run_dir}")
+        there = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", f"{run_dir}")
         assert there == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", *stream_flags(corpus))
 
 
@@ -195,7 +195,7 @@ def test_rows_of_a_run_are_those_of_the_same_flags(corpus, run_dir, capsys):
 
 def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch, caplog):
     _, cursors = batches(corpus, "crop", 8)
-    opened = inspect_data.open_it(inspect_data.parse_args(["ledger", f"--run={run_dir}"]))
+    opened = inspect_data.open_it(inspect_data.parse_args(["ledger", f"{run_dir}"]))
     packed: list[int] = []
     next_rows = inspect_data.Stream.next_rows
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
@@ -221,12 +221,12 @@ def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
 
 
 def test_ledger_of_a_run_is_of_its_newest_kept_cursors_and_one_that_is_off_an_error(run_dir, capsys, monkeypatch):
-    newest = run(capsys, "ledger", f"--run={run_dir}")
-    assert newest == run(capsys, "ledger", f"--run={run_dir}", "--step=8")
+    newest = run(capsys, "ledger", f"{run_dir}")
+    assert newest == run(capsys, "ledger", f"{run_dir}", "--step=8")
     honest = inspect_data.ledger
     monkeypatch.setattr(inspect_data, "ledger", lambda c, T: {b: {**a, "read": a["read"] + 1} for b, a in
                                                               honest(c, T).items()})
-    assert " 1 " in run(capsys, "ledger", f"--run={run_dir}", code=1).splitlines()[-1]
+    assert " 1 " in run(capsys, "ledger", f"{run_dir}", code=1).splitlines()[-1]
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
 
 
 @pytest.mark.parametrize("argv, message", [
-    (["digest", "--steps=0:1", "--run=no-such-run"], "no run 'no-such-run'"),
-    (["digest", "--steps=0:1", "--run=x", "--seed=3"], "--run and --seed: a run has its own"),
+    (["digest", "--steps=0:1", "no-such-run"], "no run 'no-such-run'"),
+    (["digest", "--steps=0:1", "x", "--seed=3"], "x and --seed: a run has its own"),
     (["digest", "--steps=0:1", "--world-size=4"], "4 processes but only 3 lanes"),
     (["rows", "--step=0", f"--row={R}"], f"rows 0 to {R - 1}"),
     (["rows", "--step=0", "--total-batch-size=100"], "--total-batch-size"),
@@ -252,6 +252,6 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
     (["ledger"], "--step")])
 def test_bad_input_is_an_error_that_says_what(corpus, argv, message, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    flags = [] if any(a.startswith("--run") for a in argv) else stream_flags(corpus)
+    flags = [] if {"no-such-run", "x"} & {*argv} else stream_flags(corpus)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         inspect_data.main([argv[0], *flags, *argv[1:]])

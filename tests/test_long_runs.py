@@ -137,7 +137,7 @@ def test_a_signal_is_honoured_soon_wherever_it_arrives(reference: dict[str, Any]
 def told(*argv: str) -> list[Any]:
     """The JSON lines of scripts.inspect_data on the run, which must agree with what the log says."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert inspect_data.main([*argv, "--run", str(training.run_dir())]) == 0, out.getvalue()
+        assert inspect_data.main([*argv, str(training.run_dir())]) == 0, out.getvalue()
     return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
 
 

@@ -201,10 +201,10 @@ def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys,
 
 def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, capsys):
     path = made / "runs" / "run"
-    lines = [json.loads(x) for x in looked(capsys, "digest", f"--run={path}", "--steps=3:10", "--world-size=3"
+    lines = [json.loads(x) for x in looked(capsys, "digest", f"{path}", "--steps=3:10", "--world-size=3"
                                            ).splitlines()]
     assert [line["match"] for line in lines] == [True] * 7
-    (row,) = [json.loads(x) for x in looked(capsys, "rows", f"--run={path}", "--step=7", "--row=5", "--json", "--text"
+    (row,) = [json.loads(x) for x in looked(capsys, "rows", f"{path}", "--step=7", "--row=5", "--json", "--text"
                                             ).splitlines()]
     data, config, _ = open_run(path)
     samples = open_samples(config, data.train)  # type: ignore[arg-type]
@@ -213,5 +213,5 @@ def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, caps
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
-    assert "document" in looked(capsys, "rows", f"--run={path}", "--step=0").splitlines()[0]
-    assert looked(capsys, "ledger", f"--run={path}").splitlines()[2].split()[-2] == "0", "it balances"
+    assert "document" in looked(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
+    assert looked(capsys, "ledger", f"{path}").splitlines()[2].split()[-2] == "0", "it balances"

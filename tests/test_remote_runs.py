@@ -115,7 +115,7 @@ def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, k
     assert ACCESS_KEY not in said and SECRET_KEY not in said
 
     capsys.readouterr()
-    assert inspect_data.main(["digest", "--run", "run", "--steps=2:4"]) == 0
+    assert inspect_data.main(["digest", "run", "--steps=2:4"]) == 0
     assert all(digest in capsys.readouterr().out for digest in made[2][kind][3:])
 
 

@@ -147,12 +147,12 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run: Path, monkeypat
     assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in facts.steps]
     first = drawn["mix"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert first.max() == pytest.approx(1 / 3), "a third of what was trained on, in every stretch"
-    report.main([f"--run={run}"])
+    report.main([f"{run}"])
     shown = re.findall(r"!\[.*\]\((.*)\)", (run / "report.md").read_text())
     assert shown == ["report-loss.png", "report-throughput.png"]
     assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in shown)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.main([f"--run={run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
+    assert report.main([f"{run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
 
 
 def test_accounts_that_do_not_balance_are_said_not_to() -> None:
@@ -177,11 +177,11 @@ def test_tables_and_texts_stay_whole_whatever_is_in_them() -> None:
 
 def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = run.parent.parent / "stages.tsv"
-    assert report.main([f"--run={run}", f"--stages={stages}"]) == 0
+    assert report.main([f"{run}", f"--stages={stages}"]) == 0
     output = capsys.readouterr().out
     assert f"report: {run / 'report.md'}" in output and "2.062" in output
     assert "2 min 45 s" in (run / "report.md").read_text()
-    assert report.main([f"--run={run}", f"--output={run.parent / 'other.md'}"]) == 0
+    assert report.main([f"{run}", f"--output={run.parent / 'other.md'}"]) == 0
     assert (run.parent / "other.md").exists()
 
 
@@ -191,8 +191,8 @@ def test_a_broken_file_is_one_sentence_that_names_it(run: Path, text: str, monke
     for name in ("data_manifest.json", "eval.json"):
         (run / name).write_text(text)
         with pytest.raises(ValueError, match=name):
-            report.main([f"--run={run}"])
+            report.main([f"{run}"])
         (run / name).unlink()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(run.parent.parent))
     with pytest.raises(FileNotFoundError, match="no run 'd12'"):
-        report.main(["--run=d12"])
+        report.main(["d12"])

@@ -5,7 +5,8 @@ Compare two runs, and say whether they are equal to the bit or where they part:
     python -m scripts.compare_runs d12@1000 d12-again@1000     # one checkpoint each, or their paths
     python -m scripts.compare_runs d12 d24 --tensors           # and every tensor that differs
 
-What both runs have is compared; what only one of them has is mentioned. Things part in this order:
+What both runs have is compared; what only one of them has is mentioned. Averaged and imported weights
+come without a state of the optimizer: then the rest is compared. Things part in this order:
 
     data           digests, counts of tokens, kept cursors         other data, seed or stream
     steps          losses, learning rates, gradients, validation   other settings or additions
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 
 from nanochat.checkpoint import (
+    OPTIMIZER_NAME,
     SCHEDULER_NAME,
     Checkpoint,
     find_checkpoint,
@@ -139,10 +141,10 @@ def read_series(run_dir: Path, notes: list[str]) -> Series:
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
         values = record if "event" not in record else {}
         if record.get("event") == "val":
-            told = record.get("buckets")
-            buckets = told if isinstance(told, dict) else {}
+            buckets = record.get("buckets")
             values = {"val": record.get("bpb")}
-            values |= {f"val/{name}": bpb for name, bpb in buckets.items()}
+            if isinstance(buckets, dict) and len(buckets) > 1:
+                values |= {f"val/{name}": bpb for name, bpb in buckets.items()}
         for name, value in values.items():
             known = name.split("/")[0] in SERIES or name == SMOOTH
             if known and type(record.get("step")) is int:
@@ -152,13 +154,14 @@ def read_series(run_dir: Path, notes: list[str]) -> Series:
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that a checkpoint holds but clocks, random numbers and wandb, as one plain state. Tensors
-    are mapped into memory, not read."""
+    are mapped into memory, not read. Not every checkpoint has "optimizer" and "schedule"."""
+    more = {"optimizer": OPTIMIZER_NAME, "schedule": SCHEDULER_NAME}
     return {"architecture": checkpoint.model_config,
             "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
             "cursors": checkpoint.cursors,
             "model": checkpoint.model_state(),
-            "optimizer": checkpoint.optimizer_state(),
-            "schedule": checkpoint.load(SCHEDULER_NAME)}
+            **{name: checkpoint.load(file) for name, file in more.items()
+               if file in checkpoint.trainer_state["files"]}}
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,8 @@ def open_side(name: str, notes: list[str]) -> Side:
     about += f"; checkpoints: {', '.join(map(str, saved)) or 'none'}"
     try:
         state = read_state(run_dir)
-        about += f"; {state['status']} ({liveness(state)})" if state else ""
+        alive = {"alive": ", at work", "dead": ", but its process is gone"}
+        about += f"; {state['status']}{alive.get(liveness(state), '')}" if state else ""
     except ValueError as e:
         notes.append(str(e))
     return Side(settings, saved, log, False, f"{name}: {about}")
@@ -257,6 +261,10 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
             notes.append(f"passed over: {e}")
             continue
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
+        common = one.keys() & other.keys()
+        if "optimizer" not in common:
+            notes.append(f"{name}: there is no optimizer state to compare, as in weights that were averaged or imported")
+        one, other = ({k: v for k, v in state.items() if k in common} for state in (one, other))
         gaps = list(compare_states(one, other))
         add("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps)
     if not parts:
@@ -269,9 +277,11 @@ def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bo
     """(whether all is equal but for noise, a sentence: equal in how much, or what parts first)."""
     damaged = sum(note.startswith("passed over") for note in notes)
     end = f"; {damaged} damaged file(s) passed over" if damaged else ""
+    same_data = False
     for part in parts:
         if part.parted:
-            return False, "same data; " * (part.kind != "data") + part.describe() + end
+            return False, "same data; " * (same_data and part.kind != "data") + part.describe() + end
+        same_data |= part.kind == "data"
     how = "equal bit for bit"
     if noise := [gap.relative for part in parts for gap in part.gaps]:
         how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart"

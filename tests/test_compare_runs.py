@@ -26,7 +26,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
 )
 from nanochat.run_dir import cursor_files
-from scripts import compare_runs
+from scripts import average, compare_runs
 from tests import training
 
 STEPS = 8
@@ -97,7 +97,7 @@ def test_the_same_run_twice_is_equal_and_it_is_said_in_how_much(base: Path) -> N
     assert len(tensors) > 2 * len(state["model"]) > 40  # momenta too
     assert equal and summary.startswith("equal bit for bit: 8 digests, 8 losses, checkpoint 4 (")
     assert summary.endswith(f"checkpoint 8 ({values:,} values)")
-    for said in ("completed (ended)", "steps 0 to 7 in the log; checkpoints: 4, 8", "cursors: 2 equal",
+    for said in ("; completed\n", "steps 0 to 7 in the log; checkpoints: 4, 8", "cursors: 2 equal",
                  "validation results: 3 equal", "gradient norms: 8 equal", "counts of tokens: 8 equal"):
         assert said in rest
     assert [line.split()[0] for line in rest.splitlines() if "'again'" in line] == ["model_tag"]
@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_and_went_on_is_equal(base: Path) -> None:
     settings = {"num_iterations": STEPS, "eval_every": 4, "model_tag": "killed"}
     training.start(hook=partial(training.die_after_step, 6), **settings).wait_for_death()
     equal, summary, rest = compare("a", "killed")
-    assert equal and "7 digests" in summary and "running (dead)" in rest
+    assert equal and "7 digests" in summary and "running, but its process is gone" in rest
     training.succeed(**settings)
     assert len(training.all_steps("killed")) > len(training.steps("killed")), "no step was done twice"
     assert compare("a", "killed")[1] == compare("a", "again")[1]
@@ -211,6 +211,17 @@ def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base: P
     assert compare("a", copy)[1].endswith("8 losses; 3 damaged file(s) passed over")
 
 
+def test_of_averaged_weights_all_but_the_optimizer_is_compared(base: Path) -> None:
+    """Regression: "nothing to compare", for the checkpoints have no optimizer state."""
+    for name in ("mean", "mean-again"):
+        assert average.main(["a", "--last=2", f"--model-tag={name}"]) == 0
+    equal, summary, rest = compare("mean", "mean-again")
+    assert equal and summary.startswith("equal bit for bit: checkpoint 8 (") and "damaged" not in summary
+    assert "note: checkpoint 8: there is no optimizer state to compare" in rest
+    equal, summary, _ = compare("a@8", "mean@8")
+    assert not equal and summary.startswith("checkpoint 8 parts in model.")
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 def test_a_flipped_bit_is_located_in_weights_and_momenta_and_counts_and_tokenizer_are_compared(
@@ -239,7 +250,7 @@ def test_checkpoints_alone_are_compared_by_step_name_and_path(base: Path, tmp_pa
     assert compare("a@8", "again")[1] == compare("a@final", base / "runs/again/checkpoints/final")[1]
     assert compare("a", "again@4")[1] == summary
     _, summary, _ = compare("a@4", "a@8")
-    assert summary.startswith("same data; checkpoint 4 and 8 parts in cursors.0.row: ")
+    assert summary.startswith("checkpoint 4 and 8 parts in cursors.0.row: ")
     alone = shutil.copytree(base / "runs/a/checkpoints/checkpoint-4", tmp_path / "alone")
     equal, _, rest = compare("a@4", alone)
     assert equal and "settings are not compared" in rest

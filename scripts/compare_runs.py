@@ -263,7 +263,7 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
         common = one.keys() & other.keys()
         if "optimizer" not in common:
-            notes.append(f"{name}: there is no optimizer state to compare, as in weights that were averaged or imported")
+            notes.append(f"{name}: there is no optimizer state to compare, only weights and data")
         one, other = ({k: v for k, v in state.items() if k in common} for state in (one, other))
         gaps = list(compare_states(one, other))
         add("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps)

@@ -131,6 +131,9 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *,
           is_causal: bool = False) -> Tensor:
+    if q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # CUDA's flash kernel takes neither, and the other fast one takes no grouped heads
+        k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
         is_causal=is_causal, enable_gqa=q.size(2) != k.size(2))

@@ -27,9 +27,9 @@ from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
-# Not cuDNN's, which makes a plan for every length: that takes longer than the token. Of the three the plain one comes
-# last. On CUDA it serves what the others refuse: grouped heads in float32 or with a mask, odd head dimensions.
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Not cuDNN's, which makes a plan for every length: that takes longer than the token. Not the plain one, which writes
+# all scores to memory; but on CUDA it is the only one for heads of a size that is no multiple of 8.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0,
@@ -68,7 +68,8 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        with sdpa_kernel(KERNELS):
+        odd = self.model.config.head_dim % 8
+        with sdpa_kernel([*KERNELS, SDPBackend.MATH] if odd else KERNELS):
             return self.model(tokens, kv_cache=cache)[:, -1]
 
     @torch.inference_mode()

@@ -25,8 +25,9 @@ for one copy of the gradients.
 **Compiled** (on CUDA) each matrix shape is one graph, and AdamW is three for all groups (float32,
 bfloat16, a single element; four on a rank whose parts begin inside a message), for everything that
 differs between groups goes in as a 0-dim tensor. What is no plain multiplication, division or root
-is computed outside of them, once a group: so compiled AdamW has the bits of the eager one wherever
-both round a root correctly (MKL's, which eager takes on a CPU, does not).
+is computed outside of them, once a group: so compiled updates have the bits of eager ones, but
+for the order in which Muon's norms and means are added up and, on a CPU, for the last bit of roots,
+which eager takes from MKL.
 
 **Bits.** A step is the same for every W that divides the number of leaves. Gradients are added by
 reduce.py alone, in float32. A matrix is orthogonalized alone, so its result does not know how many

@@ -6,8 +6,10 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanochat import attention as attention_module
 from nanochat.attention import attention, make_masks
@@ -131,6 +133,18 @@ def test_flash_traces_through_the_real_operator_with_gradients():
     y = attention_module._flash(*leaves, 4)
     y.sum().backward()
     assert y.shape == q.shape and [t.grad.shape for t in leaves] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize(("dtype", "masked", "heads"), [
+    (torch.bfloat16, False, 2), (torch.bfloat16, True, 4), (torch.float32, False, 4)])
+def test_on_cuda_sdpa_gets_heads_that_one_of_its_fast_kernels_takes(monkeypatch, dtype, masked, heads):
+    """Grouped ones where that of flash runs, which wants no mask and narrow numbers, else as many as queries have."""
+    seen = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **given: seen.append((k, v)) or q)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 7, H, 8, dtype=dtype, device="cuda") for H in (4, 2, 2))
+        attention_module._sdpa(q, k, v, torch.ones(7, 7, dtype=torch.bool) if masked else None)
+    assert [t.size(1) for t in seen[0]] == [heads, heads]
 
 
 def test_cuda_takes_flash_only_where_its_kernel_runs():

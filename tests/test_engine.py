@@ -244,12 +244,16 @@ def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(
     assert torch.equal(model(tokens), masters(tokens))
 
 
-def test_generation_does_without_cudnn_and_leaves_it_as_it_was(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(
+        trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash and efficient: neither cuDNN's nor the plain one."""
+    cuda = torch.backends.cuda
     model, tokenizer, _ = load_model("tiny", "cpu")
     seen, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda *args, **kwargs: (
-        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())),
+        seen.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
+                     cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())),
         forward(*args, **kwargs))[1])
     for _ in Engine(model, tokenizer).generate([1, 2], max_tokens=3, temperature=0):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert set(seen) == {(False, True)}
+        assert cuda.cudnn_sdp_enabled() and cuda.math_sdp_enabled()
+    assert set(seen) == {(True, True, False, False)}

@@ -1,19 +1,21 @@
 """
-The loader and the packer: how fast against what others do on the same data in the same run, how lean, and how true to
-the data its rows are.
+The data's way to the model against what others do with the same data in the same run: how fast, how lean, and how true
+to the data its rows are.
 
-    python -m dev.bench_loader [--part text|tokens|packing] [--megatron-python VENV/bin/python]
+    python -m dev.bench_loader [--part text|tokens|store|packing] [--megatron-python VENV/bin/python]
 
-    text      tokens per second of processor time of bare tiktoken, of `encode_flat`, and of the loader with all its
-              threads (`split`, 64 lanes, 64 rows a step); the seconds to its first step; anonymous memory along a run
-              over that of the bare process
+    text      tokens per second of processor time of bare tiktoken, of `encode_flat`, of scripts.tok_shards and of the
+              loader with all its threads (`split`, 64 lanes, 64 rows a step); anonymous memory along a run over that
+              of the bare process
     tokens    tokens per second of processor time from token files of Megatron's format: megatron-core's GPTDataset
               behind a DataLoader without workers, and our lanes: bestfit with and without digests, and concat
+    store     tokens per second by the clock, from the same files here and in a store that waits 50 ms before each
+              answer; what is asked of the store for a million tokens, and bytes fetched for a byte used
     packing   from the lengths of documents alone, for crop and split at T = 512 and 2048: the share of row tokens of
               documents longer than a row by tenths of the steps, what is cropped above the floor, the longest waits
 
 `tokens` runs with the Python of an environment that has megatron-core beside our packages; `dev/compare_megatron.sh`
-makes one and says where. Without it our layouts are told alone. Its data lie in /dev/shm, because some machines take
+makes one and says where. Without it our layouts are told alone. Token files lie in /dev/shm, because some machines take
 the page cache away. Both sides make batches of 16 rows of 2,048 inputs and targets, int64, on the CPU. Megatron's adds
 a loss mask and position ids; ours packs whole documents, takes a copy of its state at each step and hands batches over
 from a thread, all on the same core. What waits is longest in files of long documents, so memory is told best with
@@ -26,6 +28,7 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +37,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -50,7 +54,8 @@ from dev.measure import (
     tell_about,
     tell_ratios,
 )
-from nanochat.common import quiet_gc, run_main
+from nanochat import store
+from nanochat.common import begin_data, quiet_gc, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
@@ -58,20 +63,23 @@ from nanochat.sources import open_source, scan
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
+from tests.object_store import environment
 
 T, B, LANES = 2048, 16, 64
+STEP = 16  # micro-batches a step of what reads token files
 COPIES = 8  # of the corpus, as token files
 LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "concat"}}
 PACKINGS = ((512, 64, 16), (2048, 256, 64))  # (T, rows a step, lanes)
+LATENCY_MS = 50
 
 
-def open_loader(args: argparse.Namespace, path: Path, data_format: str, rows: int, *, digest: bool = True,
-                **settings: Any) -> DataLoader:
-    """The loader on all files below a folder."""
+def open_loader(args: argparse.Namespace, path: Path | str, data_format: str, *, micro: int = STEP,
+                digest: bool = True, threads: int = 1, **settings: Any) -> DataLoader:
+    """The loader on all files below a folder, with `micro` micro-batches a step."""
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
     source = open_source(scan(path, find_files(path, data_format)), tokenizer)
     return DataLoader(StreamConfig(T=T, V=LANES, **settings), {"data": source}, tokenizer=tokenizer,
-                      rows_per_step=rows, device_batch_size=B, num_threads=1, with_digest=digest)
+                      rows_per_step=micro * B, device_batch_size=B, num_threads=threads, with_digest=digest)
 
 
 def take(batches: Iterator[Any], num: int) -> None:
@@ -79,30 +87,45 @@ def take(batches: Iterator[Any], num: int) -> None:
         next(batches)
 
 
+def make_shards(args: argparse.Namespace, folder: Path, data_format: str) -> int:
+    """The text as token files, made in this thread; how many tokens."""
+    with contextlib.redirect_stdout(sys.stderr):
+        tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder}", f"--format={data_format}",
+                         f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--max-length=0", "--num-workers=1"])
+    return sum(file.stat().st_size // 2 for file in folder.rglob("*.bin"))
+
+
+@contextlib.contextmanager
+def many_shards(args: argparse.Namespace) -> Iterator[Path]:
+    """A folder of Megatron's files: the corpus several times, by links."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
+        folder = Path(name)
+        make_shards(args, folder / "once", "megatron")
+        for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
+            if file.suffix in (".bin", ".idx"):
+                target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, target)
+        yield folder / "data"
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
 def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     one_core()
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
     bare = anonymous_mb()  # before a text is read
-    loader, micro = None, 4  # micro-batches a step
-
-    def first() -> None:
-        nonlocal loader
-        loader = open_loader(args, args.data_path, "text", micro * B, long_docs="split")
-        take(loader, micro)
-
-    result: dict[str, Any] = {"first_step_s": tell("the first step after", [seconds(first)], "s")}
-    assert loader is not None
+    micro = 4
+    loader = open_loader(args, args.data_path, "text", micro=micro, long_docs="split")
     take(loader, 20 * micro)  # past the first rows, while buffers grow and more is read than delivered
     quiet_gc()  # as training does after its first step
     marks = []
     for _ in range(8):
         take(loader, 20 * micro)
         marks.append(anonymous_mb() - bare)
-    result["memory_mb"] = {"bare": bare, "over": tell("memory over the bare process", marks, "MB"),
-                           "most": max(marks)}
+    result: dict[str, Any] = {"memory_mb": tell("memory over the bare process", marks, "MB")}
     texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
-    rng = np.random.default_rng(0)
-    batch = [texts[i] for i in rng.permutation(len(texts))[:1500]]
+    batch = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:1500]]
     num_tokens = len(tokenizer.encode_flat(batch, num_threads=1)[0])
     del texts
 
@@ -114,15 +137,24 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
         for text in batch:
             tokenizer.enc.encode_ordinary(text)
 
+    def shards() -> float:
+        made = 0
+
+        def make() -> None:
+            nonlocal made
+            with tempfile.TemporaryDirectory() as folder:
+                made = make_shards(args, Path(folder), "gpts")
+        spent = seconds(make, time.thread_time)
+        return made / spent
+
     found = in_turns({
         # in this thread alone: that of the loader still fills its queue
         "bare tiktoken": lambda: num_tokens / seconds(bare_tiktoken, time.thread_time),
         "encode_flat": lambda: num_tokens / seconds(
             lambda: tokenizer.encode_flat(batch, num_threads=1), time.thread_time),
-        "loader": load}, args.rounds)
-    result["tokens_per_s"] = tell_ratios(found, "tokens/s")
+        "tok_shards": shards, "loader": load}, args.rounds)
     loader.close()
-    return result
+    return result | {"tokens_per_s": tell_ratios(found, "tokens/s")}
 
 
 # ---- token files ----------------------------------------------------------------------------------------------------
@@ -145,29 +177,19 @@ def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:
 
 
 def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
-        folder = Path(name)
-        with contextlib.redirect_stdout(sys.stderr):
-            tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder / 'once'}", "--format=megatron",
-                             f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--max-length=0"])
-        for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
-            if file.suffix in (".bin", ".idx"):
-                target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, target)
+    with many_shards(args) as folder, tempfile.TemporaryDirectory() as cache:
         one_core()
-        files = find_files(folder / "data", "megatron")
-        loaders = {f"{layout}{', digests' * digest}": open_loader(args, folder / "data", "megatron", 256,
-                                                                  digest=digest, **settings)
+        loaders = {f"{layout}{', digests' * digest}": open_loader(args, folder, "megatron", digest=digest, **settings)
                    for layout, settings in LAYOUTS.items() for digest in (False, True)}
         batches: dict[str, Iterator[Any]] = {}
         if find_spec("megatron") is not None:
-            batches["megatron-core"] = megatron_batches([file.with_suffix("") for file in files], folder / "cache")
+            prefixes = [file.with_suffix("") for file in find_files(folder, "megatron")]
+            batches["megatron-core"] = megatron_batches(prefixes, Path(cache))
         batches |= loaders
 
         def rate(them: Iterator[Any]) -> Callable[[], float]:
-            take(them, 320)  # past the first rows, while buffers grow
-            return lambda: 128 * B * T / seconds(lambda: take(them, 128), time.process_time)
+            take(them, 20 * STEP)  # past the first rows, while buffers grow
+            return lambda: 8 * STEP * B * T / seconds(lambda: take(them, 8 * STEP), time.process_time)
 
         rates = {name: rate(them) for name, them in batches.items()}
         quiet_gc()
@@ -177,6 +199,40 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
     if "megatron-core" not in result:
         print("  megatron-core is not installed here and not measured (--megatron-python)")
     return result
+
+
+def bench_store(args: argparse.Namespace) -> dict[str, Any]:
+    """Each round opens loaders with nothing kept, and times the steps behind the first."""
+    asked: dict[str, list[float]] = {}
+
+    def rate(where: Path | str, layout: str) -> float:
+        with tempfile.TemporaryDirectory() as cache, mock.patch.object(
+                store.Bucket, "get", autospec=True, side_effect=store.Bucket.get) as get:
+            begin_data(cache)
+            loader = open_loader(args, where, "megatron", threads=4, **LAYOUTS[layout])
+            take(loader, STEP)
+            get.reset_mock()
+            spent, tokens = seconds(lambda: take(loader, args.store_steps * STEP)), args.store_steps * STEP * B * T
+            loader.close()
+        if get.call_count:
+            fetched = sum(call.args[3] - call.args[2] for call in get.call_args_list)
+            asked.setdefault(f"{layout}, requests a million tokens", []).append(1e6 * get.call_count / tokens)
+            asked.setdefault(f"{layout}, bytes a byte", []).append(fetched / tokens / 2)
+        return tokens / spent
+
+    command = [sys.executable, "-m", "tests.object_store", str(LATENCY_MS)]
+    with many_shards(args) as folder, \
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdin is not None
+        os.environ.update(environment(server.stdout.readline().split()[0]))
+        for path in sorted(folder.rglob("*.*")):
+            store.write(f"s3://bucket/{path.relative_to(folder).as_posix()}", path)
+        found = in_turns({"files here": lambda: rate(folder, "bestfit"),
+                          "bestfit": lambda: rate("s3://bucket", "bestfit"),
+                          "concat": lambda: rate("s3://bucket", "concat")}, args.rounds)
+        server.stdin.close()
+    told = {name: tell(name, values, "") for name, values in asked.items()}
+    return {"tokens_per_s": tell_ratios(found, "tokens/s"), **told}
 
 
 # ---- packing --------------------------------------------------------------------------------------------------------
@@ -189,7 +245,7 @@ class Lane:
         self.packer = config.new_packer()
         self.rng = np.random.default_rng([config.seed, lane])
         self.came: dict[int, tuple[int, int]] = {}  # by document: its length, and the row at which its piece came
-        self.long_tokens = self.consumed = self.floor = self.longest_wait = self.number = 0
+        self.consumed = self.floor = self.longest_wait = self.number = 0
 
     def next_row(self) -> int:
         """Tokens of the next row that come from documents longer than a row."""
@@ -223,26 +279,21 @@ def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
         found = [Lane(config, lane, lengths) for lane in range(lanes)]
         per_step = [sum(lane.next_row() for lane in found for _ in range(rows // lanes)) for _ in range(args.steps)]
         tenths = [float(np.mean(part)) / rows / (T + 1) for part in np.array_split(np.array(per_step), 10)]
-        consumed = sum(lane.consumed for lane in found)
-        long, held = lengths > T + 1, np.minimum(lengths, T + 1)
-        shares: dict[str, Any] = {
-            "tenths": tenths, "long_in_data": float(lengths[long].sum() / lengths.sum()),
-            "long_cut_in_data": float(held[long].sum() / held.sum()),
-            "cropped_percent": 100 * sum(lane.packer.cropped for lane in found) / consumed,
-            "floor_percent": 100 * sum(lane.floor for lane in found) / consumed,
-            "longest_wait_rows": max(lane.longest_wait for lane in found)}
-        result[f"T={T} {long_docs}"] = shares
-        print(f"  T = {T}, {long_docs}, {args.steps} steps of {rows} rows, {lanes} lanes: longest wait "
-              f"{shares['longest_wait_rows']} rows")
+        held = np.minimum(lengths, T + 1)
+        in_data = float(held[lengths > T + 1].sum() / held.sum())
+        wait, consumed = max(lane.longest_wait for lane in found), sum(lane.consumed for lane in found)
+        over = 100 * sum(lane.packer.cropped - lane.floor for lane in found) / consumed
+        result[f"T={T} {long_docs}"] = {"tenths": tenths, "in_data": in_data, "longest_wait_rows": wait}
+        print(f"  T = {T}, {long_docs}, {args.steps} steps of {rows} rows, {lanes} lanes: longest wait {wait} rows")
         print(f"    row tokens of long documents by tenths: {' '.join(f'{share:.2f}' for share in tenths)} (in the "
-              f"data {shares['long_in_data']:.2f}, cut to a row {shares['long_cut_in_data']:.2f})")
+              f"data, cut to a row, {in_data:.2f})")
         if long_docs == "crop":
-            print(f"    cropped {shares['cropped_percent']:.2f} %, the floor is {shares['floor_percent']:.2f} %: "
-                  f"{shares['cropped_percent'] - shares['floor_percent']:.2f} points above it", flush=True)
+            result[f"T={T} {long_docs}"]["cropped_above_floor_percent"] = over
+            print(f"    cropped {over:.2f} points above the floor", flush=True)
     return result
 
 
-PARTS = {"text": bench_text, "tokens": bench_tokens, "packing": bench_packing}
+PARTS = {"text": bench_text, "tokens": bench_tokens, "store": bench_store, "packing": bench_packing}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--part", choices=PARTS, help="only this one")
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--steps", type=int, default=200, help="of each packing")
+    p.add_argument("--store-steps", type=int, default=40, help="of a round of the store")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.inside:
@@ -264,9 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer_dir = find_tokenizer(args.tokenizer_dir, args.data_path, Path(folder))
         for part in [args.part] if args.part else PARTS:
             print(f"{part}:", flush=True)
+            flags = [f"--{name.replace('_', '-')}={getattr(args, name)}"
+                     for name in ("data_path", "rounds", "steps", "store_steps")]
             result[part] = in_process(
-                "dev.bench_loader", "--inside", f"--part={part}", f"--data-path={args.data_path}",
-                f"--tokenizer-dir={tokenizer_dir}", f"--rounds={args.rounds}", f"--steps={args.steps}",
+                "dev.bench_loader", "--inside", f"--part={part}", f"--tokenizer-dir={tokenizer_dir}", *flags,
                 python=args.megatron_python if part == "tokens" else sys.executable)
     print(json.dumps(result))
     return 0

@@ -10,14 +10,13 @@ Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simp
    and a run on their shards has the digests of a run on the text. It also writes shards of random entries.
 3. There: `read_idx` and `PreTokenizedDataset` read those, unchanged, and give the same entries.
 
-Prints what was compared; exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has a virtual
-environment (made once, about a gigabyte, needs a package index) and runs as this file's `--there`; both sides talk in
-JSON. Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the same texts: nothing is downloaded.
+Exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has a virtual environment (made once,
+about a gigabyte, needs a package index). Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the
+same texts: nothing is downloaded.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from dev import peers
 
 PACKAGES = ["torch==2.13.0", "gpt-simple-lm==0.1.2"]  # this torch exactly: where there is a CPU build, it is taken
 EOD = "<|endoftext|>"
@@ -91,24 +92,6 @@ def read_there(work: Path) -> None:
 
 # ---- here -----------------------------------------------------------------------------------------------------------
 
-class Stub:
-    """What a `ShardSource` needs of the tokenizer that the ids are of."""
-
-    fingerprint = "gpt-simple's"
-
-    def __init__(self, eod: int, vocab_size: int):
-        self.eod, self.vocab_size = eod, vocab_size
-
-    def get_bos_token_id(self) -> int:
-        return self.eod
-
-    def get_vocab_size(self) -> int:
-        return self.vocab_size
-
-    def encode_flat(self, texts: list[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError("shards hold ids")
-
-
 def texts_for(name: str) -> list[str]:
     """Some texts, many of them longer than a window."""
     if name == "tiny":
@@ -137,7 +120,7 @@ def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_
         writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
 
 
-def compare_theirs(work: Path, check: "Checks") -> None:
+def compare_theirs(work: Path, check: peers.Compared) -> None:
     """Step 2, what was written there."""
     from nanochat.tokens import open_tokens
     from scripts.verify import main as verify
@@ -145,20 +128,20 @@ def compare_theirs(work: Path, check: "Checks") -> None:
         path = work / "there" / f"{name}.bin"
         told = json.loads(path.with_suffix(".json").read_text())
         entries, eod = told["entries"], told["eod"]
-        check(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
-              entries_here(path) == entries
-              and open_tokens(path).prefixes(0, len(entries)).tolist() == told["prefixes"])
-        check(f"{name}: the stream gets them with BOS in front and without the end of documents",
-              documents_here(path, told) == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
-        check(f"{name}: scripts.verify finds nothing wrong",
-              verify([str(path), "--vocab-size", str(told["vocab_size"])]) == 0)
+        check.same(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
+                   entries_here(path) == entries
+                   and open_tokens(path).prefixes(0, len(entries)).tolist() == told["prefixes"])
+        check.same(f"{name}: the stream gets them with BOS in front and without the end of documents",
+                   documents_here(path, told) == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
+        check.same(f"{name}: scripts.verify finds nothing wrong",
+                   verify([str(path), "--vocab-size", str(told["vocab_size"])]) == 0)
         write_here(work / "here" / name, entries, told["prefixes"], told["vocab_size"])
         mine = work / "here" / path.name
-        check(f"{name}: the same entries written here are the same bytes", all(
-            mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
+        check.same(f"{name}: the same entries written here are the same bytes", all(
+                   mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
 
-def compare_tokenizers(work: Path, check: "Checks") -> None:
+def compare_tokenizers(work: Path, check: peers.Compared) -> None:
     """Step 2, the tokenizer.json that they tokenized with."""
     from dev.measure import digests_of
     from nanochat.tokenizer import get_tokenizer
@@ -168,36 +151,27 @@ def compare_tokenizers(work: Path, check: "Checks") -> None:
         told = json.loads((work / "there" / f"{name}.json").read_text())
         tokenizer = get_tokenizer(work / "tokenizers" / name)
         eod = tokenizer.get_bos_token_id()
-        check(f"{name}: tokenizer.json has the same end of documents here, and the vocabulary but for the padding "
-              f"that gpt-simple adds", (eod, tokenizer.get_vocab_size() + 1) == (told["eod"], told["vocab_size"]))
-        check(f"{name}: it gives here the documents that were tokenized there",
-              [ids.tolist() for ids in documents(open_tokens(work / "there" / f"{name}.bin"), eod)]
-              == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))])
+        check.same(f"{name}: tokenizer.json has the same end of documents here, and the vocabulary but for the padding "
+                   f"that gpt-simple adds", (eod, tokenizer.get_vocab_size() + 1) == (told["eod"], told["vocab_size"]))
+        check.same(f"{name}: it gives here the documents that were tokenized there",
+                   [ids.tolist() for ids in documents(open_tokens(work / "there" / f"{name}.bin"), eod)]
+                   == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))])
     flags = f"--tokenizer={work / 'tokenizers' / 'whole'}", f"--val-path={work / 'there' / 'no_overlap'}"
     theirs = digests_of(work, "theirs", f"--data-path={work / 'there' / 'whole'}", "--data-format=shards", *flags)
     text = digests_of(work, "text", f"--data-path={work / 'texts' / 'whole.jsonl'}", flags[0],
                       f"--val-path={work / 'texts' / 'no_overlap.jsonl'}")
-    check(f"whole: {len(theirs)} steps of a run on their shards have the digests of a run on the text", theirs == text)
+    check.same(f"whole: {len(theirs)} steps of a run on their shards have the digests of a run on the text",
+               theirs == text)
 
 
-def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: "Checks") -> None:
+def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: peers.Compared) -> None:
     """What was read there of shards written here."""
     for name, (entries, prefixes) in wanted.items():
         told = json.loads((work / "here" / f"{name}.json").read_text())
-        check(f"{name}: {len(entries):,} entries written here, read there by read_idx",
-              (told["entries"], told["prefixes"]) == (entries, prefixes))
-        check(f"{name}: and by PreTokenizedDataset", sorted(told["dataset"]) == sorted(entries))
-        check(f"{name}: and packed, without loss", told["packed_tokens"] == sum(map(len, entries)))
-
-
-class Checks:
-    """Prints each comparison, counts those that fail."""
-
-    failed = 0
-
-    def __call__(self, what: str, good: bool) -> None:
-        print(f"{'same     ' if good else 'DIFFERENT'}  {what}", flush=True)
-        self.failed += not good
+        check.same(f"{name}: {len(entries):,} entries written here, read there by read_idx",
+                   (told["entries"], told["prefixes"]) == (entries, prefixes))
+        check.same(f"{name}: and by PreTokenizedDataset", sorted(told["dataset"]) == sorted(entries))
+        check.same(f"{name}: and packed, without loss", told["packed_tokens"] == sum(map(len, entries)))
 
 
 def random_entries(vocab_size: int) -> tuple[list[list[int]], list[int]]:
@@ -218,15 +192,14 @@ def prepare(venv: Path) -> Path:
 
 
 def compare(python: Path, work: Path) -> int:
-    """All three steps; the number of differences."""
-    check = Checks()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    """All three steps; the exit code."""
+    check = peers.Compared()
     (work / "texts").mkdir()
     (work / "here").mkdir()
     for name in CASES:
         lines = [json.dumps({"text": text}) + "\n" for text in texts_for(name)]
         (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
-    subprocess.run([str(python), __file__, "--there", "write", str(work)], check=True, env=environment)
+    peers.ask(python, "dev.compare_gpt_simple", "write", work)
     compare_theirs(work, check)
     compare_tokenizers(work, check)
     wanted = {}
@@ -234,12 +207,12 @@ def compare(python: Path, work: Path) -> int:
         name = f"random_{vocab_size}"
         wanted[name] = random_entries(vocab_size)
         write_here(work / "here" / name, *wanted[name], vocab_size)
-    subprocess.run([str(python), __file__, "--there", "read", str(work)], check=True, env=environment)
+    peers.ask(python, "dev.compare_gpt_simple", "read", work)
     for name in CASES:
         told = json.loads((work / "there" / f"{name}.json").read_text())
         wanted[name] = told["entries"], told["prefixes"]
     compare_ours(work, wanted, check)
-    return check.failed
+    return check.end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -247,24 +220,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, help="gpt-simple's environment (default: in the base directory)")
     parser.add_argument("--golden", type=Path, help="also put the tiny pair and what it holds there")
-    parser.add_argument("--there", nargs=2, metavar=("STEP", "WORK"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.there:
-        {"write": write_there, "read": read_there}[args.there[0]](Path(args.there[1]))
-        return 0
     from nanochat.common import get_base_dir
     with tempfile.TemporaryDirectory() as folder:
-        failed = compare(prepare((args.venv or get_base_dir() / "gpt-simple").absolute()), Path(folder))
+        code = compare(prepare((args.venv or get_base_dir() / "gpt-simple").absolute()), Path(folder))
         if args.golden is not None:
             args.golden.mkdir(parents=True, exist_ok=True)
             for ending in (".bin", ".idx", ".json"):
                 (args.golden / f"tiny{ending}").write_bytes((Path(folder) / "there" / f"tiny{ending}").read_bytes())
-    print(f"{failed} difference(s)" if failed else "no difference")
-    return 1 if failed else 0
+    return code
 
 
 if __name__ == "__main__":
-    if "--there" in sys.argv:
-        sys.exit(main())  # nothing of ours can be imported there
-    from nanochat.common import run_main
-    run_main(main)
+    peers.start(main, {"write": write_there, "read": read_there})

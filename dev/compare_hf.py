@@ -11,14 +11,11 @@ their own environment (pip install torch transformers lm-eval accelerate).
    has. Here the same requests are scored by our model: BOS + context + continuation, the sum of the log-probabilities
    of the continuation's tokens.
 
-Prints a table; exit code 1 where something differs by more than it may. --out keeps the export.
+Exit code 1 where something differs by more than it may. --out keeps the export.
 """
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dev import peers
 
 LOGITS, SCORES = 1e-5, 1e-4  # by how much they may differ
 NUM_TOKENS = 200  # generated
@@ -123,7 +122,7 @@ def own_scores(model: Any, tokenizer: Any, asked: list[dict[str, Any]]) -> list[
     return scores
 
 
-def harness_scores(python: str, out: Path, work: Path, environment: dict[str, str]) -> tuple[dict[str, Any], Any, Any]:
+def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], Any, Any]:
     """(results, log-probabilities of each item's choices, of each item's own continuation) by lm-eval."""
     folder = work / "tasks"
     folder.mkdir()
@@ -131,10 +130,11 @@ def harness_scores(python: str, out: Path, work: Path, environment: dict[str, st
         (folder / f"{name}.yaml").write_text(text.format(folder=folder))
     lines = [json.dumps(item) + "\n" for item in items(NUM_ITEMS)]
     (folder / "items.jsonl").write_text("".join(lines))
-    run([python, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
-         f"pretrained={out},trust_remote_code=True,dtype=float32", "--tasks", ",".join(TASKS), "--include_path",
-         str(folder), "--device", "cpu", "--batch_size", "8", "--output_path", str(work / "scores"), "--log_samples"],
-        environment)
+    peers.run([python, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
+               f"pretrained={out},trust_remote_code=True,dtype=float32", "--tasks", ",".join(TASKS),
+               "--include_path", str(folder), "--device", "cpu", "--batch_size", "8",
+               "--output_path", str(work / "scores"), "--log_samples"],
+              work, PYTHONPATH="", HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
     [results] = (work / "scores").rglob("results_*.json")
     samples = {}
     for name in TASKS:
@@ -144,22 +144,13 @@ def harness_scores(python: str, out: Path, work: Path, environment: dict[str, st
     return json.loads(results.read_text())["results"], samples["exact_choice"], samples["exact_likelihood"]
 
 
-def run(command: list[str], environment: dict[str, str]) -> None:
-    """Run a program of the other environment. ValueError with what it wrote where it fails."""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command[:4])} fails:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-
-
-def compare(python: str, source: str, out: Path, work: Path) -> list[tuple[str, float, float]]:
-    """(what, by how much it differs, by how much it may), all of it."""
+def compare(python: str, source: str, out: Path, work: Path) -> int:
+    """All of it; the exit code."""
     from nanochat.encoders import hard_sample
     from nanochat.engine import Engine, load_model
     from nanochat.tokenizer import replace_surrogates
     from scripts import export
 
-    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "home"),
-                   "TOKENIZERS_PARALLELISM": "false"}
     export.main([source, str(out), "--to=hf"])
     model, tokenizer, _ = load_model(source, "cpu", compute_dtype=torch.float32)
     bos, T = tokenizer.get_bos_token_id(), model.config.sequence_len
@@ -167,7 +158,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> list[tuple[str, 
     ids = torch.tensor(tokenizer.encode("\n".join(prose())))[:4 * (T - 1)].view(4, T - 1)
     rows = torch.cat((torch.full((4, 1), bos), ids), dim=1)
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "asked.pt")
-    run([python, __file__, "--there", str(work)], environment)
+    peers.ask(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
     told = torch.load(work / "told.pt")
 
     engine, prompt = Engine(model, tokenizer), rows[0, :8].tolist()
@@ -176,60 +167,38 @@ def compare(python: str, source: str, out: Path, work: Path) -> list[tuple[str, 
     with torch.no_grad():
         logits = model(rows)
     encoded = [tokenizer.encode(text, prepend=bos) for text in texts]
-    size = f"{logits.numel():,}, the largest {logits.abs().max():.2f}"
-    compared = [
-        (f"logits of {size}", apart(logits, told["logits"]), LOGITS),
-        ("logits of padded rows", apart(logits, told["padded"]), LOGITS),
-        ("logits after save_pretrained, from_pretrained", apart(told["logits"], told["saved"]), 0.0),
-        (f"{len(own)} generated tokens, with its cache", float(own != told["generated"]), 0.0),
-        ("the same without its cache", float(own != told["uncached"]), 0.0),
-        ("three beams, with and without its cache", float(told["beams"][0] != told["beams"][1]), 0.0),
-        (f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", float(encoded != told["ids"]), 0.0),
-        ("ids after save_pretrained, from_pretrained", float(encoded != told["ids again"]), 0.0)]
-    results, choices, own_ends = harness_scores(python, out, work, environment)
+    compared = peers.Compared()
+    compared.close(f"logits of {logits.numel():,}, the largest {logits.abs().max():.2f}, with transformers "
+                   f"{told['transformers']}", logits, told["logits"], LOGITS)
+    compared.close("logits of padded rows", logits, told["padded"], LOGITS)
+    compared.close("logits after save_pretrained, from_pretrained", told["logits"], told["saved"])
+    compared.same(f"{len(own)} generated tokens, with its cache", own == told["generated"])
+    compared.same("the same without its cache", own == told["uncached"])
+    compared.same("three beams, with and without its cache", told["beams"][0] == told["beams"][1])
+    compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == told["ids"])
+    compared.same("ids after save_pretrained, from_pretrained", encoded == told["ids again"])
+    results, choices, own_ends = harness_scores(python, out, work)
     asked = items(NUM_ITEMS)
     scores = torch.tensor(own_scores(model, tokenizer, asked))
     gold = torch.tensor([item["gold"] for item in asked])
     accuracy = (scores.argmax(dim=1) == gold).double().mean().item()
-    ends = scores.gather(1, gold[:, None])
-    return [*compared,
-            (f"lm-eval: log-probabilities of {scores.numel()} choices", apart(scores, torch.tensor(choices)), SCORES),
-            (f"lm-eval: accuracy, {accuracy:.4f}", abs(accuracy - results["exact_choice"]["acc,none"]), SCORES),
-            (f"lm-eval: log-likelihood of {len(ends)} texts", apart(ends, torch.tensor(own_ends)), SCORES)]
-
-
-def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().max().item()
+    compared.close(f"lm-eval: log-probabilities of {scores.numel()} choices", scores, torch.tensor(choices), SCORES)
+    compared.close(f"lm-eval: accuracy, {accuracy:.4f}", accuracy, results["exact_choice"]["acc,none"], SCORES)
+    compared.close(f"lm-eval: log-likelihood of {len(gold)} texts", scores.gather(1, gold[:, None]),
+                   torch.tensor(own_ends), SCORES)
+    return compared.end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-python", help="Python of an environment with transformers and lm-eval")
-    parser.add_argument("run", metavar="RUN", nargs="?", help="or RUN@STEP, with a tokenizer that transformers reads")
+    parser.add_argument("--hf-python", required=True, help="Python of an environment with transformers and lm-eval")
+    parser.add_argument("run", metavar="RUN", help="or RUN@STEP, with a tokenizer that transformers reads")
     parser.add_argument("--out", type=Path, help="where the export goes (default: nowhere that stays)")
-    parser.add_argument("--there", type=Path, metavar="WORK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.there:
-        there(args.there)
-        return 0
-    from nanochat.common import table
-
-    if not (args.hf_python and args.run):
-        raise ValueError("name a run of ours, and with --hf-python an environment's Python")
     with tempfile.TemporaryDirectory() as folder:
-        compared = compare(args.hf_python, args.run, args.out or Path(folder) / "out", Path(folder))
-        version = torch.load(Path(folder) / "told.pt")["transformers"]
-    rows = [(what, "no difference" if difference == 0 else f"{difference:.2e}",
-             "ok" if difference <= allowed else "DIFFERS") for what, difference, allowed in compared]
-    print(*table((f"with transformers {version}", "largest difference", ""), rows), sep="\n")
-    failed = sum(row[2] != "ok" for row in rows)
-    print(json.dumps({"compared": len(rows), "failed": failed}))
-    return 1 if failed else 0
+        return compare(args.hf_python, args.run, args.out or Path(folder) / "out", Path(folder))
 
 
 if __name__ == "__main__":
-    if "--there" in sys.argv:
-        sys.exit(main())  # nothing of ours can be imported there
-    from nanochat.common import run_main
-    run_main(main)
+    peers.start(main, {"answer": there})

@@ -1,7 +1,7 @@
 """
 What we share with nanochat (github.com/karpathy/nanochat), against nanochat itself.
 
-    python -m dev.compare_nanochat [RUN] --nanochat DIR [--part core checkpoints]
+    python -m dev.compare_nanochat [RUN] --nanochat DIR [--part core|checkpoints]
 
     core         the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
                  tokenizer, the same items are right, and the table has the same bytes
@@ -10,23 +10,22 @@ What we share with nanochat (github.com/karpathy/nanochat), against nanochat its
                  load_model. Both say the same of it: logits and bits per byte of some rows, generated tokens, ids.
                  In float32 on the CPU, with one PyTorch
 
-DIR is a checkout of it. It runs in processes of its own, as this file's `--there`, which imports nothing of ours; its
-`nanochat` and `scripts` are the checkout's. Prints what was compared; exit code 1 on a difference.
+DIR is a checkout of it, whose `nanochat` and `scripts` are imported in processes of their own. Exit code 1 on a
+difference.
 """
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from dev import peers
 
 SEEDS = (0, 1, 2)  # of the weights; each is a model of another shape
 STEP = 7
@@ -37,7 +36,7 @@ HARD = ["", "It's 2024: WE'LL see...\r\n\r\n  naïve 中文 🙂 [1, 23]\n", "<|
 
 # ---- there: runs with nanochat's code, imports nothing of ours ------------------------------------------------------
 
-def core_there(work: Path) -> dict[str, Any]:
+def core_there(work: Path) -> None:
     """Its scripts.base_eval on the weights, the tokenizer and the bundle in `work`: which items are right, in the
     order in which it evaluates them. The table is where it writes it."""
     import base64
@@ -70,10 +69,10 @@ def core_there(work: Path) -> dict[str, Any]:
     vars(core_eval).update(evaluate_example=noted)
     sys.argv = ["base_eval", "--eval=core", "--device-type=cpu"]
     base_eval.main()
-    return {"right": right}
+    (work / "told.json").write_text(json.dumps(right))
 
 
-def write_there(work: Path) -> dict[str, Any]:
+def write_there(work: Path) -> None:
     """Make a tokenizer and a checkpoint, as nanochat's own scripts save them."""
     gpt = import_module("nanochat.gpt")
     corpus = torch.load(work / "asked.pt")["corpus"]
@@ -90,48 +89,38 @@ def write_there(work: Path) -> dict[str, Any]:
     meta = {"step": STEP, "val_bpb": None, "model_config": config, "device_batch_size": 4, "total_batch_size": 4096}
     import_module("nanochat.checkpoint_manager").save_checkpoint(
         str(work / "base_checkpoints" / "d4"), STEP, model.state_dict(), None, meta)
-    return {}
 
 
-def read_there(work: Path) -> dict[str, Any]:
-    """What nanochat makes of an export, with tensors in told.pt."""
+def read_there(work: Path) -> None:
+    """What nanochat makes of an export."""
     asked = torch.load(work / "asked.pt")
     rows = asked["rows"]
     load_model = import_module("nanochat.checkpoint_manager").load_model
     model, tokenizer, _ = load_model("base", torch.device("cpu"), phase="eval")
     with torch.no_grad():
-        torch.save(model(rows[:, :-1]), work / "told.pt")
+        logits = model(rows[:, :-1])
     columns = import_module("nanochat.engine").Engine(model, tokenizer).generate(
         rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
     batches = iter([(rows[:, :-1], rows[:, 1:].contiguous())])
     sizes = import_module("nanochat.tokenizer").get_token_bytes()
     bpb = import_module("nanochat.loss_eval").evaluate_bpb(model, batches, 1, sizes)
-    return {"generated": [column[0] for column, _ in columns], "bpb": bpb,
-            "ids": tokenizer.encode(asked["texts"], prepend="<|bos|>")}
-
-
-THERE = {"core": core_there, "write": write_there, "read": read_there}
-
-
-def run_there(part: str, nanochat: Path, work: Path) -> dict[str, Any]:
-    """What a part finds there. ValueError with the end of what it printed if it fails."""
-    env = {**os.environ, "PYTHONPATH": str(nanochat), "NANOCHAT_BASE_DIR": str(work), "NANOCHAT_DTYPE": "float32"}
-    found = work / "found.json"
-    done = subprocess.run([sys.executable, Path(__file__).resolve(), f"--there={part}", f"--work={work}"], cwd=work,
-                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise ValueError(f"{part}: nanochat at {nanochat} ended with {done.returncode}: {done.stdout[-2000:]}")
-    return json.loads(found.read_text())
+    torch.save({"logits": logits, "generated": [column[0] for column, _ in columns], "bpb": bpb,
+                "ids": tokenizer.encode(asked["texts"], prepend="<|bos|>")}, work / "told.pt")
 
 
 # ---- here -----------------------------------------------------------------------------------------------------------
 
-def core(nanochat: Path, work: Path) -> list[tuple[str, str, bool]]:
-    """(what, what was found, whether it is equal) of the CORE metric."""
+def ask(step: str, nanochat: Path, work: Path) -> None:
+    """Let nanochat do a step, with `work` as its base directory."""
+    peers.ask(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
+              NANOCHAT_DTYPE="float32")
+
+
+def core(nanochat: Path, work: Path, compared: peers.Compared) -> None:
+    """The CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
     from nanochat.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
 
-    rows: list[tuple[str, str, bool]] = []
     for seed in SEEDS:
         folder = work / f"core-{seed}"
         tasks = read_bundle(make_eval_bundle(folder / "eval_bundle"))
@@ -139,25 +128,24 @@ def core(nanochat: Path, work: Path) -> list[tuple[str, str, bool]]:
         tokenizer.save(folder / "tokenizer")
         torch.save(model.state_dict(), folder / "model.pt")
         (folder / "config.json").write_text(json.dumps(vars(model.config)))
-        there = run_there("core", nanochat, folder)["right"]
+        ask("core", nanochat, folder)
+        there = json.loads((folder / "told.json").read_text())
         scores: list[Score] = []
         for task in tasks:
             right = evaluate_task(model, tokenizer, task)
             theirs, there = there[:len(right)], there[len(right):]
             same = sum(a == b for a, b in zip(right, theirs, strict=True))
-            rows.append((f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
-                         f"{sum(right)} of {len(right)} right; {same} judged alike",
-                         same == len(right)))
+            compared.same(f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
+                          same == len(right), f"{sum(right)} of {len(right)} right; {same} judged alike")
             scores.append(score_of(task, right))
         write_csv(folder / "ours.csv", summary(scores))
         table = (folder / "base_eval" / f"base_model_{STEP:06d}.csv").read_bytes()
-        rows.append((f"CORE, weights {seed}: the metric, and the bytes of the table",
-                     f"{summary(scores)['core_metric']:.6f}", table == (folder / "ours.csv").read_bytes()))
-    return rows
+        compared.same(f"CORE, weights {seed}: the metric, and the bytes of the table",
+                      table == (folder / "ours.csv").read_bytes(), f"{summary(scores)['core_metric']:.6f}")
 
 
-def checkpoints(nanochat: Path, work: Path, run: str | None) -> list[tuple[str, Any, bool]]:
-    """(what, by how much it differs, whether it is equal) of checkpoints and tokenizers."""
+def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str | None) -> None:
+    """Checkpoints and tokenizers."""
     import pydoc_data.topics
 
     from nanochat.engine import Engine, load_model
@@ -169,7 +157,7 @@ def checkpoints(nanochat: Path, work: Path, run: str | None) -> list[tuple[str, 
     texts = [*HARD, *corpus[:50]]
     there.mkdir()
     torch.save({"corpus": corpus}, there / "asked.pt")
-    run_there("write", nanochat, there)
+    ask("write", nanochat, there)
     export.main([str(there / "base_checkpoints" / "d4"), str(back), "--from=nanochat"])
 
     checkpoint = run or str(back)
@@ -179,49 +167,37 @@ def checkpoints(nanochat: Path, work: Path, run: str | None) -> list[tuple[str, 
     ids = torch.tensor(tokenizer.encode("\n".join(corpus)))[:4 * T].view(4, T)
     rows = torch.cat((torch.full((4, 1), bos), ids), dim=1)
     torch.save({"rows": rows, "texts": texts}, out / "asked.pt")
-    told = run_there("read", nanochat, out)
+    ask("read", nanochat, out)
+    told = torch.load(out / "told.pt")
     with torch.no_grad():
         logits = model(rows[:, :-1])
         bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
     columns = Engine(model, tokenizer).generate(rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
     generated = [column[0] for column, _ in columns]
-    apart, off = (logits - torch.load(out / "told.pt")).abs().max().item(), abs(bpb - told["bpb"])
-    return [(f"logits, {logits.numel():,}, the largest {logits.abs().max():.2f}: differ by at most", f"{apart:.1e}",
-             apart <= TOLERANCE),
-            (f"bits per byte, {bpb:.6f}: differ by", f"{off:.1e}", off <= TOLERANCE),
-            ("generated tokens", len(generated), generated == told["generated"]),
-            ("texts, their ids", len(texts), tokenizer.encode(texts, prepend=bos) == told["ids"])]
-
-
-PARTS = ("core", "checkpoints")
+    compared.close(f"logits, {logits.numel():,}, the largest {logits.abs().max():.2f}", logits, told["logits"],
+                   TOLERANCE)
+    compared.close(f"bits per byte, {bpb:.6f}", bpb, told["bpb"], TOLERANCE)
+    compared.same(f"{len(generated)} generated tokens", generated == told["generated"])
+    compared.same(f"ids of {len(texts)} texts", tokenizer.encode(texts, prepend=bos) == told["ids"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--nanochat", type=Path, help="a checkout of it")
+    p.add_argument("--nanochat", type=Path, required=True, help="a checkout of it")
     p.add_argument("run", metavar="RUN", nargs="?", help="ours, of the part checkpoints (default: one from there)")
-    p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
-    p.add_argument("--there", choices=THERE, help=argparse.SUPPRESS)
-    p.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    p.add_argument("--part", choices=("core", "checkpoints"), help="only this one")
     args = p.parse_args(argv)
-    if args.there:
-        (args.work / "found.json").write_text(json.dumps(THERE[args.there](args.work)))
-        return 0
-    from nanochat.common import table
-
-    if args.nanochat is None or not (args.nanochat / "nanochat" / "core_eval.py").is_file():
+    if not (args.nanochat / "nanochat" / "core_eval.py").is_file():
         raise ValueError(f"--nanochat: got {args.nanochat}, expected a checkout of nanochat")
-    parts: dict[str, Any] = {"core": core, "checkpoints": partial(checkpoints, run=args.run)}
+    compared, nanochat = peers.Compared(), args.nanochat.resolve()
     with tempfile.TemporaryDirectory(prefix="compare_nanochat.") as work:
-        rows = [row for part in args.part for row in parts[part](args.nanochat.resolve(), Path(work))]
-    print(*table(("what", "", "equal"), rows), sep="\n")
-    return 0 if all(equal for *_, equal in rows) else 1
+        if args.part != "checkpoints":
+            core(nanochat, Path(work), compared)
+        if args.part != "core":
+            checkpoints(nanochat, Path(work), compared, args.run)
+    return compared.end()
 
 
 if __name__ == "__main__":
-    if any(word.startswith("--there") for word in sys.argv):
-        sys.exit(main())  # nothing of ours can be imported there
-    from nanochat.common import run_main
-
-    run_main(main)
+    peers.start(main, {"core": core_there, "write": write_there, "read": read_there})

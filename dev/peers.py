@@ -1,0 +1,66 @@
+"""
+What the comparisons with other programs share. Those run in environments of their own, in which nothing of ours can be
+imported but the file that compares:
+
+    python -m dev.compare_x ...                        here: asks, and holds what comes back against what is ours
+    THEIR_PYTHON -m dev.compare_x --there=STEP DIR     there: does one step; both leave files for one another in DIR
+
+Each thing that was compared is a line: whether it is the same, by how much it differs, what it is.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Step = Callable[[Path], Any]
+
+
+def ask(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
+    """Let their Python do a step of `module`; what lies below `paths` can be imported there before all else."""
+    below = os.pathsep.join(map(str, (*paths, ROOT)))
+    run([str(python), "-m", module, f"--there={step}", str(work)], work, PYTHONPATH=below, **env)
+
+
+def run(command: list[str], work: Path, **env: str) -> None:
+    """Run a program of theirs, without a network. ValueError with the end of what it printed where it fails."""
+    done = subprocess.run(command, cwd=work, env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command[:4])} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+
+
+class Compared:
+    """What was compared, told as it comes."""
+
+    def __init__(self) -> None:
+        self.num = self.failed = 0
+
+    def same(self, what: str, good: bool, told: str = "") -> None:
+        """Something that is equal, or is not."""
+        self.num += 1
+        self.failed += not good
+        print(f"{'same' if good else 'DIFFERS':8} {told + ': ' if told else ''}{what}", flush=True)
+
+    def close(self, what: str, a: Any, b: Any, limit: float = 0.0) -> None:
+        """Tensors or numbers that differ by `limit` at most."""
+        apart = float(abs(a - b).max()) if hasattr(a, "max") else abs(a - b)
+        self.same(what, apart <= limit, f"{apart:.1e} apart")
+
+    def end(self) -> int:
+        """The exit code: 1 where something differs."""
+        print(f"{self.failed} of {self.num} differ")
+        return int(self.failed > 0)
+
+
+def start(main: Callable[[], int], there: Mapping[str, Step]) -> None:
+    """Run a comparison that was started as a command, or the step that is asked of it."""
+    if len(sys.argv) == 3 and sys.argv[1].startswith("--there="):
+        there[sys.argv[1].removeprefix("--there=")](Path(sys.argv[2]))
+        return
+    from nanochat.common import run_main
+
+    run_main(main)

@@ -1,6 +1,6 @@
 """
 What the comparisons with other programs share. Those run in environments of their own, in which nothing of ours can be
-imported but the file that compares:
+imported but what lies in `dev`:
 
     python -m dev.compare_x ...                        here: asks, and holds what comes back against what is ours
     THEIR_PYTHON -m dev.compare_x --there=STEP DIR     there: does one step; both leave files for one another in DIR
@@ -15,13 +15,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
 Step = Callable[[Path], Any]
 
 
 def ask(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
-    """Let their Python do a step of `module`; what lies below `paths` can be imported there before all else."""
-    below = os.pathsep.join(map(str, (*paths, ROOT)))
+    """Let their Python do a step of `module`, where of ours only `dev` can be imported, and what lies below `paths`."""
+    ours = work / "ours"
+    if not ours.exists():
+        ours.mkdir()
+        (ours / "dev").symlink_to(Path(__file__).parent)
+    below = os.pathsep.join(map(str, (*paths, ours)))
     run([str(python), "-m", module, f"--there={step}", str(work)], work, PYTHONPATH=below, **env)
 
 

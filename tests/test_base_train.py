@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +29,6 @@ from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config
 from scripts import base_train, sample
 from tests import training
-from tests.toy import compressed, write_parquet
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
@@ -64,31 +61,6 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
     assert bpb[2] < 0.3 * unigram_bpb(counts, np.array(ids), tokenizer.token_bytes().numpy())
     assert 1 <= outcome.out.count("  > ") <= sample.NUM_PROMPTS
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
-
-
-def test_txt_and_zst_with_a_field_of_another_name_train_and_resume(workplace: Path) -> None:
-    """The digests are those of the same documents in parquet, and a run keeps its field."""
-    texts, folders = training.texts(60, seed=5), [workplace / "plain", workplace / "mixed"]
-    for folder in folders:
-        folder.mkdir()
-    lines = "".join(json.dumps({"doc": {"body": text}}) + "\n" for text in texts[:40]).encode()
-    (folders[1] / "a.jsonl.zst").write_bytes(compressed(lines, ".zst"))
-    write_parquet(folders[0] / "a.parquet", texts[:40], 1024)
-    for i, text in enumerate(texts[40:]):
-        write_parquet(folders[0] / f"b{i:02}.parquet", [text], 1)
-        (folders[1] / f"b{i:02}.txt").write_bytes(text.encode())
-    val = training.write_shard(workplace / "val.parquet", texts[:20])
-    succeed(data_path=folders[0], val_path=val, num_iterations=4, model_tag="plain")
-    (workplace / "val.jsonl").write_bytes(lines)
-    mixed = {"data_path": folders[1], "val_path": workplace / "val.jsonl", "num_iterations": 4}
-    assert "`text` (--text-field names another)" in refuse(**mixed)
-    succeed(**mixed, text_field="doc.body", save_every=2)
-    whole = digests()
-    assert whole == digests("plain")
-    shutil.rmtree(final())
-    assert "--text-field: the run has 'doc.body', the command says 'text'" in refuse(**mixed)
-    succeed(**mixed, text_field="doc.body", save_every=2)
-    assert digests() == whole and len(events("saved")) > 2
 
 
 # ---- flags, configuration, log --------------------------------------------------------------------------------------
@@ -186,12 +158,6 @@ def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothin
     model, optimizer, before = kept
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.gather_state()["step"] == 1
-
-
-def test_steps_are_printed_as_asked_and_the_log_has_all() -> None:
-    out = succeed(num_iterations=8, log_every=3, save_every=-1).out
-    assert re.findall(r"^step (\d+)/00008 \| loss", out, re.M) == ["00002", "00005", "00007"]
-    assert sorted(steps()) == list(range(8))
 
 
 def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:

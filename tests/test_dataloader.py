@@ -5,7 +5,6 @@ import sys
 import threading
 import types
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -136,21 +135,6 @@ def test_dead_rows_are_bos_with_all_targets_off_and_not_in_the_digest():
             assert padded.digest == full.digest != 0
 
 
-def test_digests_of_ranks_add_up_and_can_be_left_out():
-    with make_loader() as loader:
-        take_step(loader)
-        whole = loader.digest
-    parts = []
-    for rank in range(3):
-        with make_loader(rank=rank, world_size=3) as loader:
-            take_step(loader)
-            parts.append(loader.digest)
-    assert sum(parts) % 2**64 == whole and all(0 < part < 2**64 for part in parts)
-    with make_loader(with_digest=False) as loader:
-        take_step(loader)
-        assert loader.digest == 0
-
-
 # ---- layout ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kwargs, what", [
@@ -168,17 +152,6 @@ def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
     assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W).K
-
-
-@pytest.mark.parametrize("W", range(1, 9))
-@pytest.mark.parametrize("K", [1, 2, 4, 8])
-def test_leaves_of_all_ranks_cover_the_lanes_in_order(W, K):
-    layouts = [Layout(11, 22, 4, rank, W, K) for rank in range(W)]
-    assert [lane for layout in layouts for leaf in layout.leaves for lane in leaf] == list(range(11))
-    for layout in layouts:
-        assert [lane for leaf in layout.leaves for lane in leaf] == list(layout.lanes)
-        assert all(len(leaf) * 2 <= layout.micro_batches_per_leaf * 4 for leaf in layout.leaves)
-    assert len({(len(layout.leaves), layout.micro_batches_per_leaf) for layout in layouts}) == 1
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -201,34 +174,6 @@ def test_what_was_prefetched_but_not_used_is_not_in_the_state():
         assert account["rows"] == R
         assert account["read"] + account["bos"] + account["repeated"] == sum(
             account[k] for k in ("emitted", "cropped", "pending"))
-
-
-def test_a_loader_resumes_in_the_middle_of_a_run_on_any_world():
-    with make_loader() as loader:
-        digests, cursors = [], []
-        for _ in range(6):
-            take_step(loader)
-            digests.append(loader.digest)
-            cursors.append(json_copy(loader.cursors()))
-    for W in (1, 2, 5, 8):
-        with ExitStack() as stack:
-            loaders = [stack.enter_context(make_loader(rank=r, world_size=W, cursors=cursors[2], start_step=3))
-                       for r in range(W)]
-            for step in range(3, 6):
-                for loader in loaders:
-                    take_step(loader)
-                    assert loader.step == step + 1
-                assert sum(loader.digest for loader in loaders) % 2**64 == digests[step]
-
-
-def test_cursors_of_another_ranks_lanes_alone_are_refused():
-    with make_loader(rank=0, world_size=2) as loader:
-        take_step(loader)
-        cursors = loader.cursors()
-    with pytest.raises(ValueError, match="no cursor of lanes"):
-        make_loader(rank=1, world_size=2, cursors=cursors)
-    with pytest.raises(ValueError, match="no cursor of lanes"):
-        make_loader(cursors=cursors)
 
 
 # ---- ends and errors ------------------------------------------------------------------------------------------------
@@ -280,15 +225,6 @@ def test_no_thread_is_left_after_closing_wherever_that_is():
         assert set(threading.enumerate()) <= before
 
 
-def test_next_after_closing_is_an_error_not_a_hang():
-    loader = make_loader()
-    next(loader)
-    loader.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        for _ in range(100):
-            next(loader)
-
-
 class Gated:
     """A source that stands still at its n-th fetch until told to go on."""
 
@@ -321,18 +257,6 @@ def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read():
     closing.join(20)
     assert not closing.is_alive() and set(threading.enumerate()) <= before
     assert source.count <= 21
-
-
-def test_a_dry_lane_ends_the_loader_and_is_named():
-    config = StreamConfig(T=8, V=4, buffer_size=2, unit_size=1, max_epochs=1)
-    with make_loader(config, numbered([[7] * 100]), rows_per_step=8, device_batch_size=8) as loader:
-        steps = 0
-        with pytest.raises(Dry, match=r"step \d+: lane \d has no row left"):
-            while True:
-                take_step(loader)
-                steps += 1
-        assert 5 < steps <= 100 // 8 and loader.step == steps
-        assert loader.ledger()["b"]["rows"] == steps * 8
 
 
 def test_the_lane_that_is_named_is_the_one_that_gave_too_few_rows():
@@ -488,15 +412,6 @@ def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_t
         be_rank(monkeypatch, rank, world_size)
         with pytest.raises(ValueError, match=rf"rank 1 of 2, here is rank {rank} of {world_size}.*DataLoader"):
             next(make(resume_state_dict=state))
-
-
-def test_nanochat_loaders_of_the_ranks_share_the_data(nanochat_home, monkeypatch):
-    rows = []
-    for rank in range(2):
-        be_rank(monkeypatch, rank, 2)
-        rows += [row for x, _, _ in some(concat(), 3) for row in x.tolist()]
-    be_rank(monkeypatch, 0, 1)
-    assert len({tuple(row) for row in rows}) == len(rows) == 2 * 3 * 4
 
 
 def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_home):

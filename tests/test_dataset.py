@@ -1,15 +1,22 @@
-"""Which files are data, what a readable text file is, and how jsonl becomes one."""
+"""Which files are data: listed, pinned, refused; what a readable text file is."""
 
 import io
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from nanochat import dataset, text, text_kinds
-from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched
+from nanochat.config import Settings
+from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched, split_train_val
+from nanochat.run_data import find_manifests, open_data
+from nanochat.sources import check_format, scan
 from nanochat.text import as_parquet, open_parquet, read_batches
-from tests.toy import compressed, write_jsonl
+from tests.token_files import Tokenizer, write_megatron, write_pair
+from tests.toy import BOS, compressed, write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +106,71 @@ def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
     with open_parquet(tmp_path / "big.parquet") as file, pytest.raises(ValueError, match=r"big\.parquet.*1,001 bytes"):
         list(read_batches(file, 0, tmp_path / "big.parquet"))
+
+
+# ---- token files: folders, and prefixes of pairs --------------------------------------------------------------------
+
+def tiny(prefix: Path, data_format: str = "megatron", n: int = 3) -> Path:
+    if data_format == "shards":
+        write_pair(prefix, [[1, BOS]] * n)
+    else:
+        write_megatron(prefix, [[[1, BOS]]] * n)
+    return prefix
+
+
+def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
+    a, b, c = (tiny(tmp_path / name) for name in ("web/one", "web/two.x", "code/one"))
+    found = split_train_val(tmp_path, data_format="megatron", by_bucket=True)
+    names = {split: {bucket: [f.name for f in files] for bucket, files in of.items()} for split, of in found.items()}
+    assert names == {"train": {"code": ["one.bin"], "web": ["one.bin"]}, "val": {"web": ["two.x.bin"]}}
+    prefixes = f"{c},{b},{a}"
+    assert [f.name for f in find_files(prefixes, "megatron")] == ["one.bin", "two.x.bin", "one.bin"]
+    one = split_train_val(prefixes, data_format="megatron")
+    assert {split: [f.parent.name for f in files] for split, of in one.items() for files in of.values()} == {
+        "train": ["code", "web"], "val": ["web"]}
+    mixed = split_train_val(prefixes, a, data_format="megatron", by_bucket=True)
+    assert list(mixed["train"]) == ["code/one", "web/two.x", "web/one"] and list(mixed["val"]) == ["one"]
+    with pytest.raises(ValueError, match=r"one data file only \(one\.bin\) in each bucket, .*--val-path"):
+        split_train_val(prefixes, data_format="megatron", by_bucket=True)
+
+
+def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
+    prefixes = ",".join(str(tiny(tmp_path / "old" / name)) for name in ("web/one", "code/two"))
+    settings = Settings(data_path=prefixes, val_path=str(tiny(tmp_path / "old" / "val")), data_format="megatron")
+    pinned = find_manifests({}, settings)
+    assert [e["name"] for e in pinned["train"]["data"]["files"]] == ["web/one.bin", "code/two.bin"]
+    assert pinned["train"]["data"]["root"] == str((tmp_path / "old").resolve())
+    (tmp_path / "old").rename(tmp_path / "new")
+    settings = replace(settings, data_path=prefixes.replace("old", "new"), val_path=str(tmp_path / "new" / "val"))
+    moved = find_manifests(pinned, settings)
+    assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
+    assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))[0]) == 3
+    tiny(tmp_path / "new" / "web" / "one", n=4)
+    with pytest.raises(ValueError, match=r"web/one\.bin: changed since this run began \(size"):
+        find_manifests(moved, settings)
+
+
+@pytest.mark.parametrize("make, path, data_format, message", [
+    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "megatron",
+     r"b\.bin: this pair is of --data-format shards.*mixes"),
+    (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards",
+     r"a\.bin: this pair is of --data-format megatron.*mixes"),
+    (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
+    (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
+    (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
+    (lambda p: tiny(p / "a"), "a", "text", r"a: the path of a pair of token files.*take --data-format shards or"),
+    (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx is there; --data-path takes"),
+    (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
+     r"a\.bin: not there, but a\.idx needs it"),
+    (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
+    (lambda p: None, "a", "megatron", "no such data folder"),
+    (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"write --data-path=.*/a,.*/a --order=megatron "
+                                                             r"--blend-weights=70,30$"),
+])
+def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, message):
+    make(tmp_path)
+    name = tmp_path if not path else path.replace("{}", str(tmp_path)) if "," in path else tmp_path / path
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        files = find_files(name, data_format)
+        check_format(name, files, data_format)
+        scan(name, files)

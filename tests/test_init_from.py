@@ -1,8 +1,5 @@
 """A run that begins with another one's weights: what it takes over, what it refuses, and how it is restarted."""
 
-import contextlib
-import io
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +13,7 @@ from nanochat import checkpoint as checkpoint_module
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_dir import cursor_files, read_config, read_cursors
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, inspect_data
+from scripts import base_train
 from tests import training
 from tests.training import as_bytes, die_after_step, digests, losses, refuse, succeed
 
@@ -117,30 +114,6 @@ def only_rank_0_reads() -> None:
         return load(path)
 
     checkpoint_module.load_plain = watched
-
-
-def test_another_curriculum_goes_on_where_each_bucket_was(workplace: Path) -> None:
-    """The new mix has a bucket that the origin never had and lacks one that it had; the one of both goes on."""
-    for k, bucket in enumerate(("code", "web", "math")):
-        for i in range(3):
-            training.write_shard(workplace / "mixed" / bucket / f"{i}.parquet", training.texts(60, seed=10 * k + i))
-    for name, mix in (("old", "{web: 1, code: 1}"), ("new", "{web: 3, math: 1}")):
-        (workplace / f"{name}.yaml").write_text(f"allow_budget_mismatch: true\ncurriculum:\n- duration_tokens: 100000\n"
-                                                f"  mix: {mix}\n")
-    common = {"data_path": workplace / "mixed", "num_iterations": 4, "save_every": -1}
-    succeed(curriculum=workplace / "old.yaml", model_tag="mixed", **common)
-    succeed(curriculum=workplace / "new.yaml", init_from="mixed", init_data="continue", **common)
-    succeed(curriculum=workplace / "new.yaml", model_tag="fresh", **common)
-    theirs, ours, fresh = ([c["buckets"] for c in load_checkpoint(checkpoint("final", tag)).cursors]
-                           for tag in ("mixed", "run", "fresh"))
-    for before, after, alone in zip(theirs, ours, fresh, strict=True):
-        assert before["code"]["row"] > 0 and "code" not in after
-        assert after["web"]["row"] > before["web"]["row"] > 0 and after["web"]["read"] >= before["web"]["read"]
-        assert after["math"]["row"] > 0 and alone["math"]["row"] > 0
-    assert not set(digests()) & set(digests("fresh"))
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert inspect_data.main(["digest", str(training.run_dir()), "--steps", "0:4"]) == 0
-    assert [json.loads(line)["digest"] for line in out.getvalue().splitlines()] == digests()
 
 
 # ---- restarts -------------------------------------------------------------------------------------------------------

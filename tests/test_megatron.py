@@ -4,7 +4,6 @@ indices believes nothing that is torn; bad input is one sentence."""
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,20 +303,6 @@ def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory: pytest.Tem
         assert dataset[-1].tolist() == ids and dataset.get(len(expected) - 1, 1 * bool(ids)).tolist() == ids[1:]
         assert dataset.get(-1, 0, len(ids) // 2).tolist() == ids[:len(ids) // 2]
         assert not dataset[0].flags.writeable
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason=f"no golden data in {SHARED}")
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_files_of_megatron_core_are_written_again_byte_for_byte(tmp_path: Path, name: str) -> None:
-    told = json.loads((SHARED / "golden.json").read_text())["sources"][name]
-    dataset = IndexedDataset(SHARED / name)
-    assert (len(dataset), len(dataset.document_indices) - 1) == (told["documents"],) * 2
-    builder = IndexedDatasetBuilder(tmp_path / "x.bin", dtype=dataset.dtype)
-    builder.add_index(SHARED / name)
-    builder.finalize(tmp_path / "x.idx")
-    for ending in ("bin", "idx"):
-        data = (tmp_path / f"x.{ending}").read_bytes()
-        assert sha256(data).hexdigest() == told["files"][f"{name}.{ending}"]["sha256"]
 
 
 def test_what_is_asked_of_files_must_be_there(tmp_path: Path) -> None:

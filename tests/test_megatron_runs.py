@@ -154,14 +154,6 @@ def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"blend_weights": "1,1"}, r"--blend-weights: the run has \[30.0, 70.0\], the command says \[1.0, 1.0\]"),
-    ({"order": None, "blend_weights": None, "split": None, "eod_mask_loss": None}, "--order: the run has 'megatron'")])
-def test_what_decides_the_samples_may_not_change(made, workplace, changed, message):
-    take_over(made, "checkpoint-4")
-    assert re.search(message, training.refuse(**{**workplace, **changed}))
-
-
-@pytest.mark.parametrize("changed, message", [
     ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
     ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),

@@ -220,7 +220,6 @@ def test_a_bug_of_one_rank_ends_all_with_its_traceback(workplace: Path) -> None:
 
 @pytest.mark.parametrize(("bad", "number", "told"), [
     (1, signal.SIGSTOP, ", and its process does not answer; the other 1 wait"),
-    (1, signal.SIGKILL, "has died; it was last seen at "),
     (0, signal.SIGKILL, "has died; it was last seen at "),
 ])
 def test_a_rank_that_stops_is_named_and_the_run_goes_on_to_the_same_bits(

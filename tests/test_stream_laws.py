@@ -30,7 +30,8 @@ from nanochat.order import StreamConfig
 from nanochat.sources import ParquetSource, TokenSource, scan
 from nanochat.stream import Cursor, Packed, Row, Stream, ledger
 from nanochat.token_writer import ShardWriter
-from nanochat.tokens import new_manifest
+from nanochat.tokens import READER, new_manifest
+from tests.token_files import write_megatron
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
@@ -77,7 +78,7 @@ class Corpus:
     """A bucket: the entries of each group of each file, and how it is stored."""
 
     files: list[list[list[Entry]]]
-    kind: str  # text | shards | foreign (shards without manifest.json, whose files are one group)
+    kind: str  # text | shards | foreign (shards without manifest.json, whose files are one group) | megatron
     max_length: int = 0
     overlap: int = 0
 
@@ -97,6 +98,11 @@ class Corpus:
             for i, file in enumerate(self.files):
                 self._write_text(folder / f"{i}.parquet", file)
             return ParquetSource(scan(folder), tokenizer)
+        if self.kind == "megatron":
+            for i, (file,) in enumerate(self.files):
+                documents = [entry.seen(framed=False) for entry in file]  # each of two sequences
+                write_megatron(folder / str(i), [[d[:n % 3], d[n % 3:]] for n, d in enumerate(documents)], "<i4")
+            return TokenSource(scan(folder, find_files(folder, "megatron")), tokenizer)
         records = {str(i): self._write_shard(folder / str(i), file) for i, file in enumerate(self.files)}
         if self.kind == "shards":
             manifest = new_manifest({"fingerprint": tokenizer.fingerprint, "eod": BOS, "vocab_size": 1 << 20},
@@ -143,8 +149,10 @@ class World:
 
 @st.composite
 def corpora(draw: st.DrawFn, T: int, layout: str, first: int) -> Corpus:
-    kind = draw(st.sampled_from(("shards", "foreign") if layout == "binned" else ("shards", "text", "foreign", "text")))
-    max_length = 0 if kind == "text" else draw(st.integers(2, T)) if layout == "binned" or draw(st.booleans()) else 0
+    kinds = ("shards", "foreign") if layout == "binned" else ("shards", "text", "foreign", "megatron")
+    kind = draw(st.sampled_from(kinds))
+    cut = kind in ("shards", "foreign") and (layout == "binned" or draw(st.booleans()))
+    max_length = draw(st.integers(2, T)) if cut else 0
     overlap = draw(st.integers(0, max_length // 2))
     length = st.one_of(st.integers(0, T), st.integers(0, 3 * T), st.just(0))
     sizes = st.one_of(st.lists(length, min_size=1, max_size=4), st.lists(length, min_size=9, max_size=16))
@@ -157,7 +165,7 @@ def corpora(draw: st.DrawFn, T: int, layout: str, first: int) -> Corpus:
                 cut += windows(range(first, first + num), max_length, overlap)
                 first += num
             file.append(cut)
-        files.append([[entry for group in file for entry in group]] if kind == "foreign" else file)
+        files.append([[entry for group in file for entry in group]] if kind in ("foreign", "megatron") else file)
     return Corpus(files, kind, max_length, overlap)
 
 
@@ -318,6 +326,7 @@ def check_binned_targets(world: World, run: Run, bucket: str) -> None:
 def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(
         layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are kept as long ones are
+    monkeypatch.setenv(READER, "pread" if layout in ("split", "binned") else "mmap")
     seen: Counter[str] = Counter()
 
     @LAW
@@ -352,7 +361,7 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(
 
     law()
     always = {"buckets", "stopped", "other W", "phases", "shards", "foreign", "overlaps", "epochs", "empty"}
-    framed = {"text", "pending", "dropped at a stop", "fewer units than lanes"}
+    framed = {"text", "megatron", "pending", "dropped at a stop", "fewer units than lanes"}
     own = {"crop": framed | {"cropped"}, "split": framed | {"repeated"}, "concat": framed | {"repeated"},
            "binned": {"padded", "unpacked"}}[layout]
     assert not {case for case in always | own if not seen[case]}, seen

@@ -1,7 +1,6 @@
 """scripts.tok_shards as a whole: the same bytes for any workers and tasks, and after being killed anywhere."""
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -51,23 +50,6 @@ def arguments(raw, out, tokenizer, *more):
 
 def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
     return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
-
-
-@pytest.mark.parametrize("kind, more", [(".jsonl.gz", []), (".jsonl.zst", []), (".jsonl", ["--text-field=doc.body"])])
-def test_the_same_documents_give_the_same_bytes_from_every_kind(tmp_path, tokenizer, kind, more):
-    texts = some_texts(40, seed=3)
-    write_jsonl(tmp_path / "plain" / "web" / "0.jsonl", texts)
-    assert run(tmp_path / "plain", tmp_path / "a", tokenizer) == 0
-    path = write_jsonl(tmp_path / "other" / "web" / f"0{kind}", texts)
-    if more:
-        path.write_text("".join(json.dumps({"doc": {"body": text}}) + "\n" for text in texts))
-    assert run(tmp_path / "other", tmp_path / "b", tokenizer, *more) == 0
-    for suffix in (".bin", ".idx"):
-        plain, other = (tmp_path / out / "train" / "web" / f"0{suffix}" for out in "ab")
-        assert plain.read_bytes() == other.read_bytes()
-    if more:
-        with pytest.raises(ValueError, match=r"made with text_field doc\.body \(now text\)"):
-            run(tmp_path / "other", tmp_path / "b", tokenizer)
 
 
 def test_txt_files_become_pairs_of_one_document(tmp_path, tokenizer):
@@ -272,7 +254,7 @@ def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_p
     want = tree(tmp_path / "whole")
     if again:
         assert run(raw, tmp_path / "start", tokenizer, "--max-length", 64) == 0
-    states, number, killed = set(), 0, True
+    states, number, killed = set(), int(again), True  # before every other change, and here before those in between
     while killed:
         out = tmp_path / "out"
         if again:
@@ -283,8 +265,8 @@ def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_p
         assert run(raw, out, tokenizer, *more) == 0
         assert tree(out) == want, number
         shutil.rmtree(out)
-        number += 1
-    assert number > 30 and len(states) > 10
+        number += 2
+    assert number > 30 and len(states) > 8
 
 
 def start_slow(raw, out, tokenizer, num_workers):
@@ -360,9 +342,9 @@ def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
     assert run(raw, tmp_path / "alone", tokenizer) == 0
     command = [sys.executable, "-m", "scripts.tok_shards", *arguments(raw, out, tokenizer), "--num-workers", "1"]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-                 for _ in range(4)]
+                 for _ in range(3)]
     said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, said
+    assert [process.returncode for process in processes] == [0] * 3, said
     assert tree(out) == tree(tmp_path / "alone")
 
 

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -36,7 +36,7 @@ from tqdm import tqdm
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Reading
-from nanochat.text_kinds import add_text_flags, read_lines
+from nanochat.text_kinds import add_text_flags, good_lines
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
@@ -87,16 +87,13 @@ def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
 def read_documents(path: Path, report: "Report", reading: Reading, *, strict: bool) -> Iterator[tuple[int, str]]:
     """(row, or line number from 1, and text) of each document; holds some hundred documents at a time, whatever the row
     groups. A broken line of jsonl is reported and skipped, or fatal."""
-    for line in read_lines(path, reading, strict=strict):
-        if line.text is not None:
-            yield line.number, line.text
-            continue
-        if not line.problem:
-            report.short += 1
-            continue
-        report.skipped_lines += 1
-        if report.skipped_lines <= 10:
-            print(f"skipped {path}:{line.number}: {line.problem}", file=sys.stderr)
+    skipped: dict[str, Any] = {}
+    for line in good_lines(path, reading, skipped, strict=strict):
+        yield line.number, line.text or ""
+    for number, problem in skipped["lines"][:10]:
+        print(f"skipped {path}:{number}: {problem}", file=sys.stderr)
+    report.skipped_lines += skipped["count"]
+    report.short += skipped["short"]
 
 
 # ---- shuffling ------------------------------------------------------------------------------------------------------
@@ -109,8 +106,6 @@ class Report:
     chars: int = 0
     skipped_lines: int = 0
     short: int = 0                  # documents that --min-chars left out
-    times_redealt: int = 0          # buckets that were larger than the budget
-    largest_bucket_bytes: int = 0   # held in memory at once
     shard_chars: list[int] = field(default_factory=list)
 
 
@@ -142,50 +137,44 @@ def read_bucket(path: Path) -> Iterator[Record]:
             yield key, f.read(int.from_bytes(f.read(8), "little"))
 
 
-def in_key_order(bucket: Path, report: Report, *, memory_bytes: int, depth: int = 1) -> Iterator[str]:
-    """The documents of a bucket sorted by key, loading at most `memory_bytes` of it at once (or one document, if that
-    is larger). Removes the bucket."""
-    size = bucket.stat().st_size
-    first = next(read_bucket(bucket))
-    if size <= memory_bytes or size == KEY_BYTES + 8 + len(first[1]):
-        report.largest_bucket_bytes = max(report.largest_bucket_bytes, size)
+def in_key_order(bucket: Path, *, memory_bytes: int, depth: int = 1) -> Iterator[str]:
+    """The documents of a bucket sorted by key, loading at most `memory_bytes` of it at once, or what has one key.
+    Removes the bucket."""
+    if bucket.stat().st_size <= memory_bytes or depth == KEY_BYTES:
         records = sorted(read_bucket(bucket))
         bucket.unlink()
         yield from (text.decode() for _, text in records)
         return
-    report.times_redealt += 1
     smaller = deal(read_bucket(bucket), bucket.with_name(bucket.name + ".d"), depth=depth)
     bucket.unlink()
     for path in smaller:
-        yield from in_key_order(path, report, memory_bytes=memory_bytes, depth=depth + 1)
-
-
-def number_groups(groups: Iterable[list[str]], report: Report, *, num_groups: int, num_shards: int) \
-        -> Iterator[tuple[int, list[str]]]:
-    """Say which shard each row group goes to: shard i of n ends when (i + 1)/n of all characters are out, so that all
-    are of nearly equal size and the validation shard is no remnant; but every shard gets a group."""
-    shard, written = 0, 0
-    for groups_left, group in zip(range(num_groups - 1, -1, -1), groups):
-        yield shard, group
-        chars = sum(map(len, group))
-        written += chars
-        report.shard_chars[shard] += chars
-        is_full = written * num_shards >= report.chars * (shard + 1)
-        if groups_left and (is_full or groups_left < num_shards - shard) and shard + 1 < num_shards:
-            shard += 1
+        yield from in_key_order(path, memory_bytes=memory_bytes, depth=depth + 1)
 
 
 def write_shards(texts: Iterator[str], output: Path, report: Report, *, shard_chars: int) -> None:
-    """Write all texts as at least two shards that end at the edges of row groups."""
+    """Write all texts as at least two shards that end at the edges of row groups. Shard i of n ends when (i + 1)/n of
+    all characters are out, so that all are of nearly equal size and the validation shard is no remnant; but every shard
+    gets a group."""
     group_size = min(ROW_GROUP_DOCUMENTS, -(-report.documents // 2))
     num_groups = -(-report.documents // group_size)
     num_shards = min(max(2, round(report.chars / shard_chars)), num_groups)
-    report.shard_chars = [0] * num_shards
-    cut = iter(lambda: list(itertools.islice(texts, group_size)), [])
-    numbered = number_groups(cut, report, num_groups=num_groups, num_shards=num_shards)
-    schema = pa.schema([("text", pa.string())])
-    for shard, groups in itertools.groupby(numbered, key=lambda pair: pair[0]):
-        write_shard(output / index_to_filename(shard), schema, (pa.table([texts], schema) for _, texts in groups))
+    schema, written = pa.schema([("text", pa.string())]), 0
+    groups = iter(lambda: list(itertools.islice(texts, group_size)), [])
+
+    def of_shard(shard: int) -> Iterator[pa.Table]:
+        nonlocal written, num_groups
+        before = written
+        for group in groups:
+            yield pa.table([group], schema)
+            num_groups -= 1
+            written += sum(map(len, group))
+            is_full = written * num_shards >= report.chars * (shard + 1)
+            if num_groups and (is_full or num_groups < num_shards - shard) and shard + 1 < num_shards:
+                break
+        report.shard_chars.append(written - before)
+
+    for shard in range(num_shards):
+        write_shard(output / index_to_filename(shard), schema, of_shard(shard))
 
 
 def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
@@ -211,7 +200,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
             raise ValueError(f"{len(inputs)} inputs hold {report.documents} documents; expected at least 2, since the "
                              "last shard is for validation")
         bar = tqdm(buckets, unit="bucket", disable=None)
-        texts = (text for bucket in bar for text in in_key_order(bucket, report, memory_bytes=memory_bytes))
+        texts = (text for bucket in bar for text in in_key_order(bucket, memory_bytes=memory_bytes))
         write_shards(texts, output, report, shard_chars=shard_chars)
     return report
 

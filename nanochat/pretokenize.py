@@ -48,7 +48,7 @@ import numpy as np
 
 from nanochat.common import etag_of, read_json, remove_leftovers, write_json
 from nanochat.text import ALL, Reading, read_footer
-from nanochat.text_kinds import no_document, read_lines
+from nanochat.text_kinds import good_lines, no_document
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -62,7 +62,6 @@ from nanochat.tokens import (
 
 BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
-LISTED_LINES = 100  # broken lines that a record names
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 USUAL = {"data_format": "shards", **asdict(ALL)}  # what a record does not name
@@ -137,23 +136,11 @@ class Input:
 
 def read_documents(path: Path, skipped: Record, reading: Reading = ALL, *, strict: bool = False
                    ) -> Iterator[list[str]]:
-    """The texts of a file, in batches. ValueError names the file and the row group or line that
-    cannot be read.
-
-    Of broken jsonl lines `skipped` gets the "count", and (number from 1, why) of the first "lines";
-    with `strict` the first is fatal. With --min-chars it gets the number of "short" documents.
-    """
+    """The texts of a file, in batches; `skipped` and errors as of `good_lines`."""
     batch: list[str] = []
     num_chars = 0
-    for line in read_lines(path, reading, strict=strict):
-        if line.text is None and not line.problem:
-            skipped["short"] += 1
-            continue
-        if line.text is None:
-            skipped["count"] += 1
-            if len(skipped["lines"]) < LISTED_LINES:
-                skipped["lines"].append((line.number, line.problem))
-            continue
+    for line in good_lines(path, reading, skipped, strict=strict):
+        assert line.text is not None
         batch.append(line.text)
         num_chars += len(line.text)
         if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
@@ -243,7 +230,7 @@ class Pretokenizer:
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
-        skipped: Record = {"count": 0, "lines": [], **({"short": 0} if reading.min_chars else {})}
+        skipped: Record = {}
         for texts in read_documents(i.path, skipped, reading, strict=self.strict):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
@@ -252,8 +239,9 @@ class Pretokenizer:
             raise ValueError(f"{i.path}: it changed while it was read; run the same command again "
                              f"when it is whole")
         if not documents:
-            first = "".join(f", line {number}: {why}" for number, why in skipped["lines"][:1])
-            raise ValueError(f"{i.path}: " + no_document(reading, skipped["count"], first, skipped.get("short", 0)))
+            raise no_document(i.path, reading, skipped)
+        if not reading.min_chars:
+            del skipped["short"]
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0 and i.path.name.endswith(".parquet") and not reading.selects:

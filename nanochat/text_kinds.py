@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 BROKEN_ARROW = "not a whole stream of Arrow's"
 MEND = "mend it, or leave out --strict to skip such lines"
+LISTED_LINES = 100  # broken lines of a file whose numbers are kept
 GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 
 
@@ -102,6 +103,21 @@ def read_lines(path: Path, reading: Reading = ALL, *, strict: bool = False) -> I
                 yield line
         elif takes(reading, next(numbers)):
             yield line if len(line.text) >= reading.min_chars else Line(line.number, None)
+
+
+def good_lines(path: Path, reading: Reading, skipped: dict[str, Any], *, strict: bool = False) -> Iterator[Line]:
+    """The documents of `read_lines`. Of the rest `skipped` gets to know the "count" of broken lines, and (number, what
+    is wrong) of the first "lines", and how many documents were too "short"."""
+    skipped.update(count=0, lines=[], short=0)
+    for line in read_lines(path, reading, strict=strict):
+        if line.text is not None:
+            yield line
+        elif not line.problem:
+            skipped["short"] += 1
+        else:
+            skipped["count"] += 1
+            if len(skipped["lines"]) < LISTED_LINES:
+                skipped["lines"].append((line.number, line.problem))
 
 
 def _numbered(columns: Iterator[pa.Array]) -> Iterator[Line]:
@@ -203,41 +219,31 @@ def _read_jsonl(path: Path, field: str, strict: bool) -> Iterator[Line]:
                              f"fetch it again") from e
 
 
-def convert(path: Path, target: Path, reading: Reading, strict: bool) -> tuple[list[tuple[int, str]], int]:
-    """Write the documents of a file as parquet; returns ((number, what is wrong) of its broken
-    lines, how many documents were too short)."""
-    bad: list[tuple[int, str]] = []
-    field, num_short = reading.text_field, 0
-
-    def good_texts() -> Iterator[str]:
-        nonlocal num_short
-        lines = read_lines(path, reading, strict=strict)
-        for line in tqdm(lines, desc=f"converting {path.name}", unit=" documents", delay=1, disable=None):
-            if line.text is not None:
-                yield line.text
-            elif line.problem:
-                bad.append((line.number, line.problem))
-            else:
-                num_short += 1
-
-    schema, texts, num_documents = pa.schema([(field, pa.string())]), good_texts(), 0
+def convert(path: Path, target: Path, reading: Reading, strict: bool) -> dict[str, Any]:
+    """Write the documents of a file as parquet; returns what was skipped, see `good_lines`."""
+    skipped: dict[str, Any] = {}
+    lines = tqdm(good_lines(path, reading, skipped, strict=strict), desc=f"converting {path.name}", unit=" documents",
+                 delay=1, disable=None)
+    field, texts, num_documents = reading.text_field, (line.text for line in lines), 0
+    schema = pa.schema([(field, pa.string())])
     with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
             writer.write_table(pa.table({field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
             num_documents += len(group)
         if not num_documents:
-            why = f"; line {bad[0][0]}: {bad[0][1]}" if bad else ""
-            raise ValueError(f"{path}: " + no_document(reading, len(bad), why, num_short))
-    return bad, num_short
+            raise no_document(path, reading, skipped)
+    return skipped
 
 
-def no_document(reading: Reading, num_bad: int, why: str, num_short: int) -> str:
-    """What to say of a file that gives no document."""
-    told = f"no document in it ({num_bad:,} broken line(s){why})"
-    if reading.selects:
-        part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
-        return f"{told}{part}, and {num_short:,} shorter than --min-chars; change the flag, or leave the file out"
-    return f"{told}; delete it or make it again"
+def no_document(path: Path, reading: Reading, skipped: dict[str, Any]) -> ValueError:
+    """The error of a file that gives no document."""
+    why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
+    told = f"{path}: no document in it ({skipped['count']:,} broken line(s){why})"
+    if not reading.selects:
+        return ValueError(f"{told}; delete it or make it again")
+    part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
+    return ValueError(f"{told}{part}, and {skipped['short']:,} shorter than --min-chars; change the flag, or leave the "
+                      f"file out")
 
 
 def converted(path: Path, reading: Reading, *, strict: bool) -> Path:
@@ -251,8 +257,9 @@ def converted(path: Path, reading: Reading, *, strict: bool) -> Path:
     target, report = folder / "text.parquet", folder / "report.json"
     if not (target.exists() and report.exists()):
         folder.mkdir(parents=True, exist_ok=True)
-        bad, num_short = convert(path, target, reading, strict)
-        write_json(report, {"source": str(path), "skipped": bad, "short": num_short, **reading.named()})
+        skipped = convert(path, target, reading, strict)
+        write_json(report, {"source": str(path), "count": skipped["count"], "skipped": skipped["lines"],
+                            "short": skipped["short"], **reading.named()})
     if strict and (bad := read_json(report)["skipped"]):
         raise ValueError(f"{path}: line {bad[0][0]}: {bad[0][1]}; {MEND}")
     _tell_skipped(path, report)
@@ -269,7 +276,7 @@ def _tell_skipped(path: Path, report: Path) -> None:
     for number, why in bad[:10]:
         log.warning("%s: line %d skipped: %s", path, number, why)
     if bad:
-        log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, len(bad), report)
+        log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, told.get("count", len(bad)), report)
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:

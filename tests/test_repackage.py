@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dev import repackage_data_reference as module
 from dev.repackage_data_reference import main, repackage
 from nanochat.dataset import list_parquet_files
 from nanochat.download import verify
@@ -79,14 +80,16 @@ def test_few_documents_still_give_a_validation_shard(tmp_path, n):
     assert Counter(order(tmp_path / "out")) == Counter(made_up(n))
 
 
-def test_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inputs, tmp_path):
+def test_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inputs, tmp_path, monkeypatch):
     folder, texts = inputs
-    budget = 7000
+    budget, sorted_bytes = 7000, []
     assert budget > 24 + max(len(t.encode()) for t in texts)  # no single document forces more
-    small = repackage([folder], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
-    large = repackage([folder], tmp_path / "large", shard_chars=100_000)
-    assert small.times_redealt > 0 and large.times_redealt == 0
-    assert 0 < small.largest_bucket_bytes <= budget < large.largest_bucket_bytes
+    monkeypatch.setattr(module, "read_bucket", lambda path, read=module.read_bucket: (
+        sorted_bytes.append(path.stat().st_size), read(path))[1])
+    repackage([folder], tmp_path / "large", shard_chars=100_000)
+    whole, largest = len(sorted_bytes), max(sorted_bytes)
+    repackage([folder], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
+    assert largest > budget and len(sorted_bytes) > 2 * whole + sum(size > budget for size in sorted_bytes[whole:])
     names = [Path(p).name for p in list_parquet_files(tmp_path / "large")]
     assert len(names) > 2 and names == [Path(p).name for p in list_parquet_files(tmp_path / "small")]
     assert all((tmp_path / "small" / n).read_bytes() == (tmp_path / "large" / n).read_bytes() for n in names)

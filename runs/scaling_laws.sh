@@ -11,7 +11,7 @@
 #
 # Before it: data and tokenizer, as the first stages of speedrun.sh make them. Run it again at any time: finished runs
 # are reused, an unfinished one goes on. Everything is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
-# NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, fit.json, isoflops.png and scaling.png.
+# NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two pictures.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -18,27 +18,34 @@ evaluated, tokens/s (the median step), peak memory on a GPU. Runs that are not c
            |____^______ N                  |_____________ C
 
 A power law of parameters and one of tokens over FLOPs is a straight line through the points' logarithms, by least
-squares. Parameters are those that scaling counts: matrices of the layers and the output head. The pictures are
-isoflops.png (bits per byte over parameters) and scaling.png (parameters, tokens and bits per byte over FLOPs).
+squares. Through two points a line goes exactly, so its exponent has an error only from three budgets on. Parameters are
+those that scaling counts: matrices of the layers and the output head.
+
+    OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte over parameters
+    OUT/points.csv    the best size of each budget      OUT/scaling.png    parameters, tokens and bits per byte over
+    OUT/fit.csv       the power laws                                       FLOPs, with the power laws
 """
 
 import argparse
 import csv
 import io
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, print0, read_json, run_main, table, write_bytes, write_json
+from nanochat.common import Parser, print0, read_json, run_main, table, write_bytes
 from nanochat.run_dir import find_run, is_step, list_runs, read_config, read_log
 
 COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
            "tokens_per_s", "train_time_s", "peak_memory_bytes")
+POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
+LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points", "error")
+SAME = 0.01  # FLOPs that differ by less than this part of them are one budget
 Row = dict[str, Any]
 
 
@@ -46,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Compare runs of many sizes.", epilog=__doc__)
     p.add_argument("runs", metavar="RUN", nargs="*", help="names or folders of runs")
     p.add_argument("--prefix", help="all runs whose tags begin so")
-    p.add_argument("--out", type=Path, required=True, help="folder of results.csv, fit.json and the pictures")
+    p.add_argument("--out", type=Path, required=True, help="folder of the tables and the pictures")
     args = p.parse_args(argv)
     if args.prefix is not None:
         args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
@@ -78,10 +85,10 @@ def read_run(run_dir: Path) -> Row | None:
         "peak_memory_bytes": steps[-1].get("peak_memory_bytes")}
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """A line for each run; what is not known is empty."""
+def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """A line for each row; what is not known is empty."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -116,24 +123,26 @@ def points_of(rows: Sequence[Row]) -> list[Row]:
     return sorted(points, key=lambda point: point["flops"])
 
 
-def power_law(points: Sequence[Row], what: str) -> dict[str, Any]:
-    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error (None for two
-    points, through which a line goes exactly). ValueError for fewer than two different FLOPs."""
+def power_law(points: Sequence[Row], what: str) -> Row:
+    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error: None for two
+    budgets, where it would say how alike two runs of one budget are. ValueError for fewer than two."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
-    if len(np.unique(x)) < 2:
-        raise ValueError(f"a power law needs at least 2 points of different FLOPs, got {len(np.unique(x))}; train more "
-                         f"sizes or budgets")
+    budgets = 1 + int((np.diff(np.sort(x)) > SAME).sum())
+    if budgets < 2:
+        raise ValueError("a power law needs at least 2 points of different FLOPs, got 1; train more sizes or budgets")
     A = np.stack([x - x.mean(), np.ones_like(x)], axis=1)
     (exponent, level), *_ = np.linalg.lstsq(A, y, rcond=None)
-    free, rest = len(x) - 2, y - A @ (exponent, level)
-    error = math.sqrt(rest @ rest / free / (A[:, 0] @ A[:, 0])) if free else None
-    return {"exponent": float(exponent), "standard_error": error, "factor": math.exp(level - exponent * x.mean()),
-            "points": len(x)}
+    law = {"of": what, "exponent": float(exponent), "factor": math.exp(level - exponent * x.mean()), "points": len(x)}
+    if budgets == 2:
+        return law | {"standard_error": None, "error": "two budgets: a line through two points has no error"}
+    rest = y - A @ (exponent, level)
+    error = math.sqrt(rest @ rest / (len(x) - 2) / (A[:, 0] @ A[:, 0]))
+    return law | {"standard_error": error, "error": f"exponent ± {error:.2g}, one standard error"}
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
-def draw(rows: Sequence[Row], points: Sequence[Row], laws: Mapping[str, Any], out: Path) -> list[Path]:
+def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: Path) -> list[Path]:
     """isoflops.png and scaling.png. ValueError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
@@ -153,12 +162,11 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Mapping[str, Any], ou
     flops = np.array([point["flops"] for point in points])
     for axes, (what, name) in zip(scaling.subplots(1, 3), names.items()):
         axes.plot(flops, [point[what] for point in points], "o")
-        if what in laws:
-            law = laws[what]
-            error = "" if law["standard_error"] is None else f" ± {law['standard_error']:.3f}"
-            axes.plot(flops, law["factor"] * flops ** law["exponent"], label=f"C^({law['exponent']:.3f}{error})")
+        for law in (law for law in laws if law["of"] == what):
+            label = textwrap.fill(f"C^{law['exponent']:.3f} ({law['error']})", 36)
+            axes.plot(flops, law["factor"] * flops ** law["exponent"], label=label)
             axes.set_yscale("log")
-            axes.legend()
+            axes.legend(fontsize="small")
         axes.set(xscale="log", xlabel="FLOPs", ylabel=name)
         axes.tick_params(axis="x", which="both", labelrotation=45)
     paths = [out / "isoflops.png", out / "scaling.png"]
@@ -180,17 +188,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = sorted((row for row in found.values() if row is not None),
                   key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
     points = points_of(rows)
-    laws = {what: power_law(points, what) for what in ("params_scaling", "tokens")}
+    laws = [power_law(points, what) for what in ("params_scaling", "tokens")]
     args.out.mkdir(parents=True, exist_ok=True)
-    write_bytes(args.out / "results.csv", to_csv(rows).encode())
-    write_json(args.out / "fit.json", {"points": points, "laws": laws})
+    tables = {"results.csv": (COLUMNS, rows), "points.csv": (POINT_COLUMNS, points), "fit.csv": (LAW_COLUMNS, laws)}
+    for name, (columns, lines) in tables.items():
+        write_bytes(args.out / name, to_csv(columns, lines).encode())
+        print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
     paths = draw(rows, points, laws, args.out)
-    print0("\n".join(table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows])))
-    for what, law in laws.items():
-        error = "through two points" if law["standard_error"] is None else f"± {law['standard_error']:.4f}"
-        print0(f"{what} = {law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({error}, {law['points']} points)")
-    print0(f"written: {', '.join(map(str, (args.out / 'results.csv', args.out / 'fit.json', *paths)))}")
-    print0(json.dumps(laws))
+    print0(*(f"{law['of']} = {law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({law['error']})" for law in laws),
+           sep="\n")
+    print0(f"written: {', '.join(map(str, (*(args.out / name for name in tables), *paths)))}")
     return 0
 
 

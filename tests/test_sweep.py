@@ -1,7 +1,6 @@
 """The table of a sweep is what its runs logged; laws and best sizes against data of a known law; the scripts."""
 
 import csv
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -33,7 +32,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_a_row_is_what_the_run_logged(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
-    assert "left out: s_unfinished is not completed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "left out: s_unfinished is not completed" in told
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["s_small", "s_large"]
     for row in rows:
@@ -43,8 +43,10 @@ def test_a_row_is_what_the_run_logged(runs: Path, capsys: pytest.CaptureFixture[
         assert int(row["tokens"]) == derived["total_tokens"] and float(row["val_bpb"]) > 0
         assert float(row["train_time_s"]) == pytest.approx(last["total_training_time"])
         assert row["core"] == row["peak_memory_bytes"] == row["flops_budget"] == ""
-    laws = json.loads((runs / "out" / "fit.json").read_text())["laws"]
-    assert laws["tokens"]["points"] == 2 and laws["tokens"]["standard_error"] is None
+    laws = list(csv.DictReader((runs / "out" / "fit.csv").read_text().splitlines()))
+    assert [(law["points"], law["standard_error"]) for law in laws] == [("2", ""), ("2", "")]
+    assert {law["error"] for law in laws} == {"two budgets: a line through two points has no error"}
+    assert told.count(laws[0]["error"]) == 4, "in the table and in the law, for parameters and tokens"
     for name in ("isoflops.png", "scaling.png"):
         assert (runs / "out" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -71,7 +73,18 @@ def test_a_known_law_is_found_within_its_error() -> None:
     for what in ("params_scaling", "tokens"):
         law = sweep.power_law(points, what)
         assert abs(law["exponent"] - 0.5) < max(0.01, 3 * law["standard_error"]) and law["standard_error"] < 0.01
+        assert law["error"] == f"exponent ± {law['standard_error']:.2g}, one standard error"
     assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)
+
+
+def test_the_error_is_the_one_of_least_squares_and_two_budgets_have_none() -> None:
+    """Regression: a third run of a second budget made an error near 0 of a line through two budgets."""
+    points = [{"flops": C, "tokens": tokens} for C, tokens in ((1e10, 1e5), (1e11, 4e5), (1e12, 9e5), (1e13, 4e6))]
+    law, x = sweep.power_law(points, "tokens"), np.log([point["flops"] for point in points])
+    expected = np.polyfit(x, np.log([point["tokens"] for point in points]), 1, cov=True)
+    assert (law["exponent"], law["standard_error"]) == pytest.approx((expected[0][0], expected[1][0, 0] ** 0.5))
+    again = sweep.power_law([*points[:2], {"flops": 1.001e11, "tokens": 4.001e5}], "tokens")
+    assert again["points"] == 3 and again["standard_error"] is None and again["error"].startswith("two budgets: ")
 
 
 def test_a_best_size_outside_of_the_sizes_is_said() -> None:

@@ -6,12 +6,13 @@ the tasks of the CORE metric.
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
     shard_00007.parquet        whole, or not there
 
-One loop tries again, whatever went wrong: no answer, an answer of a busy server (429, 5xx, with its
-Retry-After), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
+One loop tries again, whatever went wrong, and says so: no answer, an answer of a busy server (429,
+5xx, with its Retry-After), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
 the proof that it is still the same object, is not worth its code.
 """
 
 import fcntl
+import logging
 import os
 import re
 import tempfile
@@ -41,11 +42,13 @@ from nanochat.dataset import (
 from nanochat.text import open_parquet
 from nanochat.text_kinds import read_texts
 
+log = logging.getLogger(__name__)
+
 ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
 BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where nanochat's lies
-HINTS = {401: "set HF_TOKEN", 403: "set HF_TOKEN", 404: "check --dataset, --base-url and HF_ENDPOINT"}
+HINT = "check the network, --dataset, --base-url and HF_ENDPOINT, and HF_TOKEN where the answer is 401 or 403"
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ class Downloader:
         part, url = Path(f"{final}.part"), f"{self.base_url}/{final.name}"
         if final.exists():
             return
-        self.copy(url, part)
+        try:
+            copy(url, part, self.token)
+        except OSError as e:
+            raise OSError(f"{url}: {e}; {HINT}") from e
         try:
             open_parquet(part).close()
         except ValueError as e:
@@ -73,38 +79,41 @@ class Downloader:
         os.replace(part, final)
         fsync_dir(self.data_dir)
 
-    def copy(self, url: str, part: Path) -> None:
-        """Copy what lies at `url` whole. OSError after an answer that another try will not change,
-        or after the last try."""
-        for attempt in range(ATTEMPTS):
-            pause = BACKOFF_S * 2**attempt
-            try:
-                sign = self._sign if self.token else None
-                with requests.get(url, auth=sign, stream=True, timeout=TIMEOUT_S) as response:
-                    code = response.status_code
-                    problem = f"got HTTP {code} {response.reason}"
-                    if code == 200:
-                        with open(part, "wb") as f:
-                            f.writelines(response.iter_content(1 << 20))
-                            f.flush()
-                            os.fsync(f.fileno())
-                        return
-                    if code != 429 and code < 500:
-                        raise OSError(f"{url}: {problem}; {HINTS.get(code, 'is it the right place?')}")
-                    wish = response.headers.get("Retry-After", "")
-                    pause = max(pause, int(wish) if wish.isdecimal() else 0)
-            except requests.RequestException as e:
-                problem = str(e)
-            if attempt < ATTEMPTS - 1:
-                time.sleep(pause)
-        raise OSError(f"{url}: gave up after {ATTEMPTS} attempts; the last: {problem}; check the "
-                      f"network, --base-url and HF_ENDPOINT, or try again later")
 
-    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """Send the token. A plain header would lose against an entry in ~/.netrc; requests drops
-        what this sets when the server sends us elsewhere."""
-        request.headers["Authorization"] = f"Bearer {self.token}"
+def copy(url: str, part: Path, token: str = "") -> None:
+    """Copy what lies at `url` whole. OSError after an answer that another try will not change, or
+    after the last try; each try but the first is told before it."""
+    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        # a plain header would lose against an entry in ~/.netrc; requests drops this when it is sent elsewhere
+        request.headers["Authorization"] = f"Bearer {token}"
         return request
+
+    for attempt in range(1, ATTEMPTS + 1):
+        pause = BACKOFF_S * 2**(attempt - 1)
+        try:
+            with requests.get(url, auth=sign if token else None, stream=True, timeout=TIMEOUT_S) as response:
+                code = response.status_code
+                problem = f"got HTTP {code} {response.reason}"
+                if code == 200:
+                    with open(part, "wb") as f:
+                        chunks = response.iter_content(1 << 20)
+                        f.writelines(tqdm(chunks, part.name, unit="MiB", leave=False, disable=None))
+                        f.flush()
+                        os.fsync(f.fileno())
+                    return
+                if code != 429 and code < 500:
+                    raise OSError(problem)
+                wish = response.headers.get("Retry-After", "")
+                pause = max(pause, int(wish) if wish.isdecimal() else 0)
+        except requests.RequestException as e:
+            cause: BaseException = e
+            while cause.__context__ is not None:  # the first says what happened, the others where it passed
+                cause = cause.__context__
+            problem = f"no whole answer ({cause})"
+        if attempt < ATTEMPTS:
+            log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
+            time.sleep(pause)
+    raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
 
 
 def check_url(flag: str, url: str) -> str:
@@ -172,15 +181,16 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
 
     url = check_url("--base-url", (base_url or BUNDLE_URL).rstrip("/")) + f"/{BUNDLE_NAME}.zip"
     if not folder.exists():
+        print(f"fetching {url} -> {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{BUNDLE_NAME}.", dir=folder.parent) as temporary:
             try:
-                Downloader(url, folder.parent).copy(url, Path(temporary) / "archive")
+                copy(url, Path(temporary) / "archive")
                 unpacked = unpack(Path(temporary) / "archive", BUNDLE_NAME)
                 read_bundle(unpacked)
             except (OSError, ValueError) as e:
-                raise OSError(f"{url}: {e}; nothing was unpacked. On a machine without a network, unpack "
-                              f"{BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
+                raise OSError(f"{url}: {e}; nothing was unpacked. Say with --base-url where else the archive lies, or "
+                              f"unpack {BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
             os.replace(unpacked, folder)
         fsync_dir(folder.parent)
     tasks = read_bundle(folder)
@@ -207,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from the first on; -1 = all")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
     parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which data set")
-    parser.add_argument("--base-url", help="fetch the shards from here instead")
+    parser.add_argument("--base-url", help="fetch the shards, or with --eval-bundle its .zip, from here instead")
     parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
     parser.add_argument("--eval-bundle", action="store_true",
                         help="the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")

@@ -1,12 +1,14 @@
 """The documents are true: files, links, settings and flags that they name are there, and they are short."""
 
 import importlib
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from dev.e2e_docs import blocks, pages, run_pages
 from nanochat.config import settings_table
 
 ROOT = Path(__file__).parents[1]
@@ -43,19 +45,79 @@ def flags_of(capsys, module, *words):
 
 
 def commands(page):
-    """The words behind `-m` of each of our commands in a page."""
-    for block in re.findall(r"(?:^    .*\n)+", page.read_text(), re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            yield from (words[i + 1:] for i, word in enumerate(words[:-1])
-                        if word == "-m" and words[i + 1].startswith(("scripts.", "nanochat.", "dev.")))
+    """The words behind `-m` of each of our commands in a page, those in its sentences too."""
+    said = re.findall(r"`(python -m [^`]*)`", page.read_text())
+    for line in [*said, *(command for block in blocks(page) if block.language == "sh" for command in block.commands())]:
+        words = shlex.split(line.partition("<<")[0].replace("\\\n", " "), comments=True)
+        yield from (words[i + 1:] for i, word in enumerate(words[:-1])
+                    if word == "-m" and words[i + 1].startswith(("scripts.", "nanochat.", "dev.")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_a_page_is_run_or_says_what_else_runs_it(page):
+    text, found = page.read_text(), [*blocks(page)]
+    assert text.count("```") == 2 * len(found)
+    assert text.count("not run here") == sum(block.reason is not None for block in found)
+    assert {block.language for block in found} <= {"sh", "python", "text"}
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines()
+    shown = [line for block in found if block.language == "text" for line in block.text.splitlines()]
+    assert [line for line in outside if line.startswith(("    ", "\t"))] == [], "an indented block is never run"
+    assert [line for line in shown if re.match(r"\$ |(python|torchrun|bash|pip|sbatch) ", line)] == [], "nor is a text"
+    for reason in filter(None, (block.reason for block in found)):
+        named = re.findall(r"(?:tests|dev)/\w+\.(?:py|sh)", reason)
+        assert [name for name in named if not (ROOT / name).exists()] == []
+        assert "; " in reason and (named or "nothing here runs it" in reason), reason
+
+
+def test_the_script_that_runs_the_blocks_reads_all_pages_and_whole_commands(tmp_path):
+    assert sorted(pages()) == sorted(PAGES) and pages()[0] == README
+    (tmp_path / "page.md").write_text("""```sh
+a b \\
+  c    # exit code 3
+cat >x <<'END'
+  y \\
+END
+d
+```
+<!-- not run here: it is
+long; nothing here runs it -->
+```python
+import x
+y = 1
+```
+```text
+-> row
+```
+""")
+    told = [(b.language, b.reason, b.commands()) for b in blocks(tmp_path / "page.md")]
+    assert told == [("sh", None, ["a b \\\n  c    # exit code 3\n", "cat >x <<'END'\n  y \\\nEND\n", "d\n"]),
+                    ("python", "it is long; nothing here runs it", ["import x\ny = 1\n"]), ("text", None, [])]
+
+
+def test_outcomes_are_those_of_the_commands_and_what_one_exports_is_there_for_the_next(tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "page.md").write_text("""```sh
+export X=5
+exit $X    # exit code 5
+exit $X
+```
+<!-- not run here: no; nothing here runs it -->
+```sh
+touch made
+```
+""")
+    rows = run_pages([tmp_path / "page.md"], tmp_path, {**os.environ})
+    assert [row[3] for row in rows] == ["0", "5", "5 FAILED", "not run: no; nothing here runs it"]
+    assert [row[1] for row in rows] == ["export X=5", "exit $X # exit code 5", "exit $X", "touch made"]
+    assert not any((tmp_path / "checkout").iterdir())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_a_page_shows_exist_with_their_flags(page, capsys):
     for module, *words in commands(page):
-        known = flags_of(capsys, module, *words[:module == "scripts.inspect_data"])
+        assert callable(importlib.import_module(module).main)
         given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[a-z]", word)]
+        known = flags_of(capsys, module, *words[:module == "scripts.inspect_data"]) if given else []
         assert [flag for flag in given if flag not in known] == [], f"{module} in {page.name}"
 
 

@@ -13,6 +13,7 @@ and computes nothing, so a run with a profile has the same bits as one without.
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ class Profile:
         self._first, self._last = first, last
         self._path = run_dir / "profile" / f"steps-{first}-{last}.json.gz"
         self._profiler: Any = None
+        # above all levels of its library, which else tells the terminal of each start and end
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def at(self, step: int) -> None:
         """So many steps are done: begin or end where it is time for it."""

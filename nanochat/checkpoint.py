@@ -61,7 +61,7 @@ from typing import Any
 
 import torch
 
-from nanochat.common import check_shape, fsync_dir, hash_bytes, hash_file, hash_json, parse_json, read_json
+from nanochat.common import check_shape, duration, fsync_dir, hash_bytes, hash_file, hash_json, parse_json, read_json
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
@@ -468,7 +468,7 @@ class Saver:
             return Outcome(str(e), fatal=e)
         self._good, self._errors = path, 0
         seconds = time.perf_counter() - began
-        return Outcome(f"saved {path} in {seconds:.1f} s", path, seconds)
+        return Outcome(f"saved {path} in {duration(seconds)}", path, seconds)
 
     def _judge(self, error: OSError, last: bool) -> Outcome:
         """Whether the run goes on though a checkpoint could not be written."""

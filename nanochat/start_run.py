@@ -473,9 +473,10 @@ def introduce(start: Start, layout: Layout, device: torch.device) -> None:
         print0(f"{flag(name):32s} {json.dumps(value)}")
     for name, value in derive(start).items():
         print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value:.4g}")
-    print0(f"step: {layout.rows_per_step} rows from {layout.V} lanes; {layout.world_size} "
-           f"process(es) x {len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) "
-           f"of {layout.device_batch_size} rows; {layout.K} leaves")
+    print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
+           f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
+           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
+           f"rows; {layout.K} leaves")
     if (room := device_memory(device)) is not None:
         print0(tell_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
     if layout.K % layout.world_size:

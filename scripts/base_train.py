@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.common import EXIT_HALTED, Parser, StopAsked, print0, quiet_gc, run_main, setup_logging
+from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import agree, autodetect_device_type, compute_cleanup, compute_init, gather_all, on_rank0
@@ -97,7 +97,7 @@ def loop(run: Trainer) -> int:
                          f"these rows: --init-from, --skip-steps") from e
     run.journal.end("completed")
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {p.train_time_s:,.1f} s of steps{bpb}{run.journal.told_memory()}; "
+    print0(f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{run.journal.told_memory()}; "
            f"{run.start.run_dir}")
     return 0
 
@@ -172,7 +172,7 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
     line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
             f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
             *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
-            f"data wait {wait_s * 1000:.1f} ms", f"eta {eta_s / 60:.1f} min"]
+            f"data wait {wait_s * 1000:.1f} ms", f"eta {duration(eta_s)}"]
     run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s,
                      phase=loader.phase)
 

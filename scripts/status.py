@@ -10,8 +10,8 @@ Where runs stand.
                                                   # 1 failed or dead, 20 at work
 
 A run that says it is at work is believed while its process lives (on its own host) or its heartbeat is young
-(elsewhere); `age` is that of its last heartbeat. The checkpoint that is named is the newest on disk, whatever the run
-had time to say of it.
+(elsewhere); `age` is the time since then, or since a run ended. The checkpoint that is named is the newest on disk,
+whatever the run had time to say of it.
 """
 
 import argparse
@@ -118,21 +118,22 @@ def describe(facts: dict[str, Any]) -> str:
     reason = f": {facts['reason']}" if facts["reason"] else ""
     lines = [f"{Path(facts['run']).name}   {facts['shown']}{reason}"]
     if facts["status"] is not None:
-        rate = ""
-        if facts["liveness"] == "alive":
-            rate = f"   {show(facts['tokens_per_s'])} tok/s   eta {duration(facts['eta_s'])}"
-        phase = f"   phase {facts['phase']}" if facts["phase"] else ""
+        alive = facts["liveness"] == "alive"
+        rate = f"   {show(facts['tokens_per_s'])} tok/s   eta {duration(facts['eta_s'])}" if alive else ""
         if facts.get("skipped"):
             rate += f"   {facts['skipped']} spike(s) skipped"
+        phase = f"   phase {facts['phase']}" if facts["phase"] else ""
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
         age = duration(time.time() - facts["started"])
-        hosts = Counter(rank["host"] for rank in facts["ranks"])
-        where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
+        heard = {"alive": "heartbeat", "ended": "ended", "dead": "last heard of"}[facts["liveness"]]
         lines += [f"  step {progress(facts)}   loss {show(facts['loss'])}   {show(facts['tokens'])} tokens{rate}",
                   f"  last checkpoint {facts['checkpoint'] or 'none'}{phase}",
                   f"  validation bits per byte {show(facts['val_bpb'])}",
-                  f"  started {began}, {age} ago   heartbeat {duration(facts['heartbeat_age_s'])} ago",
-                  f"  {facts['world_size']} process(es) on {where}; rank 0 has pid {facts['ranks'][0]['pid']}"]
+                  f"  started {began}, {age} ago   {heard} {duration(facts['heartbeat_age_s'])} ago"]
+        if alive:
+            hosts = Counter(rank["host"] for rank in facts["ranks"])
+            where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
+            lines.append(f"  {facts['world_size']} process(es) on {where}; rank 0 has pid {facts['ranks'][0]['pid']}")
     return "\n".join([*lines, f"  {facts['run']}"])
 
 

@@ -78,7 +78,8 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     assert config["vocab_size"] == training.VOCAB_SIZE
     assert config["derived"]["num_iterations"] == 4 and config["derived"]["total_tokens"] == 4 * training.STEP
     for word in ("--tokenizer-fingerprint", "params_total", "flops_per_token", "tokens_per_step",
-                 "8 rows from 4 lanes; 1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
+                 f"8 rows of T + 1 = {training.T + 1} tokens (inputs and targets overlap) from 4 lanes; "
+                 "1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
         assert word in outcome.out, word
     lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
     assert len(lines) == 4 and "mfu" not in lines[0], "of a CPU nobody knows the peak"

@@ -52,7 +52,7 @@ def test_without_a_terminal_lines_are_plain(plain: dict[str, Any]) -> None:
     assert "\r" not in outcome.out + outcome.err
 
 
-def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: dict[str, Any]) -> None:
+def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: dict[str, Any], capfd: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     succeed(model_tag="seen", log_to="tensorboard,wandb", profile_steps="1:3", **SHORT)
@@ -62,6 +62,7 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: d
     assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses("seen"), rel=1e-6)
     assert [event.step for event in board.Scalars("val/bpb")] == [0, 2, 4]
     assert not (run_dir("seen") / "wandb").exists(), "wandb has no name to run under"
+    assert "SyncActivityProfiler" not in capfd.readouterr().err, "the profiler's library talks on our terminal"
     trace = json.loads(gzip.decompress((run_dir("seen") / "profile" / "steps-1-3.json.gz").read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::mm" in names and len(trace["traceEvents"]) > 100

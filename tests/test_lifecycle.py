@@ -55,12 +55,14 @@ def python(code: str, *arguments: object) -> subprocess.Popen:
 # ---- signals ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_the_first_one_is_the_reason(number):
+def test_a_signal_is_noted_and_told_and_the_first_one_is_the_reason(number, capfd):
     with StopWatch() as stop:
         assert stop.wanted() == stop.asked() == ""
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGUSR2)
         assert [stop.asked(), stop.wanted(), stop.wanted()] == [number.name] * 3
+    told = capfd.readouterr().err
+    assert told.startswith(f"\n{number.name}: finishing the step, then saving") and told.count("saving") == 1
 
 
 def test_previous_handlers_are_back_afterwards_even_after_an_error():
@@ -112,7 +114,8 @@ def test_a_second_sigint_ends_the_process_at_once_with_130():
         process.wait(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
-    assert process.stderr.read().count("\n") == 1
+    told = process.stderr.read()
+    assert told.count("finishing the step") == 1 and told.endswith("\nsecond SIGINT: ended at once, nothing saved\n")
 
 
 # ---- walltime and the flag file ---------------------------------------------------------------------

@@ -117,6 +117,10 @@ def test_one_run_at_a_glance(base, capsys):
                  "eta 2 h 05 min", "last checkpoint checkpoint-1000   phase 2 of 3", "validation bits per byte 1.25",
                  "50 min 00 s ago   heartbeat 0.", "3 process(es) on node1 (1), node2 (2); rank 0 has pid", str(path)):
         assert fact in told
+    made_up(base, "d2", "completed", heartbeat=time.time() - 600)
+    status.main(["d2"])
+    told = capsys.readouterr().out
+    assert "50 min 00 s ago   ended 10 min 00 s ago" in told and not {"heartbeat", "pid"} & {*told.split()}
 
 
 def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):

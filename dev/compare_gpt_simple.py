@@ -1,7 +1,7 @@
 """
 Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simple itself, in its own environment.
 
-    python -m dev.compare_gpt_simple [--venv DIR] [--golden DIR]
+    python -m dev.compare_gpt_simple --python VENV/bin/python [--golden DIR]
 
 1. There: `tokenize_shard` turns some texts into shards (short documents, overlapping windows, windows without
    overlap, ids of 16 and of 32 bits). Its own `read_idx` says what is in them.
@@ -10,15 +10,13 @@ Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simp
    and a run on their shards has the digests of a run on the text. It also writes shards of random entries.
 3. There: `read_idx` and `PreTokenizedDataset` read those, unchanged, and give the same entries.
 
-Exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has a virtual environment (made once,
-about a gigabyte, needs a package index). Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the
-same texts: nothing is downloaded.
+Exit code 1 on a difference. gpt-simple needs another NumPy than we do, so it has an environment of its own (pip install
+torch==2.13.0 gpt-simple-lm==0.1.2). Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the same
+texts: nothing is downloaded.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +27,6 @@ import numpy as np
 
 from dev import peers
 
-PACKAGES = ["torch==2.13.0", "gpt-simple-lm==0.1.2"]  # this torch exactly: where there is a CPU build, it is taken
 EOD = "<|endoftext|>"
 # name: (max_length, overlap_size, further tokens of the vocabulary)
 CASES = {"tiny": (8, 2, 0), "whole": (100_000, 256, 0), "no_overlap": (64, 0, 0), "wide_ids": (128, 32, 70_000)}
@@ -71,7 +68,7 @@ def write_there(work: Path) -> None:
         make_tokenizer(texts, folder, num_added)
         told = tokenize_shard(str(source), str(out), str(folder), max_length, overlap, False, 0.0, 0)
         tokenizer = SimpleLLMTokenizer(str(folder))
-        about = {"made_by": PACKAGES[1], "max_length": max_length, "overlap_size": overlap,
+        about = {"made_by": "gpt-simple-lm==0.1.2", "max_length": max_length, "overlap_size": overlap,
                  "documents": told["docs_read"], "eod": tokenizer.eod_token_id, "vocab_size": tokenizer.vocab_size}
         (out / f"{name}.json").write_text(json.dumps(about | entries_there(out / f"{name}.idx")))
 
@@ -180,18 +177,7 @@ def random_entries(vocab_size: int) -> tuple[list[list[int]], list[int]]:
     return entries, [int(rng.integers(0, len(e))) for e in entries]
 
 
-def prepare(venv: Path) -> Path:
-    """The Python of gpt-simple's environment, made if it is not there."""
-    python = venv / "bin" / "python"
-    ready = python.exists() and subprocess.run([str(python), "-c", "import gpt_simple"]).returncode == 0
-    if not ready:
-        print(f"installing {' '.join(PACKAGES)} into {venv}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *PACKAGES], check=True)
-    return python
-
-
-def compare(python: Path, work: Path) -> int:
+def compare(python: str, work: Path) -> int:
     """All three steps; the exit code."""
     check = peers.Compared()
     (work / "texts").mkdir()
@@ -218,12 +204,11 @@ def compare(python: Path, work: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, help="gpt-simple's environment (default: in the base directory)")
+    parser.add_argument("--python", required=True, help="of an environment with gpt-simple")
     parser.add_argument("--golden", type=Path, help="also put the tiny pair and what it holds there")
     args = parser.parse_args(argv)
-    from nanochat.common import get_base_dir
     with tempfile.TemporaryDirectory() as folder:
-        code = compare(prepare((args.venv or get_base_dir() / "gpt-simple").absolute()), Path(folder))
+        code = compare(args.python, Path(folder))
         if args.golden is not None:
             args.golden.mkdir(parents=True, exist_ok=True)
             for ending in (".bin", ".idx", ".json"):

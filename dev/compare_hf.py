@@ -88,16 +88,9 @@ def there(work: Path) -> None:
 
 # ---- here -----------------------------------------------------------------------------------------------------------
 
-def prose() -> list[str]:
-    """English text that every Python has."""
-    import pydoc_data.topics
-
-    return [text for _, text in sorted(pydoc_data.topics.topics.items())]
-
-
 def items(num: int) -> list[dict[str, Any]]:
     """Questions of a kind: how does this text go on? One continuation is its own, three are others'."""
-    texts = [" ".join(text.split()) for text in prose() if len(text) > 1500][:num]
+    texts = [" ".join(text.split()) for text in peers.prose() if len(text) > 1500][:num]
     made = []
     for i, text in enumerate(texts):
         ends = [texts[(i + j) % num][600:600 + 20 + 9 * j].strip() for j in range(4)]
@@ -147,26 +140,16 @@ def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], 
 def compare(python: str, source: str, out: Path, work: Path) -> int:
     """All of it; the exit code."""
     from nanochat.encoders import hard_sample
-    from nanochat.engine import Engine, load_model
     from nanochat.tokenizer import replace_surrogates
     from scripts import export
 
     export.main([source, str(out), "--to=hf"])
-    model, tokenizer, _ = load_model(source, "cpu", compute_dtype=torch.float32)
-    bos, T = tokenizer.get_bos_token_id(), model.config.sequence_len
-    texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *prose()]
-    ids = torch.tensor(tokenizer.encode("\n".join(prose())))[:4 * (T - 1)].view(4, T - 1)
-    rows = torch.cat((torch.full((4, 1), bos), ids), dim=1)
+    model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS, endless=True)
+    texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "asked.pt")
     peers.ask(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
     told = torch.load(work / "told.pt")
-
-    engine, prompt = Engine(model, tokenizer), rows[0, :8].tolist()
-    engine.stop_tokens = set  # type: ignore[method-assign]  # all of NUM_TOKENS
-    own = [column[0] for column, _ in engine.generate(prompt, max_tokens=NUM_TOKENS, temperature=0.0)]
-    with torch.no_grad():
-        logits = model(rows)
-    encoded = [tokenizer.encode(text, prepend=bos) for text in texts]
+    encoded = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
     compared = peers.Compared()
     compared.close(f"logits of {logits.numel():,}, the largest {logits.abs().max():.2f}, with transformers "
                    f"{told['transformers']}", logits, told["logits"], LOGITS)

@@ -2,7 +2,7 @@
 Samples and blends are those of megatron-core: both are asked for them, on fresh random corpora, in one process.
 
     bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
-    bash dev/compare_megatron.sh --golden tests/golden/megatron       # a small case, for machines without megatron-core
+    bash dev/compare_megatron.sh --golden tests/golden/megatron/golden.json   # a few cases, for where it is not
 
 For each corpus: 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens), a random
 configuration (split, extra token, partial samples, what EOD does, sizes over several epochs, or none), and for each
@@ -17,7 +17,6 @@ makes the same bytes, and a run on their pair has the digests of a run on the te
 Prints what was compared; exit code 1 on a difference. Runs in an environment that has both (dev/compare_megatron.sh).
 """
 
-import argparse
 import itertools
 import json
 import logging
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dev.measure import digests_of
+from dev.measure import digests_of, new_parser
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import run_main
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, MockGPTDataset, Split, normalize
@@ -208,7 +207,6 @@ class Comparison:
                                build_theirs(settings, [300_000, 100, None], folder, mock=True)):
             self.dataset(f"made-up data, {split.name}", a, b, rng)
 
-
     def tokenized(self, folder: Path) -> None:
         """A pair that was tokenized there, against tok_shards and against a run on the text."""
         import tokenizers
@@ -248,45 +246,25 @@ class Comparison:
 
 # ---- a small case to keep -------------------------------------------------------------------------------------------
 
-def golden_cases() -> dict[str, dict[str, Any]]:
-    """What the shared golden data do not have: partial samples, no extra token, all masks, lengths as weights."""
-    masks = dict.fromkeys(OPTIONS, True)
-    return {
-        "partial": {"blend": (["a"], None), "split": "3,1", "sizes": [120, 25, None], **masks,
-                    "drop_last_partial_validation_sequence": False},
-        "no_extra": {"blend": (["a"], None), "split": "3,1", "sizes": [None, None, None], "eod_mask_loss": True,
-                     "add_extra_token_to_sequence": False, "drop_last_partial_validation_sequence": False},
-        "exhaustive": {"blend": (["a", "b", "c"], None), "split": "6,1,1", "sizes": [None, None, None]},
-        "by_length": {"blend": (["a", "b", "c"], None), "split": "6,1,1", "sizes": [30, 10**6, 1]},
-        "three": {"blend": (["a", "b", "c"], [5.0, 2.0, 1.5]), "split": "6,1,1", "sizes": [150, 10, 3]},
-        "per_split": {"blend_per_split": [(["a", "c"], [0.25, 0.75]), (["b"], None), None], "sizes": [60, 9, None]},
-    }
-
-
-def write_golden(folder: Path) -> None:
-    """Pairs a, b, c, and golden.json: what megatron-core makes of them."""
-    rng, T, found = np.random.default_rng(0), 8, {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, n, dtype in (("a", 24, np.uint16), ("b", 16, np.int32), ("c", 17, np.uint16)):
-        documents = [np.append(rng.integers(1, 99, size - 1), 0).astype(dtype) for size in rng.integers(1, 40, n)]
-        write_pair(folder / name, documents, theirs=True)
-    for name, case in golden_cases().items():
-        settings = {"random_seed": 11, "sequence_length": T, **dict.fromkeys(OPTIONS, False), **case}
-        sizes = settings.pop("sizes")
-        absolute = {key: _absolute(value, folder) for key, value in settings.items()}
+def write_golden(path: Path) -> None:
+    """Fill in what megatron-core makes of the cases of a golden.json: their "settings" and "sizes" stand there, and the
+    pairs beside it."""
+    told = json.loads(path.read_text())
+    for case in told["cases"].values():
+        settings = {key: _absolute(value, path.parent) for key, value in case["settings"].items()}
         with tempfile.TemporaryDirectory() as cache:
-            built = build_theirs({**absolute, "tokenizer": Tokenizer(0, 100)}, sizes, Path(cache))
-            found[name] = {"settings": settings, "sizes": sizes, "splits": [_describe(dataset) for dataset in built]}
-    text = json.dumps({"made_by": "bash dev/compare_megatron.sh --golden tests/golden/megatron, megatron-core 0.16.1",
-                       "eod": 0, "cases": found}, separators=(",", ":"))
-    (folder / "golden.json").write_text(text + "\n")
+            built = build_theirs({**settings, "tokenizer": Tokenizer(told["eod"], 100)}, case["sizes"], Path(cache))
+            case["splits"] = [_describe(dataset) for dataset in built]
+    path.write_text(json.dumps(told, separators=(",", ":")) + "\n")
 
 
 def _absolute(value: Any, folder: Path) -> Any:
-    """Prefixes of a blend as paths."""
-    if isinstance(value, tuple):
-        return [str(folder / name) for name in value[0]], value[1]
-    return [_absolute(part, folder) for part in value] if isinstance(value, list) else value
+    """Prefixes of a blend, or of several, as paths."""
+    if not isinstance(value, list):
+        return value
+    if value and isinstance(value[0], str):
+        return [str(folder / name) for name in value]
+    return [_absolute(part, folder) for part in value]
 
 
 def _describe(dataset: Any) -> Any:
@@ -304,10 +282,10 @@ def _describe(dataset: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--corpora", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--golden", type=Path, help="write a small case with its results into this folder instead")
+    parser.add_argument("--golden", type=Path, metavar="JSON", help="fill in its results instead")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     if args.golden:

@@ -98,7 +98,7 @@ def read_there(work: Path) -> None:
     load_model = import_module("nanochat.checkpoint_manager").load_model
     model, tokenizer, _ = load_model("base", torch.device("cpu"), phase="eval")
     with torch.no_grad():
-        logits = model(rows[:, :-1])
+        logits = model(rows)
     columns = import_module("nanochat.engine").Engine(model, tokenizer).generate(
         rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
     batches = iter([(rows[:, :-1], rows[:, 1:].contiguous())])
@@ -146,14 +146,11 @@ def core(nanochat: Path, work: Path, compared: peers.Compared) -> None:
 
 def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str | None) -> None:
     """Checkpoints and tokenizers."""
-    import pydoc_data.topics
-
-    from nanochat.engine import Engine, load_model
     from nanochat.loss_eval import evaluate_bpb
     from scripts import export
 
     there, back, out = work / "there", work / "back", work / "out"
-    corpus = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    corpus = peers.prose()
     texts = [*HARD, *corpus[:50]]
     there.mkdir()
     torch.save({"corpus": corpus}, there / "asked.pt")
@@ -162,23 +159,16 @@ def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str |
 
     checkpoint = run or str(back)
     export.main([checkpoint, str(out), "--to=nanochat"])
-    model, tokenizer, _ = load_model(checkpoint, "cpu", compute_dtype=torch.float32)
-    bos, T = tokenizer.get_bos_token_id(), model.config.sequence_len
-    ids = torch.tensor(tokenizer.encode("\n".join(corpus)))[:4 * T].view(4, T)
-    rows = torch.cat((torch.full((4, 1), bos), ids), dim=1)
+    model, tokenizer, rows, logits, generated = peers.ours(checkpoint, NUM_TOKENS)
     torch.save({"rows": rows, "texts": texts}, out / "asked.pt")
     ask("read", nanochat, out)
     told = torch.load(out / "told.pt")
-    with torch.no_grad():
-        logits = model(rows[:, :-1])
-        bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
-    columns = Engine(model, tokenizer).generate(rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
-    generated = [column[0] for column, _ in columns]
+    bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
     compared.close(f"logits, {logits.numel():,}, the largest {logits.abs().max():.2f}", logits, told["logits"],
                    TOLERANCE)
     compared.close(f"bits per byte, {bpb:.6f}", bpb, told["bpb"], TOLERANCE)
     compared.same(f"{len(generated)} generated tokens", generated == told["generated"])
-    compared.same(f"ids of {len(texts)} texts", tokenizer.encode(texts, prepend=bos) == told["ids"])
+    compared.same(f"ids of {len(texts)} texts", tokenizer.encode(texts, prepend="<|bos|>") == told["ids"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,6 @@ manifest.json says but good in the eyes of scripts.verify.
 The same seed makes the same cases; a finding is told with the number that repeats it alone (--only, --case).
 """
 
-import argparse
 import contextlib
 import gzip
 import io
@@ -30,6 +29,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,7 +332,8 @@ def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool)
     """("read", "refused" or "found", in what way) of a case, in the child."""
     begin_data()
     try:
-        READERS[name].read(base, seed)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            READERS[name].read(base, seed)
     except SystemExit as e:
         return ("refused", "") if name == "flags" and e.code == 2 else ("found", f"exit {e.code}")
     except (ValueError, OSError) as e:
@@ -356,8 +358,8 @@ def where(e: BaseException) -> str:
     return place
 
 
-def serve(pipe: Any, base: Path) -> None:
-    """The child: judge what the parent names, until it is told to end."""
+def begin(base: Path) -> None:
+    """What the child begins with."""
     os.environ.update(NANOCHAT_BASE_DIR=str(base))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable()
@@ -365,10 +367,6 @@ def serve(pipe: Any, base: Path) -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
-    while (case := pipe.recv()) is not None:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            verdict = judge(*case)
-        pipe.send(verdict)
 
 
 class Child:
@@ -376,32 +374,27 @@ class Child:
 
     def __init__(self, base: Path):
         self.base = base
-        self.pipe: Any = None
-        self.process: Any = None
+        self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, *case: Any) -> tuple[str, str]:
-        if self.process is None:
-            fork = multiprocessing.get_context("fork")
-            self.pipe, theirs = fork.Pipe()
-            self.process = fork.Process(target=serve, args=(theirs, self.base), daemon=True)
-            self.process.start()
-            theirs.close()
+        """What `judge` says of a case."""
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), begin, (self.base,))
         try:
-            self.pipe.send(case)
-            if self.pipe.poll(LIMIT_S):
-                return self.pipe.recv()
+            return self.pool.submit(judge, *case).result(LIMIT_S)
+        except TimeoutError:
             verdict = "found", f"no answer in {LIMIT_S:.0f} s"
-        except (EOFError, BrokenPipeError):
-            self.process.join()
-            verdict = "found", f"the process died ({self.process.exitcode})"
+        except BrokenProcessPool:
+            verdict = "found", "the process died"
         self.close()
         return verdict
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
+        if self.pool is not None:
+            for process in multiprocessing.active_children():
+                process.kill()
+            self.pool.shutdown()
+            self.pool = None
 
 
 def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]:
@@ -424,7 +417,8 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
     return verdict, f"{path.relative_to(child.base)}: {told}"
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases; 1 where anything was found."""
     parser = Parser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="another one makes other cases")
     parser.add_argument("--cases", type=int, default=1000, help="of all readers together")
@@ -433,12 +427,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.cases < 1 or (args.case is not None and args.only is None):
         parser.error("--cases: expected at least 1; --case needs --only")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; 1 where anything was found."""
-    args = parse_args(argv)
     names = [args.only] if args.only else list(READERS)
     share = args.cases / sum(READERS[name].weight for name in names)
     began, findings = time.monotonic(), []

@@ -4,7 +4,7 @@ Does everything that needs a GPU work on this one, and is it as fast as it shoul
     python -m dev.gpu_check --part correct     kernels, compiled code and optimizer against float64
     python -m dev.gpu_check --part speed       tokens/s, MFU, memory of three models, of nanochat with --peer DIR
     python -m dev.gpu_check --part bits        one command twice, compiled anew, killed, on two processes
-    python -m dev.gpu_check --part rest        a profile, saves, the largest batch, generation, the loader
+    python -m dev.gpu_check --part rest        a profile, saves, leaves, the largest batch, generation, the loader
 
 Each part takes less than eight minutes of one H100, needs no network, and makes its data from the
 Python that is installed. The last thing it prints is a table: what was measured, what is wanted,
@@ -21,7 +21,6 @@ A figure that fails for want of time is had by starting the part again: compiled
 most of the time of a first start is compilation.
 """
 
-import argparse
 import gc
 import itertools
 import json
@@ -38,7 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -52,18 +51,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dev.bench_train import Job, bench_save
 from dev.make_sample_corpus import Settings as CorpusSettings
 from dev.make_sample_corpus import make_sample_corpus
 from dev.measure import find_tokenizer, new_parser, seconds, tell_about
 from nanochat.attention import attention, make_masks
+from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, Saver, save_checkpoint, to_host
 from nanochat.common import run_main, table, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
-from nanochat.dist import compute_init, versions
+from nanochat.dist import compute_init, get_compute_dtype, versions
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw_rates, adamw_update, muon_batch, muon_updates
 from nanochat.order import StreamConfig
+from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import read_config
 from nanochat.sources import open_source, scan
 from nanochat.start_run import estimate_memory
@@ -106,6 +107,7 @@ LIMITS: dict[str, tuple[str, str | None]] = {
     "profile: copies of pageable memory, a step": ("<= 0", None),
     "profile: waits for the GPU, a step": ("<= 1", None),
     "optimizer, ms a step": ("<= 25", "<= 5000"),
+    "gradients of 8 leaves, times those of one": (TOLD, TOLD),
     "save: the loop is held, s": (TOLD, TOLD),
     "save: the step after it, times a step alone": (TOLD, TOLD),
     "largest batch over the chosen one": ("= 1", None),
@@ -160,16 +162,43 @@ class Bench:
         if time.monotonic() > self.end:
             raise TimeoutError("no time was left for it; start the part again, compiled code is kept")
 
-    def about_job(self, batch_size: int) -> argparse.Namespace:
-        """What a `Job` is given: d12 on random tokens, in this process."""
-        return argparse.Namespace(device_type=self.device.type, depth=self.sizes.models["d12"]["depth"],
-                                  sequence_len=self.sizes.T, batch_size=batch_size, rounds=self.sizes.saves,
-                                  folder=self.base, shape=NARROW if self.tiny else {})
-
     def randn(self, *shape: int, seed: int) -> Tensor:
         """The same on every call, in the type that the device computes in."""
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return values.to(self.device, torch.bfloat16 if self.cuda else torch.float32)
+
+
+class Job:
+    """d12 that trains on random tokens, in this process."""
+
+    def __init__(self, bench: Bench, batch_size: int) -> None:
+        sizes, self.device = bench.sizes, bench.device
+        config = GPTConfig.from_depth(sizes.models["d12"]["depth"], vocab_size=32768, sequence_len=sizes.T,
+                                      **(NARROW if bench.tiny else {}))
+        with torch.device("meta"):
+            self.model = GPT(config)
+        self.model.to_empty(device=self.device)
+        self.model.init_weights(seed=0, compute_dtype=get_compute_dtype(self.device))
+        shape, generator = (batch_size, sizes.T + 1), torch.Generator().manual_seed(0)
+        rows = torch.randint(config.vocab_size, shape, generator=generator).to(self.device)
+        self.inputs, self.targets = rows[:, :-1], rows[:, 1:]
+        self.optimizer = self.model.setup_optimizer()
+
+    def backward(self) -> None:
+        self.model(self.inputs, self.targets).backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+
+    def timed(self, what: Callable[[], Any]) -> float:
+        """Its seconds, the device's work included."""
+        def all_of_it() -> None:
+            what()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return seconds(all_of_it)
 
 
 # ---- correct -------------------------------------------------------------------------------------
@@ -231,7 +260,7 @@ def compiled_model(bench: Bench) -> Iterator[Figure]:
     """The whole model, forward and backward, as training compiles it."""
     from torch._dynamo.utils import counters
 
-    job = Job(bench.about_job(batch_size=2 if bench.tiny else 8))
+    job = Job(bench, batch_size=2 if bench.tiny else 8)
     with torch.no_grad():
         for i, (_, p) in enumerate(sorted(job.model.named_parameters())):
             if not p.any():  # what starts at zero hides the gradients of what comes before it
@@ -564,7 +593,7 @@ def largest_batch(bench: Bench) -> Iterator[Figure]:
 
 def optimizer(bench: Bench) -> Iterator[Figure]:
     """A step of the optimizer alone."""
-    job = Job(bench.about_job(batch_size=1))
+    job = Job(bench, batch_size=1)
     gradients = [bench.randn(*p.shape, seed=i).to(p.dtype) for i, p in enumerate(job.model.parameters())]
 
     def step() -> None:
@@ -578,15 +607,56 @@ def optimizer(bench: Bench) -> Iterator[Figure]:
 
 
 def saves(bench: Bench) -> Iterator[Figure]:
-    """How long a save holds the loop, and what the step after it takes."""
-    found = bench_save(bench.about_job(batch_size=1))
-    yield "save: the loop is held, s", "d12", found["held_s"]["the loop is held, thread"]["median"]
-    yield "save: the step after it, times a step alone", "d12", found["next_step_ratio"]
+    """How long a save holds the loop, and what the step after it takes while a thread writes."""
+    job, saver = Job(bench, batch_size=1), Saver(None)
+    job.step()
+    held, after = [], []
+    with tempfile.TemporaryDirectory(dir=bench.base) as folder:
+        run_dir = Path(folder) / "run"
+        for made in ("logs/cursors", "checkpoints"):
+            (run_dir / made).mkdir(parents=True)
+
+        def hold() -> None:
+            states = {OPTIMIZER_NAME: job.optimizer.gather_state(), MODEL_NAME: to_host(job.model.state_dict())}
+            saver.start(partial(save_checkpoint, run_dir, f"checkpoint-{len(held) + 1}", step=len(held) + 1,
+                                states=states, model_config=asdict(job.model.config), cursors=[], trainer_state={}))
+
+        for _ in range(bench.sizes.saves):
+            alone = job.timed(job.step)
+            held.append(job.timed(hold))
+            after.append(job.timed(job.step) / alone)
+            outcome = saver.take(wait=True)
+            if outcome is None or outcome.path is None:
+                raise ValueError(f"a save failed: {outcome}")
+        saver.close()
+    yield "save: the loop is held, s", "d12", statistics.median(held)
+    yield "save: the step after it, times a step alone", "d12", statistics.median(after)
+
+
+def leaves(bench: Bench) -> Iterator[Figure]:
+    """What it costs to add the gradients of a step as a tree of eight leaves, not as one."""
+    job = Job(bench, batch_size=1)
+
+    def timed(num_leaves: int) -> float:
+        accumulator = LeafAccumulator(job.model.parameters(), num_leaves)
+
+        def step() -> None:
+            for i in range(1, 9):
+                job.backward()
+                if i * num_leaves % 8 == 0:
+                    accumulator.leaf_done()
+        spent = job.timed(step)
+        job.model.zero_grad(set_to_none=True)
+        return spent
+
+    timed(1)  # warm
+    yield "gradients of 8 leaves, times those of one", "d12", statistics.median(
+        timed(8) / timed(1) for _ in range(bench.sizes.saves))
 
 
 def generation(bench: Bench) -> Iterator[Figure]:
     """How fast tokens are drawn, at lengths that no call before had."""
-    model, num = Job(bench.about_job(batch_size=1)).model.eval(), bench.sizes.tokens
+    model, num = Job(bench, batch_size=1).model.eval(), bench.sizes.tokens
     lengths = itertools.count(num, num)  # of the prompts
     for rows in (1, 8, 32):
         _, spent = (sum(times(model, [1] * next(lengths), rows, num)) for _ in range(2))
@@ -629,7 +699,7 @@ PARTS: dict[str, list[Callable[[Bench], Iterator[Figure]]]] = {
               *(partial(speed, model=m, pattern="SSSL", deterministic=False) for m in MODELS[:2]),
               *(partial(speed, model=m, pattern="L", deterministic=False) for m in MODELS)],
     "bits": [partial(bits, what=what) for what in BITS],
-    "rest": [profile, largest_batch, optimizer, saves, generation, loader],
+    "rest": [profile, largest_batch, optimizer, leaves, saves, generation, loader],
 }
 
 

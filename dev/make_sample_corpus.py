@@ -21,6 +21,7 @@ in. Another machine has other packages, hence another corpus; `sample_corpus.jso
 """
 
 import ast
+import contextlib
 import hashlib
 import itertools
 import sys
@@ -64,10 +65,7 @@ class Settings:
                              f"{1 - VAL_SHARE:.0%} of --max-chars (the rest is for validation)")
 
 
-@dataclass(frozen=True)
-class Document:
-    text: str
-    bucket: str  # code or docs
+Document = tuple[str, str]  # text; bucket, code or docs
 
 
 def _key(*parts: object) -> bytes:
@@ -119,46 +117,36 @@ def docstrings(name: str, source: str) -> str:
     return "\n\n\n".join(parts)
 
 
-def pydoc_topics() -> Iterator[Document]:
+def pydoc_topics() -> list[str]:
     """The language reference that `help()` shows."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some systems ship it apart
-        return
-    yield from (Document(text, "docs") for _, text in sorted(topics.items()))
-
-
-def module_documents(roots: dict[str, Path], seed: int, full: set[str]) -> Iterator[Document]:
-    """Source or docstrings of one module after another, in an order keyed by the seed; leaves out buckets in `full`,
-    which the caller may add to meanwhile."""
-    modules = sorted(find_modules(roots), key=lambda module: _key(seed, "order", module[0]))
-    for name, path in modules:
-        bucket = "docs" if _key(seed, "bucket", name)[0] % 2 else "code"
-        if bucket in full:
-            continue
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        yield Document(docstrings(name, source) if bucket == "docs" else source, bucket)
+        return []
+    return [text for _, text in sorted(topics.items())]
 
 
 def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
-    """Distinct documents of both buckets, at most about max_chars in all, shuffled."""
+    """Distinct documents of both buckets, at most about max_chars in all, shuffled: the topics, then source or
+    docstrings of one module after another, in an order keyed by the seed."""
     room = {"docs": settings.max_chars * DOCS_SHARE, "code": settings.max_chars * (1 - DOCS_SHARE)}
-    full: set[str] = set()
     kept: dict[bytes, Document] = {}
     with tqdm(total=settings.max_chars, unit="char", unit_scale=True, disable=None) as bar:
-        for source in (pydoc_topics(), module_documents(roots, settings.seed, full)):
-            for document in source:
-                key, chars = _key(settings.seed, document.text), len(document.text)
-                if not MIN_DOCUMENT_CHARS <= chars <= MAX_DOCUMENT_CHARS or key in kept or document.bucket in full:
-                    continue
-                kept[key] = document
+        def take(text: str, bucket: str) -> None:
+            key, chars = _key(settings.seed, text), len(text)
+            if MIN_DOCUMENT_CHARS <= chars <= MAX_DOCUMENT_CHARS and key not in kept and room[bucket] > 0:
+                kept[key] = text, bucket
+                room[bucket] -= chars
                 bar.update(chars)
-                room[document.bucket] -= chars
-                if room[document.bucket] <= 0:
-                    full.add(document.bucket)
+
+        for text in pydoc_topics():
+            take(text, "docs")
+        for name, path in sorted(find_modules(roots), key=lambda module: _key(settings.seed, "order", module[0])):
+            bucket = "docs" if _key(settings.seed, "bucket", name)[0] % 2 else "code"
+            if room[bucket] > 0:
+                with contextlib.suppress(UnicodeDecodeError, OSError):
+                    source = path.read_text(encoding="utf-8")
+                    take(docstrings(name, source) if bucket == "docs" else source, bucket)
     return [kept[key] for key in sorted(kept)]
 
 
@@ -175,17 +163,19 @@ def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
 def _tables(documents: list[Document]) -> Iterator[pa.Table]:
     for i in range(0, len(documents), ROW_GROUP_DOCUMENTS):
         group = documents[i:i + ROW_GROUP_DOCUMENTS]
-        yield pa.table([[d.text for d in group], [d.bucket for d in group]], SCHEMA)
+        yield pa.table([*zip(*group)], SCHEMA)
 
 
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
     """Write the shards; returns {relative name: {documents, chars}}."""
     layout = {"": documents}
     if settings.buckets:
-        layout = {f"{b}/": [d for d in documents if d.bucket == b] for b in ("code", "docs")}
+        layout = {f"{b}/": [d for d in documents if d[1] == b] for b in ("code", "docs")}
     shards = {f"{folder}{index_to_filename(i)}": shard
               for folder, members in layout.items() for i, shard in enumerate(split(members, settings.num_shards))}
-    train_chars = sum(len(d.text) for name, shard in shards.items() for d in shard
+    counts = {name: {"documents": len(shard), "chars": sum(len(text) for text, _ in shard)}
+              for name, shard in shards.items()}
+    train_chars = sum(told["chars"] for name, told in counts.items()
                       if not name.endswith(index_to_filename(settings.num_shards)))
     if train_chars < settings.min_chars or not all(shards.values()):
         raise ValueError(f"found {train_chars:,} characters of training text in {len(documents):,} documents, expected "
@@ -194,8 +184,7 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
     for name, shard in shards.items():
         (output / name).parent.mkdir(exist_ok=True)
         write_shard(output / name, SCHEMA, _tables(shard))
-    return {name: {"documents": len(shard), "chars": sum(len(d.text) for d in shard)}
-            for name, shard in shards.items()}
+    return counts
 
 
 def is_made(output_dir: Path, settings: Settings) -> bool:

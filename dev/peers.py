@@ -20,11 +20,11 @@ Step = Callable[[Path], Any]
 
 def ask(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
     """Let their Python do a step of `module`, where of ours only `dev` can be imported, and what lies below `paths`."""
-    ours = work / "ours"
-    if not ours.exists():
-        ours.mkdir()
-        (ours / "dev").symlink_to(Path(__file__).parent)
-    below = os.pathsep.join(map(str, (*paths, ours)))
+    link = work / "ours" / "dev"
+    if not link.exists():
+        link.parent.mkdir()
+        link.symlink_to(Path(__file__).parent)
+    below = os.pathsep.join(map(str, (*paths, link.parent)))
     run([str(python), "-m", module, f"--there={step}", str(work)], work, PYTHONPATH=below, **env)
 
 
@@ -34,6 +34,32 @@ def run(command: list[str], work: Path, **env: str) -> None:
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise ValueError(f"{' '.join(command[:4])} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+
+
+def prose() -> list[str]:
+    """English text that every Python has."""
+    import pydoc_data.topics
+
+    return [text for _, text in sorted(pydoc_data.topics.topics.items())]
+
+
+def ours(source: str, num_tokens: int, *, endless: bool = False) -> tuple[Any, Any, Any, Any, list[int]]:
+    """(model, tokenizer, four rows of prose (4, T), the model's logits of them (4, T, vocabulary), the tokens, at most
+    so many, with which it goes on after the first eight) of a run, in float32 on the CPU."""
+    import torch
+
+    from nanochat.engine import Engine, load_model
+
+    model, tokenizer, _ = load_model(source, "cpu", compute_dtype=torch.float32)
+    T = model.config.sequence_len
+    ids = torch.tensor(tokenizer.encode("\n".join(prose())))[:4 * (T - 1)].view(4, T - 1)
+    rows = torch.cat((torch.full((4, 1), tokenizer.get_bos_token_id()), ids), dim=1)
+    engine = Engine(model, tokenizer)
+    if endless:  # not even a token that stops
+        engine.stop_tokens = set  # type: ignore[method-assign]
+    columns = engine.generate(rows[0, :8].tolist(), max_tokens=num_tokens, temperature=0.0)
+    with torch.no_grad():
+        return model, tokenizer, rows, model(rows), [column[0] for column, _ in columns]
 
 
 class Compared:

@@ -26,12 +26,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dev.measure import new_parser
 from nanochat.common import run_main
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import faults, training
@@ -103,13 +104,6 @@ def at_each_change() -> list[Kill]:
 
 # ---- doing it -------------------------------------------------------------------------------------------------------
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    """Return when a condition holds, or the patience is over."""
-    deadline = time.monotonic() + training.PATIENCE_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-
-
 def launch(kill: Kill, settings: dict[str, Any]) -> None:
     """Start the command, kill it as planned, and note what it left."""
     log = training.run_dir() / "logs" / "train.jsonl"
@@ -119,7 +113,7 @@ def launch(kill: Kill, settings: dict[str, Any]) -> None:
     group = training.start(hook=hook, sync_save=kill.sync_save or None, **settings)
     if kill.change is None:
         if kill.running:
-            wait_for(lambda: b"\nstep 0" in group.outputs[0].read_bytes() if group.outputs[0].exists() else False)
+            training.wait_for(lambda: group.processes[0].exitcode is not None or "\nstep 0" in group.text())
         time.sleep(kill.after_s)
         if group.processes[0].exitcode is None:
             os.kill(group.processes[0].pid, kill.signal)
@@ -207,17 +201,13 @@ def compare(args: argparse.Namespace) -> bool:
     return equal == len(kills)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Torture a run in a temporary folder; 0 if it did not mind."""
+    parser = new_parser(__doc__)
     parser.add_argument("kills", type=int, nargs="?", default=50)
     parser.add_argument("--each-change", action="store_true", help="kill before each change of a save to the disk")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the choices, not of the moments")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Torture a run in a temporary folder; 0 if it did not mind."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     if args.kills < 1:
         raise ValueError(f"got {args.kills} kills, expected at least 1")
     folder = Path(tempfile.mkdtemp(prefix="torture."))

@@ -9,40 +9,27 @@ Encoders: from texts to flat token ids, several times as fast as tiktoken and al
     (ids of all, back to back, lengths [2, 3, 3])
 
 tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed,
-knows the pattern and passes the check, `fastest_encoder` takes it, else tiktoken. On one core
-tiktoken encodes 4 million tokens a second and fastokens 13 million.
+knows the pattern and passes the check, `fastest_encoder` takes it. On one core tiktoken encodes 4
+million tokens a second and fastokens 13 million. Every encoder gives tiktoken's ids for every text,
+so which one served is in no fingerprint and never changes a row. Calls may come from many threads
+at once; encoding releases the GIL and starts no threads of its own.
 
-Invariants
-- Every encoder gives tiktoken's ids for every text. So which one served is in no fingerprint and
-  never changes a row.
-- Before fastokens is used it encodes a built-in hard sample. At the first difference it is
-  refused, with a warning that shows the difference. This finds a broken build; what follows came
-  from a full comparison.
-- Calls may come from many threads at once. Encoding releases the GIL and starts no threads of its
-  own.
-
-Where fastokens 0.3.5 and tiktoken 0.14.0 differ. Compared were every character in 16 contexts with
-a vocabulary of all pairs of bytes (so that every edge between pieces shows), long runs, shared
-prefixes and vocabularies of few letters.
+Before fastokens is used it encodes a built-in hard sample: that finds a broken build. Where 0.3.5
+differs from tiktoken 0.14.0 a full comparison found, of every character in 16 contexts with a
+vocabulary of all pairs of bytes (so that every edge between pieces shows), of long runs, shared
+prefixes and vocabularies of few letters:
 - PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does
-  not. Texts that hold it go to tiktoken.
-- tiktoken fails at about a million spaces in a row and is then given the run in parts, which may
-  make other tokens than the whole run. Texts that may hold 65,536 spaces or more go to tiktoken,
-  so that there is one answer.
+  not. tiktoken fails at about a million spaces in a row and is then given the run in parts, which
+  may make other tokens. Texts that hold the one, or may hold 65,536 spaces, go to tiktoken. So does
+  a lone surrogate, for which fastokens raises.
 - A few patterns fastokens recognizes and cuts by hand, and not quite as written. So a pattern is
   handed over as "(?:...)", in which it recognizes none.
-- A lone surrogate has no UTF-8: fastokens raises, tiktoken replaces it. A text that raises goes to
-  tiktoken.
 - Other classes of characters (`\w`, `\d`, `.`, `$`) may mean something else to PCRE2. A pattern
   with a part that was not compared is left to tiktoken. Those of this project, gpt2, cl100k_base
   and o200k_base were compared.
-- A vocabulary in which a token is not made by merges of earlier ones cannot be loaded: tiktoken,
-  with a warning.
 
-Rejected: cutting numbers ourselves, so that fastokens can cut our pattern by hand (32 million
-tokens a second, which nobody needs). gigatoken, faster still, whose patterns are built in, and
-ours is none of them. splintr, with no difference found, which is slower and either holds the GIL
-or uses a pool whose size no caller decides.
+Rejected: gigatoken, faster still, whose patterns are built in, and ours is none of them; splintr,
+which is slower and either holds the GIL or uses a pool whose size no caller decides.
 """
 
 import contextlib
@@ -92,8 +79,8 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
 # ---- fastokens -----------------------------------------------------------------------------------
 
 class FastokensEncoder:
-    """fastokens, with tiktoken for the texts about which they would differ. Pickled as what it
-    encodes."""
+    """fastokens, with tiktoken for texts about which they would differ, and those beside them.
+    Pickled as what it encodes."""
 
     def __init__(self, oracle: TiktokenEncoder):
         self.oracle = oracle
@@ -111,10 +98,7 @@ class FastokensEncoder:
                 raise
             except BaseException:  # a panic in Rust is no Exception
                 log.debug("fastokens cannot encode one of %d texts", len(texts), exc_info=True)
-        if len(texts) == 1:
-            return self.oracle(texts)
-        ids, lengths = zip(*(self([text]) for text in texts))  # each alone: most of them it can
-        return np.concatenate(ids), np.concatenate(lengths)
+        return self.oracle(texts)
 
 
 def is_odd(text: str) -> bool:

@@ -18,7 +18,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b, md5
 from pathlib import Path
 from typing import Any
@@ -74,66 +73,55 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 # ---- one file -------------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Sums:
-    """Checksums of a file: the ETag that a store gives which makes it of MD5 sums, and BLAKE2b."""
-
-    size: int
-    etag: str
-    hash: str
-
-
 def part_bytes(size: int) -> int:
     """How large the parts of an upload are."""
     return max(PART_BYTES, -(-size // MAX_PARTS))
 
 
-def sum_file(path: Path) -> Sums:
-    """Read a file once. Its ETag: its MD5 if it is one part, else the MD5 of its parts' MD5s, and
-    their number."""
+def sum_file(path: Path) -> tuple[str, str]:
+    """(the ETag that a store gives which makes it of MD5 sums, BLAKE2b) of a file, which is read
+    once. The ETag is the MD5 of one part, or the MD5 of several parts' MD5s and their number."""
     size, whole, parts = path.stat().st_size, blake2b(digest_size=16), []
     with open(path, "rb") as f:
         while data := f.read(part_bytes(size)):
             whole.update(data)
             parts.append(md5(data, usedforsecurity=False).digest())
     if len(parts) == 1:
-        return Sums(size, parts[0].hex(), whole.hexdigest())
+        return parts[0].hex(), whole.hexdigest()
     joined = md5(b"".join(parts), usedforsecurity=False).hexdigest()  # of an empty file: of nothing
-    return Sums(size, f"{joined}-{len(parts)}" if parts else joined, whole.hexdigest())
+    return f"{joined}-{len(parts)}" if parts else joined, whole.hexdigest()
 
 
-def holds(stat: store.Stat | None, sums: Sums) -> bool:
+def is_there(file: Path, stat: store.Stat | None) -> bool:
     """Whether an object is what a file is: by its ETag, or read back where that does not tell (in
-    encrypted buckets, and stores other than S3)."""
-    if stat is None or stat.size != sums.size:
+    encrypted buckets, and stores other than S3). ValueError where the file is not what manifest.json
+    says."""
+    (etag, digest), manifest = sum_file(file), file.parent / "manifest.json"
+    if file.suffix in (".bin", ".idx") and manifest.exists():
+        record = read_json(manifest).get("shards", {}).get(file.stem) or {}
+        expected = record.get(f"{file.suffix[1:]}_hash", digest)
+        if expected != digest:
+            raise ValueError(f"{file}: its checksum is {digest}, manifest.json says {expected}; python -m "
+                             f"scripts.verify tells more")
+    if stat is None or stat.size != file.stat().st_size:
         return False
-    if stat.etag.strip('"') == sums.etag:
+    if stat.etag.strip('"') == etag:
         return True
     back = blake2b(digest_size=16)
     for data in store.read_pieces(stat, 0, stat.size):
         back.update(data)
-    return back.hexdigest() == sums.hash
+    return back.hexdigest() == digest
 
 
-def is_there(file: Path, stat: store.Stat | None) -> bool:
-    """Whether an object is what a file is. ValueError where the file is not what manifest.json says."""
-    sums, manifest = sum_file(file), file.parent / "manifest.json"
-    if file.suffix in (".bin", ".idx") and manifest.exists():
-        record = read_json(manifest).get("shards", {}).get(file.stem) or {}
-        expected = record.get(f"{file.suffix[1:]}_hash", sums.hash)
-        if expected != sums.hash:
-            raise ValueError(f"{file}: its checksum is {sums.hash}, manifest.json says {expected}; python -m "
-                             f"scripts.verify tells more")
-    return holds(stat, sums)
-
-
-def send(file: Path, path: str) -> None:
-    """Have an object be what a file is. ValueError where something else has arrived, which is taken
-    away again."""
-    store.write(path, file, part_bytes=part_bytes(file.stat().st_size))
-    if not holds(store.find(path), sum_file(file)):
+def send(file: Path, path: str) -> int:
+    """Have an object be what a file is; its bytes. ValueError where something else has arrived,
+    which is taken away again."""
+    size = file.stat().st_size
+    store.write(path, file, part_bytes=part_bytes(size))
+    if not is_there(file, store.find(path)):
         store.delete(path)
         raise ValueError(f"{path}: what arrived is not what was sent; run the command again")
+    return size
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
@@ -161,17 +149,13 @@ def push(args: argparse.Namespace) -> int:
         known = done(lambda file: is_there(file, there.get(path[file])), files, "comparing")
         return [file for file, same in zip(files, known) if same is False]
 
-    def send_it(file: Path) -> int:
-        send(file, path[file])
-        return file.stat().st_size
-
     todo = missing(files)
     if todo:  # before anything changes: no manifest may name what is missing or another
         for stat in [stat for stat in there.values() if stat.path.endswith(LAST)]:
             store.delete(there.pop(stat.path).path)
-    sent = done(send_it, todo, "sending")
+    sent = done(lambda file: send(file, path[file]), todo, "sending")
     if not failed:
-        sent += done(send_it, missing(manifests), "manifests")
+        sent += done(lambda file: send(file, path[file]), missing(manifests), "manifests")
     for why in sorted(failed)[:SHOWN]:
         print(f"failed: {why}", file=sys.stderr)
     sizes = [size for size in sent if size is not None]

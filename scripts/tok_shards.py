@@ -94,16 +94,13 @@ def find_inputs(raw: Path, *, val_files: int = 1, shared: bool = False) -> list[
     raw = place(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
-    found: dict[tuple[str, str], list[Path]] = {}
+    found: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
     if shared:
-        for split, files_of in split_train_val(raw, by_bucket=True, shared=True).items():
-            found |= {(split, bucket): files for bucket, files in files_of.items()}
+        found = split_train_val(raw, by_bucket=True, shared=True)
     elif (raw / "train").is_dir():
-        for split in ("train", "val"):
-            if (raw / split).is_dir():
-                for bucket, files in find_buckets(raw / split).items():
-                    found[split, bucket] = files
-        if stray := set(find_files(raw)).difference(*found.values()):
+        found = {split: find_buckets(raw / split) for split in found if (raw / split).is_dir()}
+        known = [files for buckets in found.values() for files in buckets.values()]
+        if stray := set(find_files(raw)).difference(*known):
             raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} lies beside train/ "
                              f"and val/; move it into one of them")
     else:
@@ -113,9 +110,9 @@ def find_inputs(raw: Path, *, val_files: int = 1, shared: bool = False) -> list[
                 print(f"{bucket}: too few files to keep {val_files} for validation; all of it is "
                       f"for training")
                 last = len(files)
-            found["train", bucket], found["val", bucket] = files[:last], files[last:]
+            found["train"][bucket], found["val"][bucket] = files[:last], files[last:]
     inputs: dict[tuple[str, str, str], Input] = {}
-    for (split, bucket), files in found.items():
+    for split, bucket, files in ((s, b, files) for s in found for b, files in found[s].items()):
         for path in files:
             name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")

@@ -50,30 +50,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def list_train_files(data_path: Path | str, val_path: Path | str | None = None, *, shared: bool = False
-                     ) -> list[dict[str, Any]]:
-    """The files of the training split in reading order: {"name": relative path, "bytes": size}."""
-    folder = data_folder(data_path)
-    return [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
-            for path in split_train_val(data_path, val_path, shared=shared)["train"][BUCKET]]
-
-
-def read_corpus(folder: Path, files: list[dict[str, Any]], opened: list[dict[str, Any]], *,
-                max_chars: int, doc_cap: int, reading: Reading) -> Iterator[str]:
-    """The documents to train on. Which files it had to open for them is kept in `opened`."""
-    characters = 0
-    with tqdm(total=max_chars, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
-        for file in files:
-            opened.append(file)
-            for text in read_texts(folder / file["name"], reading):
-                text = text[:doc_cap]
-                characters += len(text)
-                bar.update(len(text))
-                yield text
-                if characters >= max_chars:
-                    return
-
-
 def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]
                   ) -> RustBPETokenizer | None:
     """The tokenizer in `output_dir` if training again would read the same text (going by names and
@@ -97,15 +73,28 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
 
 
 def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) -> RustBPETokenizer:
-    """Train on the first files; what was read is kept in `.training`."""
+    """Train on the first files; what was read, and which files were opened for it, is kept in
+    `.training`."""
     opened: list[dict[str, Any]] = []
-    start = time.monotonic()
-    corpus = read_corpus(folder, files, opened, max_chars=arguments["max_chars"],
-                         doc_cap=arguments["doc_cap"], reading=Reading.of(arguments, "train"))
-    tokenizer = RustBPETokenizer.train_from_iterator(corpus, arguments["vocab_size"])
+    max_chars, reading, start = arguments["max_chars"], Reading.of(arguments, "train"), time.monotonic()
+
+    def corpus() -> Iterator[str]:
+        left = max_chars
+        with tqdm(total=left, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
+            for file in files:
+                opened.append(file)
+                for text in read_texts(folder / file["name"], reading):
+                    text = text[:arguments["doc_cap"]]
+                    left -= len(text)
+                    bar.update(len(text))
+                    yield text
+                    if left <= 0:
+                        return
+
+    tokenizer = RustBPETokenizer.train_from_iterator(corpus(), arguments["vocab_size"])
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
     tokenizer.training |= {"arguments": arguments, "files": opened,
-                           "exhausted": characters < arguments["max_chars"]}
+                           "exhausted": characters < max_chars}
     print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with "
           f"{characters:,} characters from {len(opened)} of {len(files)} files:")
     for file in opened:
@@ -121,13 +110,15 @@ def main(argv: list[str] | None = None) -> int:
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Reading.of(vars(args)).named()
-    files = list_train_files(data_path, args.val_path, shared=args.val_fraction > 0)
+    folder, found = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
+    files = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
+             for path in found["train"][BUCKET]]
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
         print(f"training {args.vocab_size:,} tokens on {data_path}")
-        tokenizer = train(data_folder(data_path), files, arguments)
+        tokenizer = train(folder, files, arguments)
         tokenizer.save(output_dir, force=args.force)
     print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "
           f"{tokenizer.fingerprint}")

@@ -1,8 +1,7 @@
 """
-The data's way to the model against what others do with the same data in the same run: how fast, how lean, and how true
-to the data its rows are.
+The data's way to the model against what others do with the same data in the same run: how fast, and how lean.
 
-    python -m dev.bench_loader [--part text|tokens|store|packing] [--megatron-python VENV/bin/python]
+    python -m dev.bench_loader [--part text|tokens|store] [--megatron-python VENV/bin/python]
 
     text      tokens per second of processor time of bare tiktoken, of `encode_flat`, of scripts.tok_shards and of the
               loader with all its threads (`split`, 64 lanes, 64 rows a step); anonymous memory along a run over that
@@ -11,16 +10,14 @@ to the data its rows are.
               behind a DataLoader without workers, and our lanes: bestfit with and without digests, and concat
     store     tokens per second by the clock, from the same files here and in a store that waits 50 ms before each
               answer; what is asked of the store for a million tokens, and bytes fetched for a byte used
-    packing   from the lengths of documents alone, for crop and split at T = 512 and 2048: the share of row tokens of
-              documents longer than a row by tenths of the steps, what is cropped above the floor, the longest waits
 
 `tokens` runs with the Python of an environment that has megatron-core beside our packages; `dev/compare_megatron.sh`
 makes one and says where. Without it our layouts are told alone. Token files lie in /dev/shm, because some machines take
 the page cache away. Both sides make batches of 16 rows of 2,048 inputs and targets, int64, on the CPU. Megatron's adds
 a loss mask and position ids; ours packs whole documents, takes a copy of its state at each step and hands batches over
 from a thread, all on the same core. What waits is longest in files of long documents, so memory is told best with
-`--part text --data-path=FOLDER_OF_CODE`. Each part is a process of its own, `tokens` and `text` on one core. The floor
-of cropping is what can never fit, the tokens behind the first T + 1 of each document. The last line is one JSON object.
+`--part text --data-path=FOLDER_OF_CODE`. Each part is a process of its own, `tokens` and `text` on one core. The last
+line is one JSON object.
 """
 
 import argparse
@@ -69,7 +66,6 @@ T, B, LANES = 2048, 16, 64
 STEP = 16  # micro-batches a step of what reads token files
 COPIES = 8  # of the corpus, as token files
 LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "concat"}}
-PACKINGS = ((512, 64, 16), (2048, 256, 64))  # (T, rows a step, lanes)
 LATENCY_MS = 50
 
 
@@ -212,7 +208,7 @@ def bench_store(args: argparse.Namespace) -> dict[str, Any]:
             loader = open_loader(args, where, "megatron", threads=4, **LAYOUTS[layout])
             take(loader, STEP)
             get.reset_mock()
-            spent, tokens = seconds(lambda: take(loader, args.store_steps * STEP)), args.store_steps * STEP * B * T
+            spent, tokens = seconds(lambda: take(loader, args.steps * STEP)), args.steps * STEP * B * T
             loader.close()
         if get.call_count:
             fetched = sum(call.args[3] - call.args[2] for call in get.call_args_list)
@@ -235,65 +231,7 @@ def bench_store(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokens_per_s": tell_ratios(found, "tokens/s"), **told}
 
 
-# ---- packing --------------------------------------------------------------------------------------------------------
-
-class Lane:
-    """A packer fed from lengths, 64 documents at once, in an order of its own without end."""
-
-    def __init__(self, config: StreamConfig, lane: int, lengths: np.ndarray):
-        self.config, self.lengths = config, lengths
-        self.packer = config.new_packer()
-        self.rng = np.random.default_rng([config.seed, lane])
-        self.came: dict[int, tuple[int, int]] = {}  # by document: its length, and the row at which its piece came
-        self.consumed = self.floor = self.longest_wait = self.number = 0
-
-    def next_row(self) -> int:
-        """Tokens of the next row that come from documents longer than a row."""
-        packer, T = self.packer, self.config.T
-        while packer.wants(self.config.fill_target(packer.row)):
-            for length in self.rng.choice(self.lengths, 64).tolist():
-                self.number += 1
-                self.came[self.number] = length, packer.row
-                packer.push(self.number, length)
-        row, long_tokens = packer.row, 0
-        for key, start, placed, _ in packer.next_row():
-            length, came = self.came.pop(key)
-            self.longest_wait = max(self.longest_wait, row - came)
-            long_tokens += placed * (length > T + 1)
-            if start == 0:
-                self.consumed += length
-                self.floor += max(0, length - T - 1)
-            used = placed if start == 0 else start + placed - 1
-            if self.config.long_docs == "split" and used < length:  # the rest comes back
-                self.came[key] = length, row
-        return long_tokens
-
-
-def bench_packing(args: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
-    texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
-    lengths = np.diff(tokenizer.encode_flat(texts)[1])
-    result: dict[str, Any] = {}
-    for (T, rows, lanes), long_docs in itertools.product(PACKINGS, ("crop", "split")):
-        config = StreamConfig(T=T, V=lanes, long_docs=long_docs)
-        found = [Lane(config, lane, lengths) for lane in range(lanes)]
-        per_step = [sum(lane.next_row() for lane in found for _ in range(rows // lanes)) for _ in range(args.steps)]
-        tenths = [float(np.mean(part)) / rows / (T + 1) for part in np.array_split(np.array(per_step), 10)]
-        held = np.minimum(lengths, T + 1)
-        in_data = float(held[lengths > T + 1].sum() / held.sum())
-        wait, consumed = max(lane.longest_wait for lane in found), sum(lane.consumed for lane in found)
-        over = 100 * sum(lane.packer.cropped - lane.floor for lane in found) / consumed
-        result[f"T={T} {long_docs}"] = {"tenths": tenths, "in_data": in_data, "longest_wait_rows": wait}
-        print(f"  T = {T}, {long_docs}, {args.steps} steps of {rows} rows, {lanes} lanes: longest wait {wait} rows")
-        print(f"    row tokens of long documents by tenths: {' '.join(f'{share:.2f}' for share in tenths)} (in the "
-              f"data, cut to a row, {in_data:.2f})")
-        if long_docs == "crop":
-            result[f"T={T} {long_docs}"]["cropped_above_floor_percent"] = over
-            print(f"    cropped {over:.2f} points above the floor", flush=True)
-    return result
-
-
-PARTS = {"text": bench_text, "tokens": bench_tokens, "store": bench_store, "packing": bench_packing}
+PARTS = {"text": bench_text, "tokens": bench_tokens, "store": bench_store}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -304,8 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--megatron-python", default=sys.executable, help="of an environment that has megatron-core")
     p.add_argument("--part", choices=PARTS, help="only this one")
     p.add_argument("--rounds", type=int, default=7)
-    p.add_argument("--steps", type=int, default=200, help="of each packing")
-    p.add_argument("--store-steps", type=int, default=40, help="of a round of the store")
+    p.add_argument("--steps", type=int, default=40, help="of a round of the store")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.inside:
@@ -316,10 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer_dir = find_tokenizer(args.tokenizer_dir, args.data_path, Path(folder))
         for part in [args.part] if args.part else PARTS:
             print(f"{part}:", flush=True)
-            flags = [f"--{name.replace('_', '-')}={getattr(args, name)}"
-                     for name in ("data_path", "rounds", "steps", "store_steps")]
             result[part] = in_process(
-                "dev.bench_loader", "--inside", f"--part={part}", f"--tokenizer-dir={tokenizer_dir}", *flags,
+                "dev.bench_loader", "--inside", f"--part={part}", f"--tokenizer-dir={tokenizer_dir}",
+                f"--data-path={args.data_path}", f"--rounds={args.rounds}", f"--steps={args.steps}",
                 python=args.megatron_python if part == "tokens" else sys.executable)
     print(json.dumps(result))
     return 0

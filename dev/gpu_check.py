@@ -173,14 +173,14 @@ class Job:
 
     def __init__(self, bench: Bench, batch_size: int) -> None:
         sizes, self.device = bench.sizes, bench.device
-        config = GPTConfig.from_depth(sizes.models["d12"]["depth"], vocab_size=32768, sequence_len=sizes.T,
-                                      **(NARROW if bench.tiny else {}))
+        shape: dict[str, Any] = NARROW if bench.tiny else {}
+        config = GPTConfig.from_depth(sizes.models["d12"]["depth"], vocab_size=32768, sequence_len=sizes.T, **shape)
         with torch.device("meta"):
             self.model = GPT(config)
         self.model.to_empty(device=self.device)
         self.model.init_weights(seed=0, compute_dtype=get_compute_dtype(self.device))
-        shape, generator = (batch_size, sizes.T + 1), torch.Generator().manual_seed(0)
-        rows = torch.randint(config.vocab_size, shape, generator=generator).to(self.device)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(config.vocab_size, (batch_size, sizes.T + 1), generator=generator).to(self.device)
         self.inputs, self.targets = rows[:, :-1], rows[:, 1:]
         self.optimizer = self.model.setup_optimizer()
 
@@ -610,7 +610,8 @@ def saves(bench: Bench) -> Iterator[Figure]:
     """How long a save holds the loop, and what the step after it takes while a thread writes."""
     job, saver = Job(bench, batch_size=1), Saver(None)
     job.step()
-    held, after = [], []
+    held: list[float] = []
+    after: list[float] = []
     with tempfile.TemporaryDirectory(dir=bench.base) as folder:
         run_dir = Path(folder) / "run"
         for made in ("logs/cursors", "checkpoints"):

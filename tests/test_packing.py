@@ -258,12 +258,15 @@ def test_crop_stays_near_the_floor_on_log_normal_lengths():
 # ---- the order of lengths -------------------------------------------------------------------------------------------
 
 def long_shares(T, split, lengths, rows=8_000):
-    """Share of the row tokens that come from documents longer than a row, by tenths of the rows."""
-    drive, shares = Drive(BestFit(T, split=split), lengths, 128), np.zeros((10, 2))
+    """Share of the row tokens that come from documents longer than a row, by tenths of the rows; and how many rows a
+    document or the rest of one waited at most."""
+    drive, shares, came, longest = Drive(BestFit(T, split=split), lengths, 128), np.zeros((10, 2)), [], 0
     for i, placements in zip(range(rows), drive):
+        came += [i] * (drive.pushed - len(came))
         for key, _, length, _ in placements:
             shares[i * 10 // rows] += length * np.array([lengths[key] > T + 1, 1])
-    return shares[:, 0] / shares[:, 1]
+            longest, came[key] = max(longest, i - came[key]), i
+    return shares[:, 0] / shares[:, 1], longest
 
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
@@ -272,14 +275,15 @@ def test_rows_of_crop_hold_long_and_short_documents_as_the_data_do_from_the_begi
     fits = np.minimum(lengths, T + 1)
     wanted = fits[lengths > T + 1].sum() / fits.sum()
     assert 0.15 < wanted < 0.75, "the case: both kinds are common"
-    assert np.abs(long_shares(T, False, lengths.tolist()) - wanted).max() < 0.05
+    shares, longest = long_shares(T, False, lengths.tolist())
+    assert np.abs(shares - wanted).max() < 0.05 and longest < 256
 
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
 def test_rows_of_split_hold_both_kinds_in_every_tenth_and_the_rest_of_a_document_waits_its_turn(T, median):
     lengths = (np.random.default_rng(T).lognormal(np.log(median), 1.1, 60_000).astype(int) + 2).tolist()
-    shares = long_shares(T, True, lengths)
-    assert shares.min() > 0.1 and shares.max() < 0.95
+    shares, longest = long_shares(T, True, lengths)
+    assert shares.min() > 0.1 and shares.max() < 0.95 and longest < 512
     drive, seen, apart = Drive(BestFit(T, split=True), lengths, 128), {}, []
     for i, placements in zip(range(4_000), drive):
         for key, start, _, _ in placements:

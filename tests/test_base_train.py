@@ -3,11 +3,9 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import optim, run_data, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
-from nanochat.common import StopAsked
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
@@ -36,10 +33,7 @@ FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", 
           "tokens_per_s", "mfu", "total_training_flops", "total_training_time"}
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path, **training.SMALL) as path:
-        yield path
+workplace = training.in_workplace(**training.SMALL)
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------
@@ -177,24 +171,6 @@ def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pyt
     assert f"before was of the torch {torch.__version__}, this one is of 2.99" in out
     assert "before was of the gpu None, this one is of H100" in out
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
-
-
-def test_a_stop_while_data_are_waited_for_saves_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, calls = DataLoader.__next__, iter(range(100))
-
-    def waiting(self: DataLoader) -> Any:
-        if next(calls) == 7:  # the second micro-batch of step 3
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise StopAsked("a store stalls")
-        return whole(self)
-
-    monkeypatch.setattr(DataLoader, "__next__", waiting)
-    assert "stopped: SIGTERM; step 3 of 6 is saved" in succeed(num_iterations=6, save_every=-1).out
-    assert checkpoints() == ["checkpoint-3-shutdown"]
-    monkeypatch.setattr(DataLoader, "__next__", whole)
-    succeed(num_iterations=6, save_every=-1)
-    succeed(num_iterations=6, save_every=-1, model_tag="whole")
-    assert training.state_of(final()) == training.state_of(final("whole"))
 
 
 def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace: Path) -> None:

@@ -118,18 +118,6 @@ def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace: Path) ->
     assert all(f"{bucket} {bpb:.6f}" in outcome.out for bucket, bpb in val["buckets"].items())
 
 
-def test_streaming_the_text_of_the_shards_is_the_same_run(workplace: Path) -> None:
-    mix = mix_file([(4, {"web": 3, "code": 1}), (4, {"web": 1, "code": 2, "tiny": 1})])
-    succeed(mix)
-    succeed(mix, data_path=workplace / "text", data_format="text", model_tag="text")
-    assert digests("text") == digests() and rows("final", "text") == rows("final")
-    assert {b for b, n in rows("final").items() if n} == {"code", "tiny", "web"}
-    same = ("loss", "loss/code", "loss/tiny", "loss/web")
-    assert [[s.get(k) for k in same] for s in steps("text").values()] == [[s.get(k) for k in same]
-                                                                          for s in steps().values()]
-    assert steps()[0]["loss/tiny"] is None and steps()[7]["loss/tiny"] > 0
-
-
 # ---- dry buckets ----------------------------------------------------------------------------------------------------
 
 DRY = [(2, {"web": 3, "code": 1}), (8, {"web": 1, "code": 1, "tiny": 2})]

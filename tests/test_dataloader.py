@@ -80,21 +80,6 @@ def test_a_resting_collector_looks_at_nothing_that_was_there():
     assert found.stdout.split() == ["100000", "True", "True", "True"]
 
 
-def test_doc_ids_say_which_document_of_its_row_an_input_belongs_to():
-    config = replace(CONFIG, T=64)
-    stream = Stream(config, {"b": fixed_source()}, range(8), tokenizer="t", num_threads=1)
-    with make_loader(config, with_doc_ids=True) as loader:
-        for _ in range(2):
-            batches = take_step(loader)
-            assert all(b.num_docs == sum(len(row.unique()) for row in b.doc_ids) for b in batches)
-            doc_ids = torch.cat([b.doc_ids for b in batches])
-            for row, ids in zip(stream.next_rows(3), doc_ids):
-                lengths = [length for _, _, length, _ in row.placed]
-                assert ids.tolist() == np.repeat(range(len(lengths)), lengths).tolist()[:-1]
-    stream.close()
-    assert doc_ids.max() > 0
-
-
 @pytest.mark.parametrize("W, K, B", [(1, 4, 5), (2, 4, 5), (4, 4, 4), (3, 4, 2), (1, 1, 7), (8, 8, 2), (5, 8, 4)])
 def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
     """A row's place in the step is found by its tokens; the leaf of lane l's rows is known from `block` alone."""
@@ -295,7 +280,7 @@ def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens)
     V = validation_config(source, 32).V
     assert V == 8
     reference, _ = val_rows(source, 32, device_batch_size=1, num_tokens=num_tokens)
-    for W, B in ((1, 4), (1, 50), (2, 1), (3, 4), (5, 50), (8, 1), (11, 4)):
+    for W, B in ((1, 50), (2, 1), (3, 4), (11, 4)):
         ranks = [val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
                  for r in range(W)]
         assert sum((rows for rows, _ in ranks), Counter()) == reference
@@ -312,11 +297,6 @@ def test_validation_is_one_pass_at_most_and_drops_nothing():
     V = validation_config(source, 16).V
     assert set(live.values()) == {1} and V == 4
     assert total - V * 17 <= len(live) <= total  # less than a row of each lane is left over
-
-
-def test_a_tiny_validation_set_has_one_lane_and_some_rows():
-    rows, batches = val_rows(fixed_source(num_groups=1, group_size=9), 16, device_batch_size=4, num_tokens=10**9)
-    assert sum(rows.values()) > 3 and batches > 1
 
 
 def test_validation_closes_its_threads_when_left_in_the_middle():

@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,7 @@ SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
     **training.SMALL, "buffer_size": 8, "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path, **SMALL) as path:
-        yield path
+workplace = training.in_workplace(**SMALL)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,7 @@ run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) fo
 LOOKING = {"eval_every": 5, "eval_tokens": training.T * 4}
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path, **training.SMALL) as path:
-        yield path
+workplace = training.in_workplace(**training.SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +163,6 @@ def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[
 
 # ---- what may change ------------------------------------------------------------------------------------------------
 
-
 def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Path) -> None:
     """All at once: nothing of it moves a row, and but for B no bit either."""
     training.take_over(reference["path"], "checkpoint-16")
@@ -180,16 +176,6 @@ def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Pat
     assert digests() == reference["digests"] and losses() == reference["losses"]
     ours, theirs = state_of(final()), reference["final"]
     assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
-
-
-# ---- retention ------------------------------------------------------------------------------------------------------
-
-
-def test_old_checkpoints_go_and_milestones_stay() -> None:
-    succeed(num_iterations=20, save_every=2, keep_last_k=2, keep_milestone_every=6)
-    assert checkpoints() == ["checkpoint-12", "checkpoint-16", "checkpoint-18", "checkpoint-6", "final"]
-    assert len(list((training.run_dir() / "logs" / "cursors").iterdir())) == 10, "their cursors stay"
-    assert [e["checkpoint"] for e in events("saved")][:9] == [f"checkpoint-{s}" for s in range(2, 20, 2)]
 
 
 # ---- wandb ----------------------------------------------------------------------------------------------------------

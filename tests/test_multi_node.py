@@ -164,18 +164,14 @@ def lose_data() -> None:
 
 @pytest.mark.parametrize(("lacks", "told"), [
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
-    ("our tokenizer", "rank 1 on host {host}: started differently: tokenizer_fingerprint is .*, on rank 0 it is "),
     ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
     ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; each machine of a "
                  "launch reads the data itself: copy or mount the same files there under the same path"),
 ])
 def test_a_machine_that_lacks_something_is_named(workplace: Path, lacks: str, told: str) -> None:
     flags: dict[str, Any] = paths(workplace)
-    if "tokenizer" in lacks:
+    if lacks == "the tokenizer":
         flags.pop("tokenizer")
-    if lacks == "our tokenizer":
-        training.RustBPETokenizer.train_from_iterator(training.texts(200, seed=1), training.VOCAB_SIZE).save(
-            other(workplace) / "tokenizer")
     error = error_of(start(workplace, other(workplace), own={"warmup_steps": 3} if lacks == "our flags" else None,
                            hook=lose_data if lacks == "the data" else None, **flags, **SHORT))
     assert re.search(told.format(host=HOST, other=other(workplace)), error), error
@@ -196,24 +192,14 @@ def fail_in(bad: int, error: Exception) -> None:
     ParquetSource.read = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path, bad: int) -> None:
+def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path) -> None:
+    """What else a failure of a rank becomes: tests/test_watchdog.py."""
     error = FileNotFoundError("x.parquet: it is gone")
-    group = start(workplace, workplace, hook=partial(fail_in, bad, error), **paths(workplace), **SHORT, **QUICK)
+    group = start(workplace, workplace, hook=partial(fail_in, 1, error), **paths(workplace), **SHORT, **QUICK)
     told = error_of(group)
     who = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "
-    assert told == str(error) if bad == 0 else told.startswith(who) and told.endswith(f": {error}")
+    assert told.startswith(who) and told.endswith(f": {error}")
     assert state()["status"] == "failed" and state()["reason"] == told
-
-
-def test_a_bug_of_one_rank_ends_all_with_its_traceback(workplace: Path) -> None:
-    group = start(workplace, workplace, hook=partial(fail_in, 1, KeyError("bug")), **paths(workplace), **SHORT, **QUICK)
-    assert group.wait() == [1, 1]
-    others, its = [path.read_text() for path in group.outputs]
-    told = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "
-    assert its.count("Traceback") == 1 and "KeyError: 'bug'" in its and told in others and "error: " not in its
-    assert "Traceback" not in others and others.count(f"error: {state()['reason']}") == 1
-    assert state()["status"] == "failed" and state()["reason"].startswith(told)
 
 
 # ---- a rank that hangs or dies --------------------------------------------------------------------

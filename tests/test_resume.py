@@ -5,9 +5,7 @@ with the same bits."""
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +33,7 @@ STEPS = training.SETTINGS["num_iterations"]
 FOUR_ROWS = {"total_batch_size": 160 * 4}  # a step: one row of each lane
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path, **FOUR_ROWS) as path:
-        yield path
+workplace = training.in_workplace(**FOUR_ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +112,6 @@ def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict
 
 
 # ---- completed, from the start, from a certain checkpoint -----------------------------------------------------------
-
-def test_another_device_batch_size_has_the_same_data(reference: dict[str, Any]) -> None:
-    take_over(reference["path"], "checkpoint-20")
-    outcome = succeed(device_batch_size=3)
-    assert "--device-batch-size: the run has 4" in outcome.out and digests() == reference["digests"]
-    assert losses() == pytest.approx(reference["losses"], abs=1e-4)
-
 
 def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference: dict[str, Any]) -> None:
     def assert_nothing_happens(**settings: Any) -> None:

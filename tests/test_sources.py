@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import sources, text, text_kinds
-from nanochat.dataset import BUCKET, split_train_val
 from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
-from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_corpora, write_jsonl, write_parquet
+from tests.token_files import patch
+from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_jsonl, write_parquet
 
 GROUP = 8
 
@@ -103,18 +103,6 @@ def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tm
     assert fingerprint(scan(tmp_path / "elsewhere")) != before
 
 
-def test_subfolders_are_buckets_and_the_last_file_of_each_validates(tmp_path):
-    for name in ("web/a", "web/b", "web/deep/c", "code/a", "code/b", "one/a"):
-        write_parquet(tmp_path / f"{name}.parquet", [name])
-    split = split_train_val(tmp_path, by_bucket=True)
-    names = {s: {b: [f.relative_to(tmp_path).as_posix() for f in fs] for b, fs in split[s].items()} for s in split}
-    assert names == {"train": {"web": ["web/a.parquet", "web/b.parquet"], "code": ["code/a.parquet"],
-                               "one": ["one/a.parquet"]},
-                     "val": {"web": ["web/deep/c.parquet"], "code": ["code/b.parquet"]}}
-    merged = split_train_val(tmp_path)
-    assert len(merged["train"][BUCKET]) == 5 and [f.name for f in merged["val"][BUCKET]] == ["c.parquet"]
-
-
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("table, what", [
@@ -130,31 +118,20 @@ def test_bad_parquet_is_named(tmp_path, table, what):
         scan(tmp_path)
 
 
-def test_nulls_without_statistics_are_found_when_read(tmp_path):
-    pq.write_table(pa.table({"text": ["a", "b", None]}), tmp_path / "bad.parquet", write_statistics=False)
-    source = open_source(tmp_path)
-    with pytest.raises(ValueError, match=r"bad\.parquet: 1 null\(s\) in column `text` of row group 0"):
-        texts_of(source, 0, [0])
-
-
-def test_a_broken_page_is_named_when_read(tmp_path):
-    path = write_parquet(tmp_path / "bad.parquet", some_texts(200), 200)
-    data = bytearray(path.read_bytes())
+@pytest.mark.parametrize("column, how, what", [
+    (["a", "b", None], {"write_statistics": False}, r"1 null\(s\) in column `text` of row group 0"),
+    (pa.array([b"fine", b"\xed\xa0\x80"], pa.binary()).cast(pa.string(), safe=False), {}, "row group 0.*UTF-?8"),
+    (some_texts(200), {"compression": "none", "use_dictionary": False, "write_page_checksum": True}, "")])
+def test_what_the_footer_does_not_tell_is_named_when_it_is_read(tmp_path, column, how, what):
+    """Nulls without statistics, a surrogate in what claims to be UTF-8, a broken page."""
+    path = tmp_path / "bad.parquet"
+    pq.write_table(pa.table({"text": column}), path, **how)
     manifest = scan(tmp_path)
-    data[40:400] = bytes(360)
-    path.write_bytes(data)
+    if not what:
+        patch(path, 40, bytes(360))
     assert check(manifest) == manifest, "the case: size and footer are as they were"
-    with pytest.raises(ValueError, match=r"bad\.parquet: "):
+    with pytest.raises(ValueError, match=rf"bad\.parquet: .*{what}"):
         all_texts(ParquetSource(manifest, ByteTokenizer()))
-
-
-def test_invalid_utf8_in_parquet_is_a_value_error_that_names_the_file(tmp_path):
-    """Here a surrogate alone, in a text column that claims to be UTF-8."""
-    column = pa.array([b"fine", b"\xed\xa0\x80", b"fine"], pa.binary()).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"text": column}), tmp_path / "bad.parquet")
-    source = open_source(tmp_path)
-    with pytest.raises(ValueError, match=r"bad\.parquet: .*row group 0.*UTF-?8"):
-        texts_of(source, 0, [0])
 
 
 def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
@@ -219,16 +196,6 @@ def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, mon
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------
-
-def test_jsonl_however_compressed_equals_parquet_of_the_same_documents_row_groups_too(tmp_path):
-    paths = write_corpora(tmp_path, [some_texts(21, seed=1), some_texts(8, seed=2), some_texts(3, seed=3)], GROUP)
-    found = {name: open_source(path) for name, path in paths.items()}
-    assert found["parquet"].groups.tolist() == [8, 8, 5, 8, 3]
-    for name in ("jsonl", "gz", "zst"):
-        assert found[name].groups.tolist() == found["parquet"].groups.tolist()
-        assert all_texts(found[name]) == all_texts(found["parquet"])
-    assert found["jsonl"].locate(3)[0] == "s1.jsonl" and found["gz"].locate(3)[0] == "s1.jsonl.gz"
-
 
 def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
     documents = some_texts(5, seed=4)

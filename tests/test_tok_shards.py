@@ -52,18 +52,6 @@ def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
     return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
 
 
-def test_txt_files_become_pairs_of_one_document(tmp_path, tokenizer):
-    (tmp_path / "raw").mkdir()
-    for name, content in {"a": "one", "b": "two", "c": "three"}.items():
-        (tmp_path / "raw" / f"{name}.txt").write_text(content)
-    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
-    pairs = sorted(path.relative_to(tmp_path / "out").as_posix() for path in tmp_path.glob("out/*/data/*.bin"))
-    assert pairs == ["train/data/a.bin", "train/data/b.bin", "val/data/c.bin"]
-    (tmp_path / "raw" / "b.txt").write_bytes(b"caf\xe9")
-    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 1
-    assert not (tmp_path / "out" / "train" / "data" / "b.bin").exists()
-
-
 def tree(folder):
     """{name: bytes} of all files."""
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}

@@ -28,7 +28,7 @@ from nanochat.tokenizer import (
 )
 from scripts import tok_eval, tok_train
 from tests.token_files import patch, truncate
-from tests.toy import examples, write_jsonl
+from tests.toy import examples
 
 VOCAB_SIZE = 1024
 CORPUS = [*pydoc_data.topics.topics.values(),
@@ -350,29 +350,6 @@ def test_tok_train_refuses_at_once_to_replace_a_tokenizer_that_runs_use(data_dir
             run_train(data_dir, "--vocab-size", "500")
     assert run_train(data_dir, "--vocab-size", "500", "--force") == 0
     assert get_tokenizer().get_vocab_size() == 500
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz"])
-def test_tokenizer_commands_take_every_kind_of_text_a_single_file_and_a_val_path(tmp_path, name, capsys,
-                                                                                 encodings):
-    for folder, texts in (("train", CORPUS[::2]), ("val", CORPUS[1::2])):
-        (tmp_path / folder).mkdir()
-        if name.endswith(".parquet"):
-            pq.write_table(pa.table({"text": texts}), tmp_path / folder / name)
-        else:
-            write_jsonl(tmp_path / folder / name, texts)
-    found = {}
-    for train, val in ((tmp_path, None), (tmp_path / "train" / name, tmp_path / "val" / name)):
-        flags = ["--data-path", str(train), *(["--val-path", str(val)] if val else [])]
-        assert tok_train.main([*flags, "--vocab-size", "600", "--force"]) == 0
-        found[val] = get_tokenizer().fingerprint
-        assert get_tokenizer().training["documents"] == len(CORPUS[::2])
-        capsys.readouterr()
-        assert tok_eval.main(flags) == 0
-        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-        sizes = {row[0]: row[1] for row in rows if row[0] in ("train", "val")}
-        assert sizes["val"] == f"{sum(len(text.encode()) for text in CORPUS[1::2]):,}"
-    assert len(set(found.values())) == 1
 
 
 def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, encodings):

@@ -128,17 +128,6 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def write_corpora(root: Path, files: Sequence[Sequence[str]], group_size: int = 8) -> dict[str, Path]:
-    """The same documents as folders of parquet, jsonl, jsonl.gz and jsonl.zst. Converted jsonl has the same
-    row groups if `nanochat.text_kinds.GROUP_DOCUMENTS` is `group_size` too."""
-    for i, texts in enumerate(files):
-        write_parquet(root / "parquet" / f"s{i}.parquet", texts, group_size)
-        write_jsonl(root / "jsonl" / f"s{i}.jsonl", texts)
-        write_jsonl(root / "gz" / f"s{i}.jsonl.gz", texts)
-        write_jsonl(root / "zst" / f"s{i}.jsonl.zst", texts)
-    return {name: root / name for name in ("parquet", "jsonl", "gz", "zst")}
-
-
 # ---- digests --------------------------------------------------------------------------------------------------------
 
 def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int:

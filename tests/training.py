@@ -30,6 +30,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from nanochat import checkpoint as checkpoint_module
@@ -112,6 +113,16 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
         os.environ.update(kept)
         torch.set_num_threads(threads)
         SETTINGS.update(settings)
+
+
+def in_workplace(**changed: Any) -> Any:
+    """The fixture with which most modules of runs begin: each test in a workplace of its own."""
+    @pytest.fixture(autouse=True, name="workplace")
+    def fixture(tmp_path: Path) -> Iterator[Path]:
+        with workplace(tmp_path, **changed) as path:
+            yield path
+
+    return fixture
 
 
 def flags(**changed: Any) -> list[str]:

@@ -1,27 +1,34 @@
-"""Bad input to the main job: each kind is one sentence that names the file or the flag and the way out, an exit code
-that is not 0, and nothing half-written."""
+"""Bad input to the main job, text or shards: each kind is one sentence that names the file or the flag and the way out,
+an exit code that is not 0, and nothing half-written; and the way out, followed to the letter, is one."""
 
+import contextlib
+import errno
+import io
+import os
 import resource
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanochat import checkpoint
+from nanochat.common import hash_file, run_main
 from nanochat.tokenizer import RustBPETokenizer
-from tests import training
+from nanochat.tokens import open_tokens, read_manifest
+from scripts import status, tok_shards, verify
+from tests import faults, training
+from tests.token_files import truncate
 from tests.training import checkpoints, fingerprint, refuse, state_of, succeed, texts, write_shard
 
 SHORT: dict[str, Any] = {"num_iterations": 6, "save_every": 2}
 
 
-@pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
-    with training.workplace(tmp_path, **training.SMALL) as path:
-        yield path
+workplace = training.in_workplace(**training.SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +47,25 @@ def half_done(workplace: Path, reference: Path) -> Path:
     return training.run_dir()
 
 
-def refuse_new(*words: str, **settings: Any) -> None:
-    """A run that does not begin: all words are in the sentence, and no run is left that would be in the way."""
+def told(*words: Any, **settings: Any) -> str:
+    """Training that ends with exit code 1 and one sentence, which has all these words."""
     message = refuse(**{**SHORT, **settings})
     for word in words:
-        assert word in message, message
+        assert str(word) in message, message
+    return message
+
+
+def refuse_new(*words: Any, **settings: Any) -> None:
+    """A run that does not begin, and no run is left that would be in the way."""
+    told(*words, **settings)
     assert not (training.run_dir() / "config.json").exists() and checkpoints() == []
     assert not (training.run_dir() / "data_manifest.json").exists()
 
 
 def refuse_old(*words: str, **settings: Any) -> None:
-    """A run that does not go on: all words are in the sentence, and no file of it has changed."""
+    """A run that does not go on, and no file of it has changed."""
     before = fingerprint(training.run_dir())
-    message = refuse(**{**SHORT, **settings})
-    for word in words:
-        assert word in message, message
+    told(*words, **settings)
     assert fingerprint(training.run_dir()) == before
 
 
@@ -202,3 +213,226 @@ def test_an_error_ends_all_processes_and_is_told_once(workplace: Path, half_done
     (workplace / "data" / "shard_0.parquet").unlink()
     fail("shard_0.parquet", "gone")
     assert fingerprint(half_done) == before
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+SHARDS: dict[str, Any] = {"data_format": "shards", "lanes": 8, "num_iterations": 4}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """text/ with two files for training and one for validation, and shards/ made of them."""
+    folder = tmp_path_factory.mktemp("made")
+    with training.workplace(folder):
+        for i in range(3):
+            write_shard(folder / "text" / f"s{i}.parquet", texts(40, seed=i))
+        assert tokenize(folder).code == 0
+    return folder
+
+
+@pytest.fixture
+def sharded(workplace: Path, made: Path) -> Path:
+    """This test's workplace, with both."""
+    for name in ("text", "shards"):
+        shutil.copytree(made / name, workplace / name)
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def sharded_run(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
+    """A completed run on these shards, with checkpoints 2 and final."""
+    with training.workplace(tmp_path_factory.mktemp("sharded"), **training.SMALL) as path:
+        shutil.copytree(made / "shards", path / "shards")
+        train_shards()
+        return training.run_dir()
+
+
+def shard(sharded: Path, split: str = "train") -> Path:
+    return sharded / "shards" / split / "data" / ("s0.bin" if split == "train" else "s2.bin")
+
+
+def command(function: Callable[[], int | None]) -> training.Outcome:
+    """What a script comes to, through the last line of every script."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+        run_main(function)
+    return training.Outcome(int(end.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def tokenize(sharded: Path, *flags: str, out: str = "shards") -> training.Outcome:
+    return command(lambda: tok_shards.main([
+        f"--input-dir={sharded / 'text'}", f"--output-dir={sharded / out}", "--num-workers=1",
+        f"--tokenizer={sharded / 'tokenizer'}", "--max-length=400", "--overlap-size=40", *flags]))
+
+
+def check(path: Path, *flags: str) -> training.Outcome:
+    return command(lambda: verify.main([str(path), *flags]))
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    return {**SHORT, **SHARDS, "data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "shards", **changed}
+
+
+def train_shards(**changed: Any) -> training.Outcome:
+    return succeed(**settings(**changed))
+
+
+def told_of_shards(*words: Any, **changed: Any) -> str:
+    return told(*words, **settings(**changed))
+
+
+def refuse_new_shards(*words: Any, **changed: Any) -> None:
+    refuse_new(*words, **settings(**changed))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+# ---- pairs that are damaged -----------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {  # to which file, what, and what is said
+    "cut .bin": (".bin", lambda path: truncate(path, 11), ".5 tokens on disk, but the offsets"),
+    "no .idx": (".idx", Path.unlink, ".bin needs it"),
+}
+
+
+@pytest.mark.parametrize(("name", "split"), [("cut .bin", "train"), ("cut .bin", "val"), ("no .idx", "train")])
+def test_a_damaged_pair_is_refused_found_and_made_again(sharded: Path, made: Path, name: str, split: str) -> None:
+    ending, damage, said = DAMAGE[name]
+    path = shard(sharded, split).with_suffix(ending)
+    damage(path)
+    refuse_new_shards(path, said, "rerun scripts.tok_shards")
+    verified = check(sharded / "shards")
+    assert verified.code == 1 and f"PROBLEM {path}: " in verified.out and said in verified.out
+    path.with_suffix(".bin" if name == "no .idx" else ending).unlink()  # what the sentence says
+    assert tokenize(sharded).code == 0
+    assert tree(sharded / "shards") == tree(made / "shards")
+    train_shards(num_iterations=1, save_every=-1, resume="scratch", force=True)
+
+
+def test_a_lost_bin_makes_no_run_on_less_data(sharded: Path) -> None:
+    """Data are the .bin files that are found; an .idx alone tells that one is lost."""
+    lost = sharded / "shards" / "train" / "data" / "s9.idx"
+    shutil.copy(shard(sharded).with_suffix(".idx"), lost)
+    refuse_new_shards(lost.with_suffix(".bin"), "not there, but s9.idx needs it")
+    lost.rename(lost.with_name(".s9.idx"))  # what is hidden is no data
+    train_shards(num_iterations=1, save_every=-1)
+
+
+@pytest.mark.parametrize(("split", "value"), [("train", training.VOCAB_SIZE), ("val", 65535)])
+def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(sharded: Path, value: int, split: str
+                                                                       ) -> None:
+    path = shard(sharded, split)
+    ids = np.fromfile(path, "<u2")
+    ids[7::50] = value
+    ids.tofile(path)
+    told_of_shards(f"{split}/data/{path.name}: entry ", f"holds the id {value:,}", "verify",
+                   f"vocabulary of {training.VOCAB_SIZE:,}", **({"eval_every": 1} if split == "val" else {}))
+    assert checkpoints() == []
+
+
+# ---- another tokenizer, another layout ------------------------------------------------------------------------------
+
+def test_shards_of_another_tokenizer_are_refused_and_theirs_lies_beside_them(sharded: Path) -> None:
+    other = sharded / "other"
+    RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
+    for plan in ("error", "off"):
+        refuse_new_shards(sharded / "shards" / "train" / "data", "were made with tokenizer", "--tokenizer",
+                          tokenizer=other, plan=plan)
+    found = check(sharded / "shards", "--tokenizer", str(other))
+    assert found.code == 1 and "made with tokenizer" in found.out
+    shutil.rmtree(sharded / "tokenizer")  # the default one is not needed
+    train_shards(num_iterations=1, save_every=-1)
+    train_shards(num_iterations=1, save_every=-1, model_tag="named", tokenizer=sharded / "shards" / "tokenizer")
+
+
+def test_a_start_with_the_wrong_layout_is_not_in_the_way(sharded: Path) -> None:
+    text = {"data_path": sharded / "text", "data_format": "text"}
+    refuse_new_shards("--packing binned", "--packing bestfit", packing="binned", **text)
+    train_shards(num_iterations=1, save_every=-1, **text)
+
+
+def test_the_other_format_is_told(sharded: Path) -> None:
+    refuse_new_shards(sharded / "text", "no .bin file", "--data-format text", data_path=sharded / "text")
+    refuse_new_shards(sharded / "shards", "no .parquet", "--data-format shards", data_format="text")
+
+
+def test_entries_that_are_longer_than_a_row_name_the_flag(sharded: Path) -> None:
+    told_of_shards("train/data/s", "a row of the binned layout 65", "--max-length 64", packing="binned")
+    assert tokenize(sharded, "--max-length=64", "--overlap-size=8", out="short").code == 0
+    train_shards(num_iterations=1, save_every=-1, packing="binned", data_path=sharded / "short", model_tag="short")
+
+
+# ---- a run whose shards changed -------------------------------------------------------------------------------------
+
+@pytest.fixture
+def half_sharded(sharded: Path, sharded_run: Path) -> Path:
+    """The reference run as it was after step 2."""
+    shutil.copytree(sharded_run, training.run_dir())
+    shutil.rmtree(training.run_dir() / "checkpoints" / "final")
+    manifest = training.run_dir() / "data_manifest.json"
+    manifest.write_text(manifest.read_text().replace(str(sharded_run.parents[1].resolve()), str(sharded.resolve())))
+    return training.run_dir()
+
+
+def test_a_run_whose_shard_is_damaged_or_another_one_goes_on_when_it_is_back(sharded: Path, half_sharded: Path,
+                                                                             made: Path, sharded_run: Path) -> None:
+    before, path = fingerprint(half_sharded), shard(sharded)
+    truncate(path, 11)
+    told_of_shards("s0.")
+    for ending in (".bin", ".idx"):
+        shutil.copy(shard(sharded, "val").with_suffix(ending), path.with_suffix(ending))
+    (path.parent / "manifest.json").unlink()
+    told_of_shards(path, "changed since this run began", "--model-tag")
+    assert fingerprint(half_sharded) == before
+    shutil.copytree(made / "shards", sharded / "shards", dirs_exist_ok=True)
+    train_shards()
+    assert state_of(half_sharded / "checkpoints" / "final") == state_of(sharded_run / "checkpoints" / "final")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(sharded: Path, ending: str,
+                                                                                capsys: Any) -> None:
+    """Regression: the process ended by SIGBUS without a word."""
+    path, flags = shard(sharded).with_suffix(ending), {**SHARDS, "data_path": sharded / "shards", "save_every": 100}
+    cut = partial(training.after_step, 2, partial(truncate, path, 0))
+    group = training.start(hook=cut, **{**flags, "num_iterations": 2000})
+    assert group.wait() == [-signal.SIGBUS]
+    told = group.text()
+    assert "die of SIGBUS, one was cut short: scripts.status run and the next launch name it" in told
+    assert "Fatal Python error: Bus error" in told and "nanochat/tokens.py" in told
+    assert status.main(["run"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
+    told_of_shards(path)
+
+
+# ---- disks that cannot be written -----------------------------------------------------------------------------------
+
+def test_a_disk_that_fills_while_shards_are_written(sharded: Path, made: Path) -> None:
+    """From any write, fsync or rename on, of tokenizer, pairs, records or manifests: it is told of a file, what is
+    there is whole, and the same command goes on to the same bytes."""
+    changes = r"(write|fsync|replace) "
+    with faults.watching(sharded / "all", match=changes) as counted:
+        assert tokenize(sharded, out="all").code == 0
+    total, seen = len(counted.made), set()
+    assert tree(sharded / "all") == tree(made / "shards") and total > 30
+    for at in [*range(0, total, total // 10), total - 1]:
+        out = sharded / f"full-{at}"
+        with faults.watching(out, at=at, onwards=True, match=changes, act=no_room):
+            told = tokenize(sharded, out=out.name)
+        sentences = [line for line in told.err.splitlines() if line.startswith(("error: ", "failed: "))]
+        assert told.code == 1 and "Traceback" not in told.err
+        assert sentences and all("No space left on device" in line for line in sentences), told.err
+        assert not list(out.rglob("*.tmp"))
+        pairs = [open_tokens(path) for path in out.rglob("*.idx")]
+        for path in out.rglob("manifest.json"):
+            for name, record in (read_manifest(path.parent) or {})["shards"].items():
+                assert hash_file(path.parent / f"{name}.bin") == record["bin_hash"]
+        seen.add(len(pairs))
+        assert tokenize(sharded, out=out.name).code == 0 and tree(out) == tree(made / "shards")
+    assert seen == {0, 1, 2, 3}, "the disk was full before, between and behind the pairs"
+
+
+def no_room() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -27,7 +27,8 @@ from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilde
 from nanochat.sample_index import blend_sources
 from nanochat.sources import Source, open_source
 from nanochat.stream import ledger
-from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps
+from tests.token_files import Tokenizer
+from tests.toy import BOS, digest_of_row, examples, json_copy, load_steps
 
 T, V, R = 12, 4, 8
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
@@ -146,13 +147,6 @@ def test_bad_blends_are_one_sentence(prefixes: list[str]) -> None:
 
 
 # ---- a run's stream -------------------------------------------------------------------------------------------------
-
-class Tokenizer(ByteTokenizer):
-    """A byte tokenizer that knows its size; its EOD is `BOS`."""
-
-    def get_vocab_size(self) -> int:
-        return BOS + 1
-
 
 def write_pair(prefix: Path, lengths: list[int], *, seed: int = 0, dtype: Any = np.uint16, cut: bool = False) -> Path:
     """A pair whose documents have so many ids, an EOD at the end of each; with `cut` every third is two sequences."""

@@ -159,26 +159,6 @@ def test_impossible_requests_are_refused(model):
 
 # ---- scripts.sample -------------------------------------------------------------------------------------------------
 
-def test_sample_prints_each_prompt_with_its_continuations(model, monkeypatch, capsys, tmp_path):
-    asked = []
-
-    def load_model(path, device, *, compute_dtype):
-        asked.append((path, str(device), compute_dtype))
-        return model, ByteTokenizer(), {}
-    monkeypatch.setattr(sample, "load_model", load_model)
-    command = [str(tmp_path), "-p", "ABC", "-p", "XYZ", "--num-samples", "2", "--max-tokens", "5",
-               "--temperature", "0", "--device-type", "cpu"]
-    assert sample.main(command) == 0
-    printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("---")]
-    expected = [text + "»" + ByteTokenizer().decode(naively(model, ByteTokenizer().encode(text, prepend=BOS), 5,
-                                                      temperature=0)) for text in ("ABC", "XYZ")]
-    assert printed == [line for line in expected for _ in range(2)], "behind the mark it is the model's"
-    assert sample.marked("naï\ufffd", "naïve") == "naï»ve", "a prompt that ends inside of a character"
-    monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True)
-    assert sample.marked("na", "naïve") == "\033[2mna\033[0mïve"
-    assert asked == [(str(tmp_path), "cpu", torch.float32)]
-
-
 def test_sample_without_a_run_says_which_there_are(monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"There are 0 in .* \(none\); name one"):

@@ -70,7 +70,7 @@ def all_lengths(source: MemorySource) -> np.ndarray:
     return np.array([1 + len(document) for group in source.documents for document in group])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
 def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(seed: int, long_docs: str) -> None:
     source, found = windows(seed, long_docs)
@@ -80,7 +80,7 @@ def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(seed: int, long_
         assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
 def test_a_window_has_groups_of_all_files_as_the_epoch_has(seed: int, long_docs: str) -> None:
     _, found = windows(seed, long_docs)

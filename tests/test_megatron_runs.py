@@ -15,12 +15,24 @@ from nanochat.blend import open_samples
 from nanochat.common import read_json, run_main
 from nanochat.megatron import GPTDataset, IndexedDatasetBuilder
 from nanochat.run_data import open_run
-from nanochat.run_dir import iter_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, validate
 from tests import training
 from tests.toy import digest_of_row
-from tests.training import checkpoints, die_after_step, flags, run_dir, state_of, steps, succeed
+from tests.training import (
+    all_steps,
+    checkpoints,
+    die_after_step,
+    digests,
+    events,
+    final,
+    flags,
+    run_dir,
+    state_of,
+    steps,
+    succeed,
+    take_over,
+)
 
 T, R, STEPS = 32, 8, 10
 SETTINGS: dict[str, Any] = {
@@ -51,29 +63,18 @@ def command(base: Path, **changed: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, made: Path) -> Iterator[dict[str, Any]]:
-    """The command, with the pairs somewhere else, and no run yet."""
+    """The command, with the pairs somewhere else, and the run "whole"."""
     with training.workplace(tmp_path) as base:
+        shutil.copytree(made / "runs" / "run", run_dir("whole"))
         for name in "ab":
             for ending in ("bin", "idx"):
                 (base / f"{name}.{ending}").hardlink_to(made / f"{name}.{ending}")
         yield command(base)
 
 
-def take_over(made: Path, *names: str, tag: str = "run") -> None:
-    """Have the whole run here as it was when it had only these checkpoints."""
-    shutil.copytree(made / "runs" / "run", run_dir(tag))
-    for path in (run_dir(tag) / "checkpoints").iterdir():
-        if path.name not in names:
-            shutil.rmtree(path)
-
-
-def events(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
-    return [r for r in iter_log((folder or run_dir()) / "logs" / "train.jsonl") if r.get("event") == name]
-
-
-def digests_from(made: Path, sample: int, rows: int, num: int) -> list[str]:
+def digests_from(sample: int, rows: int, num: int) -> list[str]:
     """The digests of steps of so many rows, from the definition of the digest and GPTDataset's samples."""
-    data, config, _ = open_run(made / "runs" / "run")
+    data, config, _ = open_run(run_dir("whole"))
     samples, found = open_samples(config, data.train), []  # type: ignore[arg-type]
     for at in range(sample, sample + num * rows, rows):
         total = 0
@@ -84,46 +85,37 @@ def digests_from(made: Path, sample: int, rows: int, num: int) -> list[str]:
     return found
 
 
-def digests_of(first: int = 0, tag: str = "run", folder: Path | None = None) -> list[str]:
-    log = {r["step"]: r["digest"] for r in iter_log((folder or run_dir(tag)) / "logs" / "train.jsonl") if "digest" in r}
-    return [log[step] for step in range(first, max(log) + 1)]
-
-
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
-def test_a_run_sees_the_samples_of_the_blend(made):
-    path = made / "runs" / "run"
-    assert digests_of(folder=path) == digests_from(made, 0, R, STEPS)
+def test_a_run_sees_the_samples_of_the_blend():
+    path = run_dir("whole")
+    assert digests("whole") == digests_from(0, R, STEPS)
     config, manifest = read_json(path / "config.json"), read_json(path / "data_manifest.json")
     assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
     assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {
         "train": {"a": [0, 54], "b": [0, 54]}, "val": {"a": [54, 60], "b": [54, 60]}}
-    lines = [r for r in iter_log(path / "logs" / "train.jsonl") if "digest" in r]
-    assert all(line["loss/a"] != line["loss/b"] for line in lines)
-    assert set(events("val", path)[0]["buckets"]) == {"a", "b"}
+    assert all(line["loss/a"] != line["loss/b"] for line in steps("whole").values())
+    assert set(events("val", "whole")[0]["buckets"]) == {"a", "b"}
 
 
-def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_the_same_run(made, workplace):
+def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_the_same_run(workplace):
     training.start(hook=partial(die_after_step, 6), leaves=2, sync_save=True, **workplace).wait_for_death()
     assert checkpoints() == ["checkpoint-4"] and len(steps()) == 7
     training.finish(2, device_batch_size=2, **workplace)
-    assert digests_of() == digests_of(folder=made / "runs" / "run")
-    written = [r["step"] for r in iter_log(run_dir() / "logs" / "train.jsonl") if "digest" in r]
-    assert written == [*range(7), *range(4, 10)]
-    ours, whole = (state_of(path / "checkpoints" / "final") for path in (run_dir(), made / "runs" / "run"))
-    assert ours["cursors"] == whole["cursors"]
-    vals, expected = (events("val", path) for path in (None, made / "runs" / "run"))
+    assert digests() == digests("whole")
+    assert [record["step"] for record in all_steps()] == [*range(7), *range(4, 10)]
+    assert state_of(final())["cursors"] == state_of(final("whole"))["cursors"]
+    vals, expected = events("val"), events("val", "whole")
     assert [v["step"] for v in vals] == [0, 5, 5, 10] and expected[0]["bpb"] == vals[0]["bpb"]
     assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-5)
 
 
-def test_a_new_run_goes_on_with_the_data_of_another(made, workplace):
-    take_over(made, "checkpoint-4", tag="origin")
-    more = {"init_from": "origin", "init_data": "continue"}
+def test_a_new_run_goes_on_with_the_data_of_another(workplace):
+    more = {"init_from": "whole@4", "init_data": "continue"}
     said = training.refuse(**{**workplace, "num_iterations": 7}, **more)
     assert "would take 88 samples and has 80" in said and "end at --num-iterations 6" in said
     succeed(**{**workplace, "num_iterations": 3}, **more)
-    assert digests_of() == digests_of(4, folder=made / "runs" / "run")[:3]
+    assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
     said = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
     assert re.search(r"--init-data continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", said)
@@ -131,8 +123,8 @@ def test_a_new_run_goes_on_with_the_data_of_another(made, workplace):
 
 # ---- longer, shorter, other -----------------------------------------------------------------------------------------
 
-def test_a_run_cannot_be_made_longer_and_says_why(made, workplace):
-    take_over(made, "final")
+def test_a_run_cannot_be_made_longer_and_says_why(workplace):
+    take_over(run_dir("whole"), "final")
     said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
     assert said == ("--num-iterations: the run would take 120 samples and has 80, as many as it asked for when it "
                     "began: another number would shuffle all of Megatron's order anew; end at --num-iterations 10, or "
@@ -191,8 +183,8 @@ def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys,
         assert passes == f"{samples * T / int(there.replace(',', '')):.2f} of 1"
 
 
-def test_inspect_data_finds_digests_documents_and_accounts(made, workplace, capsys):
-    path = made / "runs" / "run"
+def test_inspect_data_finds_digests_documents_and_accounts(capsys):
+    path = run_dir("whole")
     lines = [json.loads(x) for x in looked(capsys, "digest", f"{path}", "--steps=3:10", "--world-size=3"
                                            ).splitlines()]
     assert [line["match"] for line in lines] == [True] * 7

@@ -18,17 +18,13 @@ from nanochat.plan import BucketPlan, Plan, describe, make_plan, plan_key, probl
 from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.token_writer import ShardWriter
-from tests.toy import ByteTokenizer, examples, some_texts, write_parquet
+from tests.token_files import Tokenizer
+from tests.toy import examples, some_texts, write_parquet
 
 EOD = 256
 LAYOUTS: list[dict[str, Any]] = [
     {}, {"long_docs": "split", "overlap": 3}, {"layout": "concat"}, {"layout": "binned"},
     {"layout": "binned", "pack": False}]
-
-
-class Tokenizer(ByteTokenizer):
-    def get_vocab_size(self) -> int:
-        return 1000
 
 
 def source(folder: Path, lengths: list[list[int]], *, windows: bool = False, as_stored: bool = False) -> Source:
@@ -45,7 +41,7 @@ def source(folder: Path, lengths: list[list[int]], *, windows: bool = False, as_
                 prefixes.append(3 if start else 0)
         with ShardWriter(folder / f"s{i}", vocab_size=1000) as writer:
             writer.add(np.array(ids), np.array(sizes), np.array(prefixes))
-    return open_source(scan(folder, find_files(folder, "shards")), Tokenizer(), as_stored=as_stored)
+    return open_source(scan(folder, find_files(folder, "shards")), Tokenizer(1000), as_stored=as_stored)
 
 
 def run(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, drop_dry: bool, cursors: Any = None,
@@ -174,7 +170,7 @@ def test_the_key_tells_plans_apart(tmp_path):
 
 def test_text_is_estimated_from_a_sample(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", some_texts(400, seed=3))
-    text = open_source(scan(path.parent), Tokenizer())
+    text = open_source(scan(path.parent), Tokenizer(1000))
     config = StreamConfig(T=16, V=4, max_epochs=1, buffer_size=8)
     plan = make_plan(config, {"data": text}, rows_per_step=8, num_steps=2000)
     done, accounts, _ = run(config, {"data": text}, R=8, steps=2000, drop_dry=False)

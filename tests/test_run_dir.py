@@ -2,7 +2,6 @@
 order that never leaves old weights under new settings."""
 
 import errno
-import gzip
 import json
 import shutil
 from contextlib import closing
@@ -116,16 +115,6 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
         with pytest.raises(OSError, match=f"^{run}: it was removed while the run trains, so the run ends"):
             train_log.write(step=4)
     assert not run.exists()
-
-
-def test_broken_cursors_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "step-00000001.json.gz"
-    torn = rd.pack_cursors(1, [{}])[:-6]
-    for data in (b"", b"junk", torn, *(gzip.compress(text) for text in (
-            b"[]", b"{", b'{"step": 1}', b'{"step": 1, "cursors": [[]]}', b"[" * 100_000))):
-        file.write_bytes(data)
-        with pytest.raises(ValueError, match=file.name):
-            rd.read_cursors(file)
 
 
 # ---- wiping -----------------------------------------------------------------------------------------

@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.dataloader import Dry
 from nanochat.dataset import find_files
 from nanochat.order import Order, StreamConfig, default_lanes
-from nanochat.pretokenize import Windows
-from nanochat.sources import ParquetSource, TokenSource, scan
-from nanochat.stream import Packed, Row, Stream, carry_on, ledger, stream_identity
-from nanochat.token_writer import ShardWriter
-from nanochat.tokenizer import RustBPETokenizer
-from scripts import tok_shards
+from nanochat.sources import ParquetSource, scan
+from nanochat.stream import Packed, Row, Stream, carry_on, stream_identity
 from tests.toy import (
     BOS,
     ByteTokenizer,
@@ -31,9 +26,7 @@ from tests.toy import (
     json_copy,
     load_steps,
     row_arrays,
-    some_texts,
     write_jsonl,
-    write_parquet,
 )
 
 LAYOUTS = ("crop", "split", "concat")
@@ -108,22 +101,6 @@ def test_concat_is_the_lanes_share_of_each_epoch_back_to_back():
         found = [row_arrays(row, 16)[0].tolist() for row in rows]
         stream.close()
         assert len(found) > 10 and found == [expected[i * 16:i * 16 + 17] for i in range(len(found))]
-
-
-def test_a_group_is_read_by_one_lane_or_two_neighbours_and_each_unit_once():
-    config = make_config("crop", T=16, V=4, buffer_size=3, unit_size=2, max_epochs=1)
-    source, readers = fixed_source(num_groups=6, group_size=20), {}
-    for lane in range(4):
-        stream = Stream(config, {"b": source}, [lane], tokenizer="t", num_threads=1)
-        while stream.next_rows(1):
-            pass
-        stream.close()
-        for group, _ in source.asked[sum(map(len, readers.values())):]:
-            readers.setdefault(group, []).append(lane)
-    units = [(group, min(rows)) for group, rows in source.asked]
-    assert len(units) == len({(group, row // 2) for group, row in units}) == 6 * 10
-    lanes = [sorted(set(lanes)) for lanes in readers.values()]
-    assert all(len(found) == 1 or found[1] == found[0] + 1 for found in lanes) and any(len(f) == 2 for f in lanes)
 
 
 # ---- blocks, permutations, digests ----------------------------------------------------------------------------------
@@ -326,86 +303,11 @@ def test_of_a_long_document_split_keeps_what_is_not_used_compressed():
     assert (kept[40_001:49_000] == ids[40_000:48_999]).all() and kept[49_000:49_001].dtype == kept.dtype
 
 
-# ---- token files ----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("group_size", [8, 1024])
-def test_token_files_give_the_digests_of_streaming_the_text(tmp_path, group_size):
-    for i in range(3):
-        write_parquet(tmp_path / "raw" / "b" / f"s{i}.parquet", some_texts(60, seed=i), group_size)
-    RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300).save(tmp_path / "tokenizer")
-    assert tok_shards.main([f"--input-dir={tmp_path / 'raw'}", f"--output-dir={tmp_path / 'out'}", "--num-workers=1",
-                            f"--tokenizer={tmp_path / 'tokenizer'}", "--max-length=0", "--val-files=0"]) == 0
-    tok = RustBPETokenizer.from_directory(tmp_path / "tokenizer")
-    text_source = ParquetSource(scan(tmp_path / "raw"), tok)
-    tokens = TokenSource(scan(tmp_path / "out", find_files(tmp_path / "out" / "train", "shards")), tok)
-    assert text_source.groups.tolist() == tokens.groups.tolist()
-    for kwargs in ({}, {"long_docs": "split", "overlap": 5}, {"layout": "concat"}):
-        config = StreamConfig(T=32, V=4, seed=3, buffer_size=8, **kwargs)
-        with Ranks(config, {"b": text_source}, n=2, W=1) as one, Ranks(config, {"b": tokens}, n=2, W=3) as three:
-            assert [one.step() for _ in range(12)] == [three.step() for _ in range(12)]
-
-
-@pytest.fixture
-def windows(tmp_path):
-    """Twelve documents of numbered ids in windows of 10 that share 3, EOD 256."""
-    lengths = [5 + 9 * d for d in range(12)]
-    documents = [np.arange(1000 * (d + 1), 1000 * (d + 1) + n) for d, n in enumerate(lengths)]
-    ids, offsets = np.concatenate([np.append(BOS, d) for d in documents]), np.cumsum([0, *(n + 1 for n in lengths)])
-    with ShardWriter(tmp_path / "a", vocab_size=70_000) as writer:
-        writer.add(*Windows(10, 3).cut(ids, offsets, BOS))
-    return scan(tmp_path, find_files(tmp_path, "shards"))
-
-
-def every_row(source, **kwargs):
-    """(live targets, rows, ledger) of one pass on one lane."""
-    config = StreamConfig(V=1, max_epochs=1, buffer_size=8, **kwargs)
-    stream = Stream(config, {"data": source}, [0], tokenizer="t")
-    live, rows = [], []
-    while found := stream.next_rows(1):
-        tokens, mask = row_arrays(found[0], config.T)
-        live += tokens[1:][mask[1:] == 1].tolist()
-        rows.append((tokens, mask))
-    account = ledger(json_copy(stream.cursors()), config.T)["data"]
-    stream.close()
-    assert account["read"] + account["bos"] + account["repeated"] == (
-        account["emitted"] + account["cropped"] + account["pending"])
-    return live, rows, account
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_binned_rows_hold_whole_entries_as_stored_and_pad(windows, pack):
-    source = TokenSource(windows, ByteTokenizer(), as_stored=True)
-    live, rows, account = every_row(source, T=30, layout="binned", pack=pack)
-    assert account["bos"] == account["cropped"] == account["pending"] == 0 < account["padded"]
-    words = [t for t in live if t != BOS]
-    assert (len(words) == len(set(words)) and account["documents"] == len(rows)) or pack
-    for tokens, mask in rows:
-        after_end = np.flatnonzero(tokens[:-1] == BOS) + 1
-        assert not mask[after_end].any(), "what follows the end of a document is off"
-    assert sum(int((t == BOS).sum()) for t, _ in rows) >= 12
-
-
-def test_binned_refuses_an_entry_that_is_longer_than_a_row(windows):
-    source = TokenSource(windows, ByteTokenizer(), as_stored=True)
-    with pytest.raises(ValueError, match=r"a\.bin: group 0: an entry has .* --max-length 7"):
-        every_row(source, T=7, layout="binned")
-
-
 # ---- curricula ------------------------------------------------------------------------------------------------------
 
 def mixed(V, T, **kwargs):
     phases = [Phase(40 * T * V, {"a": 3, "b": 1}), Phase(40 * T * V, {"a": 1, "b": 1})]
     return StreamConfig(T=T, V=V, buffer_size=4, curriculum=Curriculum(phases, **kwargs))
-
-
-def test_a_dry_bucket_ends_the_loader_or_is_dropped_where_that_is_allowed():
-    config, sources = mixed(4, 16), {"a": fixed_source(), "b": fixed_source(2, 5, "small")}
-    with pytest.raises(Dry, match="bucket 'b' has run dry") as dry:
-        list(load_steps(config, sources, R=8, W=2, B=4, steps=40))
-    assert dry.value.bucket == "b"
-    with pytest.raises(Dry, match="all its buckets") as end:
-        list(load_steps(config, sources, R=8, W=2, B=4, steps=400, drop_dry=True))
-    assert end.value.step > dry.value.step and end.value.bucket is None
 
 
 def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_was():

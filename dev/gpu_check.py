@@ -359,13 +359,6 @@ def slots(bench: Bench) -> Iterator[Figure]:
 
 # ---- runs of scripts.base_train ------------------------------------------------------------------
 
-def as_flags(settings: dict[str, Any]) -> list[str]:
-    """A command line."""
-    named = [(name.replace("_", "-"), value) for name, value in settings.items()]
-    return [("--" if value else "--no-") + name if isinstance(value, bool) else f"--{name}={value}"
-            for name, value in named]
-
-
 def outside() -> dict[str, str]:
     """The environment, without what `compute_init` has set for this process alone."""
     own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
@@ -381,7 +374,8 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
              "buffer_size": bench.sizes.buffer, "model_tag": tag}
     with mock.patch.dict(os.environ, outside(), clear=True):
-        group = training.launch(base_train.main, [as_flags(given | flags)] * world_size, [env or {}] * world_size, hook)
+        group = training.launch(base_train.main, [training.as_flags(given | flags)] * world_size,
+                                [env or {}] * world_size, hook)
     try:
         if dies:
             group.wait_for_death()
@@ -436,7 +430,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
     given = {**flags, "max_seq_len": sizes.T, "total_batch_size": 4 * flags["device_batch_size"] * sizes.T,
              "window_pattern": "L", "num_iterations": 1000, "eval_every": -1, "core_metric_every": -1,
              "sample_every": -1, "save_every": -1, "device_type": bench.device.type, "model_tag": "peer"}
-    command = [sys.executable, "-u", "-m", "scripts.base_train", *as_flags(given)]
+    command = [sys.executable, "-u", "-m", "scripts.base_train", *training.as_flags(given)]
     rates: list[float] = []
     with (bench.out / f"peer-{model}.log").open("w") as log, subprocess.Popen(
             command, cwd=bench.peer, env=outside() | {"NANOCHAT_BASE_DIR": str(base)}, text=True,

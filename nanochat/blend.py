@@ -348,7 +348,7 @@ class SampleStream:
         self.sources, self.samples = dict(sources), open_samples(config, sources)
         any_source = next(iter(sources.values()))
         self.far = in_store(any_source.manifest["root"])  # where a read takes a while
-        self.eod, self.vocab_size = any_source.bos, any_source.tokenizer.get_vocab_size()
+        self.eod = any_source.bos
         self.identity = {
             **config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
             "samples": hash_json(self.samples.identity()),
@@ -366,6 +366,7 @@ class SampleStream:
             for lane, counts in zip(self.lanes, self.counts):
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
+            part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
             _ = part.shuffle_index  # before the first step, where nobody waits with a time-out
 
     def next_rows(self, num_rows: int) -> list[Row]:
@@ -382,24 +383,11 @@ class SampleStream:
             number, _ = self.samples.locate(self.taken + i)
             row = SampleRow(i // num_rows, self.row + i % num_rows, self.buckets[number], ids, live,
                             [], self.taken + i, self.eod)
-            self._check_ids(row)
             self.counts[len(rows) // num_rows, number] += 1
             rows.append(row)
         self.taken += step
         self.row += num_rows
         return rows
-
-    def _check_ids(self, row: SampleRow) -> None:
-        """ValueError for an id that no embedding may see."""
-        ids = row.tokens
-        outside = (ids < 0) | (ids >= self.vocab_size)
-        if outside.any():
-            at = int(outside.argmax())
-            place = next(place for place in reversed(self.describe(row)) if place["at"] <= at)
-            raise ValueError(
-                f"{place['file']}: document {place['document']:,} holds the id {ids[at]:,}, outside "
-                f"the vocabulary of {self.vocab_size:,}; python -m scripts.verify tells which there "
-                f"are; make the pair again, or name its tokenizer with --tokenizer")
 
     def dry_bucket(self, lane: int) -> None:
         """As of `Stream`: it is no bucket that is dry, the run has had its samples."""

@@ -233,7 +233,9 @@ class IndexedDataset:
             raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence "
                              f"{number:,}, which has {size:,}")
         # one of many ranges all over the file: of a store exactly its bytes are fetched
-        return self.file.reader.read_many([(begin + offset, begin + stop)])[0]
+        ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
+        self.file.check_ids(ids, [0, len(ids)], number, "sequence")
+        return ids
 
 
 class IndexedDatasetBuilder:

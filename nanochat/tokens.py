@@ -283,14 +283,18 @@ class TokenFile:
             parts = self.reader.read_many(list(zip(begins.tolist(), ends.tolist())))
             ids = np.concatenate([np.empty(0, self.dtype), *parts])
         edges = running(ends - begins)[edges]
-        if self.vocab_size is not None:
-            unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero is then far outside
-            if unsigned.max(initial=0) >= self.vocab_size:
-                at = int(np.argmax(unsigned >= self.vocab_size))
-                entry = first + int(np.searchsorted(edges, at, side="right")) - 1
-                raise ValueError(f"{self.path}: entry {entry:,} holds the id {ids[at]:,}, outside "
-                                 f"the vocabulary of {self.vocab_size:,}; {LOOK}")
+        self.check_ids(ids, edges, first)
         return ids, edges
+
+    def check_ids(self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, what: str = "entry") -> None:
+        """ValueError for an id outside the vocabulary, where that is known. ids[edges[k]:edges[k + 1]]
+        are those of entry first + k, or of `what` else."""
+        unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero is then far outside
+        if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
+            at = int(np.argmax(unsigned >= self.vocab_size))
+            number = first + int(np.searchsorted(edges, at, side="right")) - 1
+            raise ValueError(f"{self.path}: {what} {number:,} holds the id {ids[at]:,}, outside "
+                             f"the vocabulary of {self.vocab_size:,}; {LOOK}")
 
     def read(self, first: int, last: int) -> list[np.ndarray]:
         """Entries first .. last - 1 as they are stored, each (n,): views of one array."""

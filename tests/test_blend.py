@@ -329,10 +329,10 @@ def test_a_row_says_of_which_documents_it_is(pairs):
     assert checked == 80 * (T + 1)
 
 
-def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_document(tmp_path):
-    for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: document 2 holds the id 300, outside"),
-                                      ("b", np.int32, -3, r"b\.bin: document 2 holds the id -3, outside"),
-                                      ("c", np.int64, 1 << 40, r"c\.bin: document 2 holds the id 1,099,.*, outside")):
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_sequence(tmp_path):
+    for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: sequence 2 holds the id 300, outside"),
+                                      ("b", np.int32, -3, r"b\.bin: sequence 2 holds the id -3, outside"),
+                                      ("c", np.int64, 1 << 40, r"c\.bin: sequence 2 holds the id 1,099,.*, outside")):
         builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=dtype)
         for i in range(9):
             builder.add_document([1] * 11 + [bad if i == 2 else 2, BOS], [13])

@@ -127,9 +127,14 @@ def in_workplace(**changed: Any) -> Any:
 
 def flags(**changed: Any) -> list[str]:
     """The command line of `SETTINGS` with some changed (None leaves one out, True is a bare flag)."""
-    settings = {"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed}
-    named = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items() if value is not None]
-    return [flag if value is True else f"{flag}={value}" for flag, value in named]
+    return as_flags({"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed})
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    """Some settings as a command line."""
+    named = [(name.replace("_", "-"), value) for name, value in settings.items() if value is not None]
+    return [("--" if value else "--no-") + name if isinstance(value, bool) else f"--{name}={value}"
+            for name, value in named]
 
 
 def run_dir(tag: str = "run") -> Path:

@@ -98,19 +98,6 @@ def texts_for(name: str) -> list[str]:
     return ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
 
 
-def entries_here(path: Path) -> list[list[int]]:
-    from nanochat.tokens import open_tokens
-    pair = open_tokens(path)
-    return [ids.tolist() for ids in pair.read(0, len(pair))]
-
-
-def documents_here(path: Path, told: dict[str, Any]) -> list[list[int]]:
-    """All entries as the stream gets them."""
-    from nanochat.tokens import open_tokens
-    pair = open_tokens(path, vocab_size=told["vocab_size"])
-    return [ids.tolist() for ids in pair.documents(0, len(pair), told["eod"])]
-
-
 def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
     from nanochat.token_writer import ShardWriter
     with ShardWriter(path, vocab_size=vocab_size) as writer:
@@ -124,16 +111,17 @@ def compare_theirs(work: Path, check: peers.Compared) -> None:
     for name in CASES:
         path = work / "there" / f"{name}.bin"
         told = json.loads(path.with_suffix(".json").read_text())
-        entries, eod = told["entries"], told["eod"]
+        entries, eod, pair = told["entries"], told["eod"], open_tokens(path, vocab_size=told["vocab_size"])
         check.same(f"{name}: {len(entries):,} entries of {told['documents']:,} documents written there, read here",
-                   entries_here(path) == entries
-                   and open_tokens(path).prefixes(0, len(entries)).tolist() == told["prefixes"])
+                   [ids.tolist() for ids in pair.read(0, len(pair))] == entries
+                   and pair.prefixes(0, len(entries)).tolist() == told["prefixes"])
         check.same(f"{name}: the stream gets them with BOS in front and without the end of documents",
-                   documents_here(path, told) == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
+                   [ids.tolist() for ids in pair.documents(0, len(pair), eod)]
+                   == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
         check.same(f"{name}: scripts.verify finds nothing wrong",
                    verify([str(path), "--vocab-size", str(told["vocab_size"])]) == 0)
-        write_here(work / "here" / name, entries, told["prefixes"], told["vocab_size"])
         mine = work / "here" / path.name
+        write_here(mine.with_suffix(""), entries, told["prefixes"], told["vocab_size"])
         check.same(f"{name}: the same entries written here are the same bytes", all(
                    mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
@@ -161,22 +149,6 @@ def compare_tokenizers(work: Path, check: peers.Compared) -> None:
                theirs == text)
 
 
-def compare_ours(work: Path, wanted: dict[str, tuple[list[list[int]], list[int]]], check: peers.Compared) -> None:
-    """What was read there of shards written here."""
-    for name, (entries, prefixes) in wanted.items():
-        told = json.loads((work / "here" / f"{name}.json").read_text())
-        check.same(f"{name}: {len(entries):,} entries written here, read there by read_idx",
-                   (told["entries"], told["prefixes"]) == (entries, prefixes))
-        check.same(f"{name}: and by PreTokenizedDataset", sorted(told["dataset"]) == sorted(entries))
-        check.same(f"{name}: and packed, without loss", told["packed_tokens"] == sum(map(len, entries)))
-
-
-def random_entries(vocab_size: int) -> tuple[list[list[int]], list[int]]:
-    rng = np.random.default_rng(vocab_size)
-    entries = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 300, 500)]
-    return entries, [int(rng.integers(0, len(e))) for e in entries]
-
-
 def compare(python: str, work: Path) -> int:
     """All three steps; the exit code."""
     check = peers.Compared()
@@ -188,16 +160,21 @@ def compare(python: str, work: Path) -> int:
     peers.ask(python, "dev.compare_gpt_simple", "write", work)
     compare_theirs(work, check)
     compare_tokenizers(work, check)
-    wanted = {}
     for vocab_size in (50_257, 65_535, 65_536, 100_277):
-        name = f"random_{vocab_size}"
-        wanted[name] = random_entries(vocab_size)
-        write_here(work / "here" / name, *wanted[name], vocab_size)
+        rng = np.random.default_rng(vocab_size)
+        entries = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 300, 500)]
+        prefixes = [int(rng.integers(0, len(e))) for e in entries]
+        write_here(work / "here" / f"random_{vocab_size}", entries, prefixes, vocab_size)
+        wanted = {"entries": entries, "prefixes": prefixes}
+        (work / "there" / f"random_{vocab_size}.json").write_text(json.dumps(wanted))
     peers.ask(python, "dev.compare_gpt_simple", "read", work)
-    for name in CASES:
-        told = json.loads((work / "there" / f"{name}.json").read_text())
-        wanted[name] = told["entries"], told["prefixes"]
-    compare_ours(work, wanted, check)
+    for path in sorted((work / "here").glob("*.json")):
+        told, wanted = (json.loads((work / where / path.name).read_text()) for where in ("here", "there"))
+        entries = wanted["entries"]
+        check.same(f"{path.stem}: {len(entries):,} entries written here, read there by read_idx",
+                   (told["entries"], told["prefixes"]) == (entries, wanted["prefixes"]))
+        check.same(f"{path.stem}: and by PreTokenizedDataset", sorted(told["dataset"]) == sorted(entries))
+        check.same(f"{path.stem}: and packed, without loss", told["packed_tokens"] == sum(map(len, entries)))
     return check.end()
 
 

@@ -206,6 +206,11 @@ class Reader:
     folder: Path = Path()  # for `after`
 
 
+def text_reader(name: str) -> Reader:
+    """A reader of the texts in a file."""
+    return Reader(lambda base, _: list(text_kinds.read_texts(base / name)), (name,))
+
+
 def read_pair(path: Path) -> None:
     for kind in ("mmap", "pread"):
         with mock.patch.dict(os.environ, NANOCHAT_READER=kind):
@@ -288,14 +293,9 @@ LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner-*.json", f"{R
          f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
-    "parquet": Reader(lambda base, _: list(text_kinds.read_texts(base / "data/shard_0.parquet")),
-                      ("data/shard_0.parquet",)),
+    "parquet": text_reader("data/shard_0.parquet"),
     "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
-    "jsonl": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl")), ("a.jsonl",)),
-    "jsonl.gz": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl.gz")), ("a.jsonl.gz",)),
-    "jsonl.zst": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.jsonl.zst")), ("a.jsonl.zst",)),
-    "arrow": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.arrow")), ("a.arrow",)),
-    "txt": Reader(lambda base, _: list(text_kinds.read_texts(base / "a.txt")), ("a.txt",)),
+    **{kind: text_reader(f"a.{kind}") for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "arrow", "txt")},
     "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
                      (*PAIR, "shards/train/data/manifest.json"), 2),
     "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),

@@ -83,7 +83,7 @@ class BlendedDataset:
             self.weights = shares
         name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits),
-                        names=("dataset_index", "dataset_sample_index"), entries=total)
+                        names=("dataset_index", "dataset_sample_index"))
         self.dataset_index = tables["dataset_index"]  # (samples,) int16: which gives sample i
         self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its
         for dataset, count in zip(self.datasets, self.counts(total)):

@@ -360,8 +360,7 @@ class GPTDataset:
         key = hash_json([self.identity(), hash_array(self._lengths)])
         return cached(
             self.config.path_to_cache, f"{key}-{type(self).__name__}-{self.index_split.name}",
-            self._build, names=("document_index", "sample_index", "shuffle_index"),
-            entries=self.order.num_epochs * len(self.indices) + len(self))
+            self._build, names=("document_index", "sample_index", "shuffle_index"))
 
     def _build(self) -> Arrays:
         documents, samples = self.order.shuffled()

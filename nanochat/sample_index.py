@@ -141,8 +141,7 @@ def blend_sources(weights: Sequence[float], size: int,
 
 # ---- the cache ----------------------------------------------------------------------------------
 
-def cached(folder: str | None, name: str, build: Callable[[], Arrays], *, names: Sequence[str],
-           entries: int) -> Arrays:
+def cached(folder: str | None, name: str, build: Callable[[], Arrays], *, names: Sequence[str]) -> Arrays:
     """The arrays `names` that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made and
     written there if they have enough entries to be worth it.
 
@@ -153,7 +152,7 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays], *, names:
     Rejected: rank 0 builds and the others wait at a barrier, as megatron-core does. That ends in a
     time-out where rank 0 takes long, or where the file system is slow to show the file.
     """
-    if folder is None or entries < WORTH_STORING:
+    if folder is None:
         return build()
     seal = Path(folder) / f"{name}.json"
     paths = {which: seal.with_name(f"{name}-{which}.npy") for which in names}
@@ -175,6 +174,8 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays], *, names:
         except (OSError, ValueError, EOFError) as e:
             log.warning("%s: cannot be used (%s); it is made again", seal, e)
     arrays = build()
+    if sum(array.size for array in arrays.values()) < WORTH_STORING:
+        return arrays
     try:
         seal.parent.mkdir(parents=True, exist_ok=True)
         for which, path in paths.items():

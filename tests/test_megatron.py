@@ -333,8 +333,13 @@ def test_what_is_asked_of_files_must_be_there(tmp_path: Path) -> None:
 ARRAYS = {"x": np.arange(5000, dtype=np.uint32), "y": np.arange(8).reshape(4, 2)}
 
 
+@pytest.fixture(autouse=True)
+def worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_index, "WORTH_STORING", 1000)
+
+
 def keep(folder: Path, build: Any = lambda: ARRAYS) -> dict[str, np.ndarray]:
-    return cached(str(folder), "key", build, names=tuple(ARRAYS), entries=1 << 20)
+    return cached(str(folder), "key", build, names=tuple(ARRAYS))
 
 
 def same(found: dict[str, np.ndarray]) -> bool:

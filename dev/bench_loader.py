@@ -134,14 +134,10 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
             tokenizer.enc.encode_ordinary(text)
 
     def shards() -> float:
-        made = 0
-
-        def make() -> None:
-            nonlocal made
-            with tempfile.TemporaryDirectory() as folder:
-                made = make_shards(args, Path(folder), "gpts")
-        spent = seconds(make, time.thread_time)
-        return made / spent
+        began = time.thread_time()
+        with tempfile.TemporaryDirectory() as folder:
+            made = make_shards(args, Path(folder), "gpts")
+            return made / (time.thread_time() - began)
 
     found = in_turns({
         # in this thread alone: that of the loader still fills its queue

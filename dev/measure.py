@@ -44,10 +44,8 @@ def tell_about() -> dict[str, Any]:
     found |= {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": round(os.getloadavg()[0], 2),
               "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     print(*(f"{name:13s} {value}" for name, value in found.items()), sep="\n", flush=True)
     return found
 

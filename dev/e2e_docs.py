@@ -1,9 +1,9 @@
 """
 Run what README.md and the pages of docs/ tell a reader to type, word by word, in the order of the README's links.
 
-    README.md --> docs/data.md --> ...      one fresh copy of the checkout's files, one base directory, one shell after
-    ```sh blocks: each command              another: what a page makes is there for the pages behind it
-    ```python blocks: each as one program
+    README.md --> docs/data.md --> ...     one fresh copy of the checkout's files and one base directory:
+      ```sh      a command after another   what a page makes is there for the pages behind it
+      ```python  as one program
 
 A block that cannot run like this says so in the page itself, in a comment right before it, which names what runs such
 a command instead, or says that nothing does:
@@ -13,16 +13,15 @@ a command instead, or says that nothing does:
 
 `s3://bucket` is an S3 server on loopback, empty at the start; the reader's text is what the README's command makes.
 
-    python -m dev.e2e_docs                          # everything; ends with a table of all commands
-    python -m dev.e2e_docs --pages data.md look.md  # the README, without which no page works, and these
+    python -m dev.e2e_docs     # ends with a table of all commands
 
 Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a command's was not 0, or
 what its comment says (`# exit code 1: they differ`); the folder with its output is then kept and named.
 """
 
-import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -61,11 +60,10 @@ class Block:
         return [command for command in found if command.strip()]
 
 
-def pages() -> list[Path]:
-    """README.md, and the pages of docs/ in the order in which it names them first."""
-    readme = ROOT / "README.md"
-    linked = re.findall(r"\]\((docs/\w+\.md)\)", readme.read_text().partition("\n## More\n")[2])
-    return [readme, *(ROOT / name for name in linked)]
+def pages(root: Path) -> list[Path]:
+    """README.md below `root`, and the pages of docs/ in the order of its last table."""
+    linked = re.findall(r"^\| \[(docs/\w+\.md)\]", (root / "README.md").read_text(), re.MULTILINE)
+    return [root / name for name in ["README.md", *linked]]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -75,9 +73,8 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy the files of the checkout that git does not ignore, and link its .venv."""
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
+    """Copy the files of the checkout that git knows, as they are now, and link its .venv."""
+    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
@@ -94,8 +91,8 @@ def reader(work: Path, store_url: str) -> dict[str, str]:
 
 
 def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[float, int]:
-    """Run one command; the seconds, and its exit code, 124 after LIMIT_S. What it prints goes to work/output, what it
-    exports to work/exported, for the commands behind it."""
+    """Run one command; the seconds, and its exit code, 124 after LIMIT_S. What it prints is added to work/output, what
+    it exports is in work/exported, for the commands behind it."""
     shell = f"source {work}/exported\n{command}\ncode=$?\nexport -p >{work}/exported\nexit $code"
     words = ["bash", "-c", shell] if language == "sh" else ["python", "-c", command]
     began = time.monotonic()
@@ -107,10 +104,10 @@ def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[f
     return time.monotonic() - began, done.returncode
 
 
-def run_pages(chosen: Sequence[Path], work: Path, env: dict[str, str]) -> list[tuple[str, str, str, str]]:
+def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tuple[str, str, str, str]]:
     """Run all commands of the pages; (page, command, seconds, exit code or why it is not run) of each."""
     rows = []
-    for page in chosen:
+    for page in pages:
         (work / "exported").write_text("")
         for block in blocks(page):
             for command in block.commands():
@@ -126,12 +123,7 @@ def run_pages(chosen: Sequence[Path], work: Path, env: dict[str, str]) -> list[t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description="Run every command of README.md and docs/.", epilog=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", nargs="*", metavar="PAGE", help="these, after the README (default: all)")
-    args = parser.parse_args(argv)
-    chosen = [page for page in pages() if args.pages is None or page.name in ["README.md", *args.pages]]
-
+    Parser(description="Run every command of README.md and docs/.", epilog=__doc__).parse_args(argv)
     from tests.object_store import serve
 
     memory = Path("/dev/shm")
@@ -139,12 +131,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     (work / "home").mkdir()
     copy_checkout(work / "checkout")
     with serve() as store:
-        rows = run_pages(chosen, work, reader(work, store.proxy.url))
+        rows = run_pages(pages(work / "checkout"), work, reader(work, store.proxy.url))
     print(*table(("PAGE", "COMMAND", "SECONDS", "EXIT CODE"), rows), sep="\n")
-    ran = [row for row in rows if row[2]]
-    failed = [row for row in ran if row[3].endswith("FAILED")]
-    print(f"{len(ran)} commands ran in {sum(float(row[2]) for row in ran):.0f} s, {len(failed)} failed; "
-          f"{len(rows) - len(ran)} were not run")
+    took = [float(row[2]) for row in rows if row[2]]
+    failed = sum(row[3].endswith("FAILED") for row in rows)
+    used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    print(f"{len(took)} commands ran in {sum(took):.0f} s ({used:.0f} s of processor time), {failed} failed; "
+          f"{len(rows) - len(took)} were not run")
     if failed:
         print(f"e2e_docs: FAILED, see {work}/output")
         return 1

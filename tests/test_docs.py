@@ -70,7 +70,7 @@ def test_every_block_of_a_page_is_run_or_says_what_else_runs_it(page):
 
 
 def test_the_script_that_runs_the_blocks_reads_all_pages_and_whole_commands(tmp_path):
-    assert sorted(pages()) == sorted(PAGES) and pages()[0] == README
+    assert sorted(pages(ROOT)) == sorted(PAGES) and pages(ROOT)[0] == README
     (tmp_path / "page.md").write_text("""```sh
 a b \\
   c    # exit code 3

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from nanochat.common import Parser, hash_file, here, run_main, write_json
 from nanochat.dataset import data_folder, find_files
 from nanochat.sources import check_format
-from nanochat.token_writer import MegatronWriter, ShardWriter
+from nanochat.token_writer import WRITERS
 from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, new_manifest, open_tokens, read_manifest
 
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of what is made
@@ -89,11 +89,9 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
         eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last
     dtype = None
     if vocab_size is None:  # ids are kept as wide as they are
-        narrow = {"megatron": 8, "gpts": 2}[to]
-        dtype = DTYPES[TARGETS[to]][4 if pair.dtype.itemsize > 2 else narrow]
-    writer_of = MegatronWriter if to == "megatron" else ShardWriter
+        dtype = DTYPES[TARGETS[to]][4] if pair.dtype.itemsize > 2 else np.uint16
     found = documents(pair, eod)
-    with writer_of(target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
+    with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
         while block := list(itertools.islice(found, BLOCK_ENTRIES)):
             lengths = np.array([len(ids) for ids in block])
             writer.add(np.concatenate(block), lengths, np.zeros(len(block), np.uint16))

@@ -52,14 +52,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def random_model(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A model of a shape, its weights as at the start of training, in eval mode."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device).init_weights(seed=0, compute_dtype=dtype)
-    return model.eval()
-
-
 def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:
     """Generate with `rows` rows; yields the seconds of each column of tokens, of which the first waits for the prompt.
     A column is read by the host before it is handed out, so nothing is under way between two of them."""
@@ -100,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             config = GPTConfig.from_depth(args.depth, vocab_size=args.vocab_size, sequence_len=args.max_seq_len,
                                           head_dim=args.head_dim)
-            model, name = random_model(config, device, dtype), f"random weights, depth {args.depth}"
+            with torch.device("meta"):
+                model = GPT(config).eval()
+            model.to_empty(device=device).init_weights(seed=0, compute_dtype=dtype)
+            name = f"random weights, depth {args.depth}"
         prompt_tokens = model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
         parameters = sum(parameter.numel() for parameter in model.parameters())

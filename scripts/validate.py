@@ -115,24 +115,23 @@ def draw(plan: Plan, path: Path) -> None:
     except ImportError:
         raise ValueError("--plot: matplotlib is not installed; pip install "
                          "'nanochat[plot]'") from None
-    names, step = list(plan.buckets), plan.rows_per_step * plan.T
-    tokens = np.array([phase["tokens"] for phase in plan.phases], float)
-    asked = np.array([[phase["asked"][name] for name in names] for phase in plan.phases], float)
-    edges, ran = np.concatenate([[0], np.cumsum(tokens)]), plan.steps * step
     figure = Figure(figsize=(9, 6), layout="constrained")
     shares, passes = figure.subplots(2, 1, sharex=True)
-    of_phase = asked / np.maximum(tokens, 1)[:, None]
-    shares.stackplot(np.repeat(edges, 2)[1:-1], np.repeat(of_phase, 2, axis=0).T, labels=names)
+    step = plan.rows_per_step * plan.T
+    edges, ran = np.cumsum([0, *(phase["tokens"] for phase in plan.phases)]), plan.steps * step
+    below = np.zeros(len(plan.phases))
+    for i, (name, bucket) in enumerate(plan.buckets.items()):
+        asked, color = np.array([phase["asked"][name] for phase in plan.phases], float), f"C{i}"
+        share = asked / np.maximum(np.diff(edges), 1)
+        shares.stairs(below + share, edges, baseline=below, fill=True, color=color, label=name)
+        below += share
+        taken, x = np.cumsum([0, *asked]), np.append(edges[edges < ran], ran)
+        y = np.interp(x, edges, taken) / max(1, np.interp(ran, edges, taken)) * bucket.passes
+        passes.plot(x, y, color=color, label=name)
+        if bucket.dry_step is not None:
+            passes.axvline(bucket.dry_step * step, color=color, linestyle=":")
     shares.set_ylabel("share of rows")
     shares.set_ylim(0, 1)
-    for i, name in enumerate(names):
-        bucket = plan.buckets[name]
-        rows = np.concatenate([[0], np.cumsum(asked[:, i])])
-        x = np.append(edges[edges < ran], ran)
-        y = np.interp(x, edges, rows) / max(1, np.interp(ran, edges, rows)) * bucket.passes
-        [line] = passes.plot(x, y, label=name)
-        if bucket.dry_step is not None:
-            passes.axvline(bucket.dry_step * step, color=line.get_color(), linestyle=":")
     passes.set_ylabel("passes over the bucket")
     passes.set_xlabel("tokens trained on (dotted: a bucket runs dry)")
     for axes in (shares, passes):

@@ -5,8 +5,8 @@ The plan: what a run will take from each bucket, and at which step one runs dry,
     1               0      5,000,000   60.0 %   30.0 %   10.0 %
     2           2,441      5,000,000   30.0 %   30.0 %   40.0 %
 
-    bucket   tokens there       asked     trained      usable   passes   cropped   dry at step
-    code        4,120,388   4,500,000   4,083,712   4,083,712     0.99     1.1 %         4,312
+    bucket   tokens there       asked     trained      usable   passes   cropped %   dry at step
+    code        4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
 
 Placements come from lengths alone. So a stream of documents that have a length and no tokens packs
 the very same rows, and a plan is that stream followed step by step:
@@ -38,7 +38,7 @@ from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
-from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger
+from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger, share
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ ACCOUNT = ("emitted", "cropped", "repeated", "padded", "rows")  # what is told o
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
+MUCH = 0.1  # a share of cropped tokens from which on people are warned
 DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
             "it where it is dry (--allow-bucket-exhaustion)")
 
@@ -68,13 +69,12 @@ class BucketPlan:
 
     @property
     def passes(self) -> float:
-        """Over the bucket, by the end."""
-        return self.trained / max(1, self.tokens)
+        """Over the bucket, by the end: what is cropped counts as read."""
+        return self.trained / max(1, self.tokens * (1 - self.share("cropped")))
 
     def share(self, name: str) -> float:
-        """What part of the tokens that left the buffers was cropped or repeated."""
-        account = self.account
-        return account[name] / max(1, account["emitted"] + account["cropped"])
+        """Of the tokens that left the buffers, see `nanochat.stream.share`."""
+        return share(self.account, name)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,10 @@ class Lengths:
     def totals(self, config: StreamConfig) -> tuple[int, int, float]:
         """(documents, stored tokens, about how many rows) of one pass."""
         crop, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0.0
+        if self.sample is not None:
+            number, used = int(self.groups.sum()), np.minimum(self.sample, config.T + 1) if crop else self.sample
+            rows = number * float(used.mean()) / (config.T + 1) if config.pack else number
+            return number, round(number * float(self.sample.mean())), rows
         for group, n in enumerate(self.groups.tolist()):
             documents, repeated = self.read(group, np.arange(n))
             lengths = np.array([len(ids) for ids in documents])
@@ -286,10 +290,11 @@ def _phases(config: StreamConfig, mixer: Mixer | None, buckets: Sequence[str], f
 # ---- for people ----------------------------------------------------------------------------------
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """The plan of a run that is about to start, told to people. ValueError for a run that would
-    halt, unless its --plan is to warn."""
+    """The plan of a run that is about to start, told to people: of plain text, which nothing limits,
+    only what they should know. ValueError for a run that would halt, unless its --plan is to warn."""
     plan = make_run_plan(start, data, keep=True)
-    print0("\n".join(describe(plan)))
+    if start.settings.curriculum is not None or start.settings.data_format != "text":
+        print0("\n".join(describe(plan)))
     why = problem(plan)
     if why and start.settings.plan == "error":
         raise ValueError(why)
@@ -333,20 +338,26 @@ def problem(plan: Plan) -> str:
 
 def warnings(plan: Plan) -> list[str]:
     """What a person should know before starting, a sentence each."""
-    found = []
+    dry, notes, about = [], [], "about " * plan.estimate
     for name, bucket in plan.buckets.items():
+        data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.share("cropped")
+        if not bucket.max_epochs and bucket.passes > 1:
+            notes.append(f"the run reads {data} {about}{bucket.passes:.1f} times: it trains on {bucket.trained:,} "
+                         f"tokens, and {about}{bucket.tokens:,} are there")
+        if plan.crops and cropped > MUCH:
+            notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, for their documents are longer "
+                         f"than a row; --long-docs=split drops none, a longer --max-seq-len fewer")
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
         line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: {bucket.asked:,} "
                 f"tokens are asked of it, {bucket.usable:,} are usable with {plan.V} lanes")
-        if plan.crops and bucket.share("cropped") > 0.005:
-            line += (f"; {bucket.share('cropped'):.1%} are cropped, which --long-docs=split would "
-                     "train on")
-        found.append(f"{line}; fewer --lanes may use more of it")
+        if plan.crops and 0.005 < cropped <= MUCH:
+            line += f"; {cropped:.1%} are cropped, which --long-docs=split would train on"
+        dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:
-        found.append(f"the run would halt there; {DRY_WAYS}")
-    return found
+        dry.append(f"the run would halt there; {DRY_WAYS}")
+    return dry + notes
 
 
 def describe(plan: Plan) -> list[str]:
@@ -364,7 +375,7 @@ def describe(plan: Plan) -> list[str]:
                          *(f"{share:.1%}" for share in shares)])
         lines += _table(rows)
     rows = [["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes",
-             "cropped", "repeated", "padded", "dry at step"]]
+             "cropped %", "repeated %", "padded %", "dry at step"]]
     for name, bucket in plan.buckets.items():
         guess, about = "~" * plan.estimate, "~" * (plan.estimate or not bucket.exact)
         padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
@@ -373,8 +384,8 @@ def describe(plan: Plan) -> list[str]:
         rows.append([
             name, f"{bucket.documents:,}", f"{guess}{bucket.tokens:,}", f"{bucket.asked:,}",
             f"{bucket.trained:,}", enough if bucket.usable is None else f"{guess}{bucket.usable:,}",
-            f"{guess}{bucket.passes:.2f}{limit}", f"{about}{bucket.share('cropped'):.2%}",
-            f"{about}{bucket.share('repeated'):.2%}", f"{about}{padded:.2%}",
+            f"{guess}{bucket.passes:.2f}{limit}", f"{about}{100 * bucket.share('cropped'):.2f}",
+            f"{about}{100 * bucket.share('repeated'):.2f}", f"{about}{100 * padded:.2f}",
             "-" if bucket.dry_step is None else f"{guess}{bucket.dry_step:,}"])
     return lines + _table(rows)
 

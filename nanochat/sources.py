@@ -262,8 +262,10 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Read
 
 
 def _pin(path: Path, name: str, reading: Reading, strict: bool) -> dict[str, Any]:
-    """What pins one file, whatever its kind."""
-    return source_class(name).scan_file(as_parquet(path, reading, strict=strict), name, reading.text_field)
+    """What pins one file, whatever its kind; of one that was converted also its own size, for people."""
+    readable = as_parquet(path, reading, strict=strict)
+    found = source_class(name).scan_file(readable, name, reading.text_field)
+    return found if readable == path else {**found, "own_size": path.stat().st_size}
 
 
 def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:

@@ -24,6 +24,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint, newest_good
-from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, write_json
+from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import DEFAULT_DATASET, data_folder
@@ -418,8 +419,7 @@ def own(start: Start, data: RunData) -> Owner:
     --plan is to warn. config.json, written last, holds the resolved settings and what follows from
     them, for people."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    limited = settings.curriculum is not None or settings.data_format != "text"  # nothing limits text
-    if settings.plan != "off" and limited:
+    if settings.plan != "off":
         from nanochat.plan import rehearse
 
         plan = rehearse(start, data)
@@ -464,15 +464,19 @@ def tell_memory(parts: dict[str, int]) -> str:
     return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
 
 
-def introduce(start: Start, layout: Layout, device: torch.device) -> None:
-    """Print what is about to run: settings that are not their defaults, and what follows from all
-    of them."""
+def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
+    """Print what is about to run: the settings that were `typed`, what was worked out, and what
+    follows from all of them."""
     for notice in start.notices:
         print0(f"changed: {notice}")
-    for name, value in start.settings.differing().items():
-        print0(f"{flag(name):32s} {json.dumps(value)}")
-    for name, value in derive(start).items():
-        print0(f"{name:32s} {value:,}" if isinstance(value, int) else f"{name:32s} {value:.4g}")
+    settings = start.settings.differing()
+    print0("typed:")
+    for name in [name for name in settings if name in typed]:
+        print0(f"  {flag(name):32s} {json.dumps(settings[name])}")
+    print0("worked out from that, the data and this machine:")
+    for name, value in {**settings, **derive(start)}.items():
+        if name not in typed:
+            print0(f"  {name:32s} {json.dumps(value) if isinstance(value, str) else show(value)}")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "

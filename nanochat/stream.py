@@ -278,6 +278,12 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     return total
 
 
+def share(account: Mapping[str, int], name: str) -> float:
+    """What part of the tokens that have left the buffers, emitted + cropped, was cropped (or repeated):
+    what every table calls `cropped %`."""
+    return account[name] / max(1, account["emitted"] + account["cropped"])
+
+
 def stream_identity(config: StreamConfig, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
     """All that decides the rows, as JSON values: equal identities, equal rows."""
     return {**config.identity(), "tokenizer": tokenizer,

@@ -391,10 +391,10 @@ class Journal:
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
 
-    def started(self, world_size: int) -> None:
-        """This launch is about to take its first step."""
+    def started(self, world_size: int, **told: Any) -> None:
+        """This launch is about to take its first step. `told`: what else the log should have of it."""
         self.event("started", world_size=world_size, device=self.device.type, code=code_version(),
-                   **versions(self.device))
+                   **versions(self.device), **told)
         if self.profile is not None:
             self.profile.at(self.progress.step)
 

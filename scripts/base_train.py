@@ -20,6 +20,8 @@ d<depth>): configuration, log, checkpoints, tokenizer, and which files it reads.
 import argparse
 import math
 import os
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -28,7 +30,17 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
+from nanochat.common import (
+    EXIT_HALTED,
+    Parser,
+    StopAsked,
+    duration,
+    get_dist_info,
+    print0,
+    quiet_gc,
+    run_main,
+    setup_logging,
+)
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import agree, autodetect_device_type, compute_cleanup, compute_init, gather_all, on_rank0
@@ -222,6 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README
     for exit codes."""
     settings = from_flags(parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    told = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
     setup_logging()
     end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
     with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
@@ -235,14 +249,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print0(over[1])
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
-            return train(start, data, stop, rank, world_size, device)
+            return train(start, data, stop, device, told)
         finally:
             compute_cleanup()
 
 
-def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: int, device: torch.device) -> int:
-    """Own the run, make everything, go through the loop."""
+def train(start: Start, data: RunData, stop: StopWatch, device: torch.device, told: dict[str, Any]) -> int:
+    """Own the run, make everything, go through the loop. `told`: "command" and "typed", the names of
+    the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
+    _, rank, _, world_size = get_dist_info()
     schedule = agree(lambda: Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled))
     owner = on_rank0(lambda: own(start, data))
     with ExitStack() as stack:
@@ -276,8 +292,8 @@ def train(start: Start, data: RunData, stop: StopWatch, rank: int, world_size: i
         stack.callback(stop.ignore_stores)
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
-        introduce(start, loader.layout, device)
-        journal.started(world_size)
+        introduce(start, loader.layout, device, told["typed"])
+        journal.started(world_size, **told)
         return loop(Trainer(
             start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
             leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device)),

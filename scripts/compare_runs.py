@@ -261,10 +261,10 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
             notes.append(f"passed over: {e}")
             continue
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
-        common = one.keys() & other.keys()
-        if "optimizer" not in common:
+        shared = one.keys() & other.keys()
+        if "optimizer" not in shared:
             notes.append(f"{name}: there is no optimizer state to compare, only weights and data")
-        one, other = ({k: v for k, v in state.items() if k in common} for state in (one, other))
+        one, other = ({k: v for k, v in state.items() if k in shared} for state in (one, other))
         gaps = list(compare_states(one, other))
         add("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps)
     if not parts:

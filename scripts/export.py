@@ -245,9 +245,7 @@ def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> byt
     started = [event for event in facts.named("started") if event["step"] <= step]
     vals = [event for event in facts.named("val") if event["step"] <= step]
     measured = "bits per byte" if not vals or vals[-1]["bpb"] is not None else "loss"
-    files = [(f"{bucket} ({split})", sum(sum(file["groups"]) for file in manifest["files"]),
-              sum(file["size"] for file in manifest["files"]), Path(manifest["root"]).name)
-             for split, buckets in facts.manifest.items() for bucket, manifest in buckets.items()]
+    files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in facts.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
             (f"validation {measured}", f"{vals[-1]['bpb'] or vals[-1]['loss']:.6f}" if vals else "not measured"),
             ("digest of the last step's batch", f"`{done[0]['digest']}`" if done else "not known"),

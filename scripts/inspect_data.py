@@ -39,7 +39,7 @@ from nanochat.run_data import open_run, stream_config
 from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
 from nanochat.sources import Source
 from nanochat.start_run import command, find_data, look
-from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger, open_stream
+from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger, open_stream, share
 from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -220,9 +220,9 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     rows = []
     for bucket, a in ledger(opened.cursors_at(step), opened.config.T).items():
         off = a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-        share = 100 * a["cropped"] / max(1, a["emitted"] + a["cropped"])
-        rows.append([bucket, *(a[name] for name in LEDGER), off, f"{share:.2f}"])
-    print(f"tokens after {step:,} steps; the balance must be 0", *table(header, rows), sep="\n")
+        rows.append([bucket, *(a[name] for name in LEDGER), off, f"{100 * share(a, 'cropped'):.2f}"])
+    print(f"tokens after {step:,} steps, in rows of T + 1 = {opened.config.T + 1:,} (inputs and targets overlap); the "
+          "balance must be 0, cropped % is of emitted + cropped", *table(header, rows), sep="\n")
     return EXIT_FAILED if any(row[-2] for row in rows) else 0
 
 

@@ -34,7 +34,7 @@ from nanochat.boards import flat_numbers
 from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
 from scripts import status
-from scripts.report import ENDS, LEDGER_COLUMNS, Facts, balance, in_words, read_facts, split_settings
+from scripts.report import ENDS, Facts, in_words, read_facts, split_settings, told_ledger
 
 ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
 WATCH_EVERY_S = 10
@@ -266,21 +266,16 @@ def headline(run: Run) -> str:
 
 def account(run: Run) -> str:
     """The ledger of a run, nothing before its first save."""
-    step, accounts = run.facts.accounts()
-    rows = [(bucket, *(of[name] for name in LEDGER_COLUMNS)) for bucket, of in accounts.items()]
-    words = f"After {step:,} steps, in tokens. {balance(accounts)}".replace("**", "")
-    told = table(("bucket", *LEDGER_COLUMNS), rows, "numbers") + f'<p class="soft">{escape(words)}</p>'
-    return card(f"Ledger of {run.name}", told) if rows else ""
+    told, header, rows = told_ledger(run.facts)
+    words = re.sub("[*`]", "", " ".join(told))
+    content = table(header, rows, "numbers") + f'<p class="soft">{escape(words)}</p>'
+    return card(f"Ledger of {run.name}", content) if rows else ""
 
 
 def samples(run: Run) -> str:
     """What the model wrote, the newest first."""
-    told = {f"after {event['step']:,} steps": event.get("texts") or []
-            for event in run.facts.named("samples")[::-1]}
-    for kind, texts in run.facts.evaluation.get("samples", {}).items():
-        told[f"at the evaluation, {kind}"] = texts
     parts: list[str] = []
-    for when, texts in told.items():
+    for when, texts in run.facts.samples().items():
         quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
         start = f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>"
         parts.append(f"{start}{quotes}</details>")
@@ -299,10 +294,11 @@ def differing(runs: Sequence[Run]) -> str:
 
 
 def settings(run: Run) -> str:
-    """The settings of a run, those apart that are not their default."""
-    changed, default = split_settings(run.facts.config)
-    rest = f"<details><summary>default</summary>{table(('setting', 'value'), default)}</details>"
-    return card(run.name, table(("changed from the default", "value", "default"), changed) + rest)
+    """The settings of a run: those that were typed, and below them the others."""
+    tables = split_settings(run.facts)
+    rest = "".join(f"<details><summary>{name}</summary>{table(('setting', 'value'), tables[name])}</details>"
+                   for name in ("worked out", "default"))
+    return card(run.name, table(("typed", "value", "default"), tables["typed"]) + rest)
 
 
 # ---- the page -----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from nanochat.common import Parser, atomic_open, check_shape, duration, read_jso
 from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
-from nanochat.stream import ledger
+from nanochat.stream import ledger, share
 
 CURVE_ROWS = 16  # lines of the loss curve, about
 MIX_STRETCHES = 50  # points of the picture of the mix
@@ -48,6 +48,7 @@ STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
           "started": {"step": int, "world_size": int, "device": str, "torch": str}}
+STARTED = ("world_size", "device", "torch", "code", "command", "typed")  # of a launch, in its first event
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
@@ -84,16 +85,26 @@ class Facts:
         except ValueError as e:
             raise ValueError(f"{cursor_files(self.run_dir)[step]}: {e}") from None
 
+    def files(self) -> list[tuple[str, str, int, int, int]]:
+        """(split and bucket, folder, number, bytes, documents) of the files that the run reads. Bytes
+        are those of the user's own files, whatever they were converted to."""
+        return [(f"{bucket} ({split})", m["root"], len(m["files"]),
+                 sum(f.get("own_size", f["size"]) for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
+                for split, buckets in self.manifest.items() for bucket, m in buckets.items()]
+
+    def samples(self) -> dict[str, list[str]]:
+        """{when: what the model wrote}, the newest of the training first."""
+        told = {f"after {event['step']:,} steps": event.get("texts") or [] for event in self.named("samples")[::-1]}
+        return told | {f"at the evaluation, {kind}": texts
+                       for kind, texts in self.evaluation.get("samples", {}).items()}
+
     @property
     def status(self) -> str:
         """completed, or how the last launch ended and how far the last save is."""
-        launches, saved = self.named("started", *ENDS), self.named("saved")
-        how = launches[-1]["event"] if launches else "started"
+        how, saved = self.launches[-1]["end"] if self.launches else "", self.named("saved")
         if how == "completed":
             return how
-        if not saved:
-            return "nothing saved yet"
-        return f"{how if how in ENDS else 'unfinished'}, saved at step {saved[-1]['step']:,}"
+        return f"{how or 'unfinished'}, saved at step {saved[-1]['step']:,}" if saved else "nothing saved yet"
 
 
 def read_stages(path: Path) -> list[list[Any]]:
@@ -109,7 +120,8 @@ def read_stages(path: Path) -> list[list[Any]]:
 def read_launches(log: Path) -> list[dict[str, Any]]:
     """The launches of a run in order, from its log: {"first": steps that were done when it began, "last":
     when it ended, "end": completed, stopped, halted, failed, killed (it does not say), or "" for the last
-    one where it does not say, "reason": of the end, "world_size", "device", "events": the others}."""
+    one where it does not say, "reason": of the end, "events": the others, and of the event "started"
+    "world_size", "device", "torch", "code", "command", "typed"}."""
     launches: list[dict[str, Any]] = []
     for record in iter_log(log):
         step, event = record.get("step"), record.get("event")
@@ -119,7 +131,7 @@ def read_launches(log: Path) -> list[dict[str, Any]]:
             for before in launches[-1:]:
                 before["end"] = before["end"] or "killed"
             launches.append({"first": step, "last": step, "end": "", "reason": "", "events": [],
-                             **{name: record.get(name) for name in ("world_size", "device")}})
+                             **{name: record.get(name) for name in STARTED}})
         elif launches:
             launch = launches[-1]
             launch["last"] = max(launch["last"], step + (event is None))
@@ -197,52 +209,66 @@ def in_words(facts: Facts) -> list[str]:
 def result_part(facts: Facts) -> list[str]:
     """The figures to look at first. Two runs with equal digests saw equal data."""
     val, evaluation, steps = facts.named("val"), facts.evaluation, facts.steps
-    before = val[0]["bpb"] if len(val) > 1 and val[0]["step"] == 0 else None
-    after = evaluation.get("val_bpb", val[-1]["bpb"] if val else None)
-    rows = [("validation bits per byte, before training", before),
-            ("validation bits per byte, after", after),
-            ("a unigram model's on the same tokens", evaluation.get("unigram_bpb")),
-            *((f"training bits per byte, `{name}`", bpb)
-              for name, bpb in evaluation.get("train_bpb", {}).items()),
-            *([("CORE metric", evaluation["core"]["core_metric"])] if "core" in evaluation else [])]
+    rows: list[tuple[str, Any]] = [
+        ("validation bits per byte, before training", val[0]["bpb"] if len(val) > 1 and val[0]["step"] == 0 else None),
+        ("validation bits per byte, after", evaluation.get("val_bpb", val[-1]["bpb"] if val else None)),
+        ("a unigram model's on the same tokens", evaluation.get("unigram_bpb")),
+        *((f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()),
+        ("CORE metric", evaluation.get("core", {}).get("core_metric"))]
     if steps:
-        rate = statistics.median(step["tokens_per_s"] for step in steps)
+        step_s, wait_s = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
+        mfu, rate = (statistics.median(step.get(name) or 0 for step in steps) for name in ("mfu", "tokens_per_s"))
+        peak = max(step.get("peak_memory_bytes") or 0 for step in steps)
         rows += [("steps", steps[-1]["step"] + 1), ("tokens trained on", steps[-1]["tokens"]),
-                 ("time in steps", duration(sum(step["step_s"] for step in steps))),
+                 ("time in steps", f"{duration(step_s)}, {100 * wait_s / step_s:.2f} % of it waiting for data"),
                  ("tokens/s, median step", rate),
+                 ("model FLOPs utilization, median step", f"{100 * mfu:.1f} %" if mfu else None),
+                 ("peak memory of rank 0", f"{peak / 1e9:.1f} GB" if peak else None),
                  *((f"digest of the batch of step {step['step']:,}", f"`{step['digest']}`")
                    for step in (steps[0], steps[-1]))]
-    lines = markdown(("figure", "result"), rows)
+    lines = markdown(("figure", "result"), [row for row in rows if row[1] is not None])
     if not evaluation:
-        lines.append("No eval.json: `python -m scripts.base_eval` has not run, so there is no "
-                     "unigram model to compare with and there are no samples.")
+        lines.append(f"`python -m scripts.base_eval {facts.run_dir.name}` has not run: it adds samples, and a "
+                     f"unigram model to compare with.")
     elif steps and evaluation["step"] != steps[-1]["step"] + 1:
         lines.append(f"eval.json is of step {evaluation['step']:,}; the training went on since.")
     return lines
 
 
-def split_settings(config: Mapping[str, Any]) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
-    """The settings of a run: (name, value, default) of those that are not their default or not known
-    to this code, and (name, value) of the others; values as JSON."""
-    changed, default = [], []
-    for name, value in config.items():
-        usual = FIELDS[name].default if name in FIELDS else None
-        if name in FIELDS and value == usual:
-            default.append((name, json.dumps(value)))
+def split_settings(facts: Facts) -> dict[str, list[tuple[str, ...]]]:
+    """The settings of a run in three tables: (name, value, default) of those that the command changed;
+    (name, value) of those that were worked out from these, from the data and the machine; and of the
+    others. An older log does not tell what was typed: then all that differ count as typed but for what
+    is no flag."""
+    typed = next((launch["typed"] for launch in facts.launches[:1]), None)
+    tables: dict[str, list[tuple[str, ...]]] = {"typed": [], "worked out": [], "default": []}
+    for name, value in facts.config.items():
+        known = FIELDS.get(name)
+        usual, is_flag = (known.default, known.metadata.get("flag", True)) if known else (None, True)
+        if known and value == usual:
+            tables["default"].append((name, json.dumps(value)))
+        elif is_flag if typed is None else name in typed:
+            tables["typed"].append((name, json.dumps(value), json.dumps(usual)))
         elif name != "derived":
-            changed.append((name, json.dumps(value), json.dumps(usual)))
-    return changed, default
+            tables["worked out"].append((name, json.dumps(value)))
+    derived = facts.config.get("derived", {}).items()
+    tables["worked out"] += [(name, show(value)) for name, value in derived if name not in (typed or ())]
+    return tables
 
 
 def settings_part(facts: Facts) -> list[str]:
-    """What ran: commands, resolved settings, and what follows from them."""
-    commands = "\n".join(stage[-1] for stage in facts.stages) or "not known"
-    changed, default = split_settings(facts.config)
-    lines = ["Commands:", "", *quoted(commands), "Settings (`config.json`):", "",
-             *markdown(("changed from the default", "value", "default"), changed)]
-    lines += ["<details><summary>default</summary>", "",
-              *quoted("\n".join(f"{name} {value}" for name, value in default)), "</details>", ""]
-    return lines + markdown(("derived", "value"), list(facts.config.get("derived", {}).items()))
+    """What ran: commands, settings, and what follows from them."""
+    stages = [(name, duration(seconds), *more) for name, seconds, *more, _ in facts.stages]
+    commands = [stage[-1] for stage in facts.stages] or [
+        f"{launch['command']}{'  # a process of ' + str(launch['world_size']) if launch['world_size'] != 1 else ''}"
+        for launch in facts.launches if launch["command"]]
+    tables = split_settings(facts)
+    return ["Commands:", "", *quoted("\n".join(dict.fromkeys(commands)) or "not known"),
+            *markdown(("stage", "time", "runs", "of them failed or stopped"), stages),
+            *markdown(("typed", "value", "default"), tables["typed"]),
+            *markdown(("worked out", "value"), tables["worked out"]),
+            "<details><summary>default</summary>", "",
+            *quoted("\n".join(" ".join(row) for row in tables["default"])), "</details>", ""]
 
 
 def machine_part(facts: Facts) -> list[str]:
@@ -253,27 +279,10 @@ def machine_part(facts: Facts) -> list[str]:
     rows = [("system", platform.platform()),
             ("processor", f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"),
             ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0])]
-    for start in facts.named("started"):
-        rows.append((f"trained from step {start['step']:,} on",
-                     f"{start['world_size']} process(es) on {start['device']}, PyTorch "
-                     f"{start['torch']}, commit {start.get('code') or 'not known'}"))
+    rows += [(f"trained from step {launch['first']:,} on",
+              f"{launch['world_size']} process(es) on {launch['device']}, PyTorch {launch['torch']}, "
+              f"commit {launch['code'] or 'not known'}") for launch in facts.launches]
     return markdown(("machine", "of this report"), rows)
-
-
-def time_part(facts: Facts) -> list[str]:
-    """How long: stages, and what the steps spent their time on."""
-    rows = [(name, duration(seconds), *more) for name, seconds, *more, _ in facts.stages]
-    lines = markdown(("stage", "time", "runs", "of them failed or stopped"), rows)
-    if not facts.steps:
-        return [*lines, "No step was logged."]
-    step_s, wait_s = (sum(step[name] for step in facts.steps) for name in ("step_s", "wait_s"))
-    mfu = statistics.median(step.get("mfu") or 0 for step in facts.steps)
-    known = f" Model FLOPs utilization, median step: {100 * mfu:.1f} %." if mfu > 0 else ""
-    peak = max(step.get("peak_memory_bytes") or 0 for step in facts.steps)
-    known += f" Peak memory of rank 0: {peak / 1e9:.1f} GB." if peak else ""
-    return [*lines, f"Training: {duration(step_s)} in {len(facts.steps):,} steps, "
-            f"{100 * wait_s / step_s:.2f} % of it waiting for data; launches: "
-            f"{len(facts.named('started'))}.{known}"]
 
 
 def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
@@ -285,20 +294,35 @@ def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
     return f"**It does not balance** ({law}): off in {wrong}." if wrong else f"It balances: {law}."
 
 
+def passes(facts: Facts, bucket: str, documents: int) -> float:
+    """How many times the documents of a bucket are used up, on average: of those that were read,
+    some wait in buffers. 0 for Megatron's order, which counts samples."""
+    there = sum(sum(f["groups"]) for f in facts.manifest.get("train", {}).get(bucket, {}).get("files", []))
+    _, cursors = facts.cursors or (0, [])
+    waiting = sum(len(cursor["buckets"].get(bucket, {}).get("waiting", ())) for cursor in cursors)
+    return max(0, documents - waiting) / max(1, there)
+
+
+def told_ledger(facts: Facts) -> tuple[list[str], tuple[str, ...], list[tuple[Any, ...]]]:
+    """The ledger of the newest save for people: sentences, and heading and rows of a table; no rows
+    before the first."""
+    step, accounts = facts.accounts()
+    rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS), f"{100 * share(a, 'cropped'):.2f}")
+            for bucket, a in accounts.items()]
+    told = [f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {facts.config['max_seq_len'] + 1:,} of them, "
+            f"for inputs and targets overlap. {balance(accounts)}",
+            "`cropped %` is of emitted + cropped; `epochs` are those that a lane has read into its buffer."]
+    for bucket, a in accounts.items():
+        if (times := passes(facts, bucket, a["documents"])) > 1:
+            told.append(f"The documents of `{bucket}` were used {times:.1f} times on average.")
+    return told, ("bucket", *LEDGER_COLUMNS, "cropped %"), rows
+
+
 def data_part(facts: Facts) -> list[str]:
     """What was read, and the accounts of every token of it."""
-    files = [(f"{split}, {bucket}", m["root"], len(m["files"]), sum(f["size"] for f in m["files"]),
-              sum(sum(f["groups"]) for f in m["files"]))
-             for split, buckets in facts.manifest.items() for bucket, m in buckets.items()]
-    lines = markdown(("files", "where", "number", "bytes", "documents"), files)
-    if facts.cursors is None:
-        return [*lines, "No checkpoint yet, so no accounts."]
-    step, accounts = facts.accounts()
-    rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS),
-             f"{100 * a['cropped'] / max(1, a['read']):.2f} %") for bucket, a in accounts.items()]
-    return [*lines, f"Ledger at step {step:,}, in tokens; `epochs` are those that a lane has "
-            f"finished. {balance(accounts)}", "",
-            *markdown(("bucket", *LEDGER_COLUMNS, "cropped/read"), rows)]
+    lines = markdown(("files", "where", "number", "bytes", "documents"), facts.files())
+    told, header, rows = told_ledger(facts)
+    return [*lines, *told, "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
 
 
 def curve_part(facts: Facts) -> list[str]:
@@ -317,13 +341,13 @@ def curve_part(facts: Facts) -> list[str]:
 
 
 def samples_part(facts: Facts) -> list[str]:
-    """What the model writes."""
-    lines = []
-    for kind, words in (("prompted", "Beginnings of documents, continued with the likeliest tokens:"),
-                        ("unprompted", "From nothing, at temperature 1:")):
-        if texts := facts.evaluation.get("samples", {}).get(kind):
-            lines += [words, "", *(line for text in texts for line in quoted(text))]
-    return lines or ["None."]
+    """What the model wrote: the newest of the training, and all of the evaluation."""
+    lines, newest = [], True
+    for when, texts in facts.samples().items():
+        if newest or when.startswith("at the evaluation"):
+            lines += [f"{when[0].upper()}{when[1:]}:", "", *(line for text in texts for line in quoted(text))]
+        newest = False
+    return lines or ["None: --sample-every says how often."]
 
 
 def places_part(facts: Facts) -> list[str]:
@@ -335,8 +359,7 @@ def places_part(facts: Facts) -> list[str]:
 
 
 PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part,
-         "How long": time_part, "Data": data_part, "Loss curve": curve_part,
-         "Samples": samples_part, "Where everything lies": places_part}
+         "Data": data_part, "Loss curve": curve_part, "Samples": samples_part, "Where everything lies": places_part}
 
 
 # ---- pictures -----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_what_a_run_leaves(workplace: Path) -> None:
     assert config["lanes"] == 4 and config["leaves"] == 1 and config["dtype"] == "float32"
     assert config["vocab_size"] == training.VOCAB_SIZE
     assert config["derived"]["num_iterations"] == 4 and config["derived"]["total_tokens"] == 4 * training.STEP
-    for word in ("--tokenizer-fingerprint", "params_total", "flops_per_token", "tokens_per_step",
+    for word in ("tokenizer_fingerprint", "params_total", "flops_per_token", "tokens_per_step",
                  f"8 rows of T + 1 = {training.T + 1} tokens (inputs and targets overlap) from 4 lanes; "
                  "1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
         assert word in outcome.out, word

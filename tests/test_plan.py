@@ -140,7 +140,7 @@ def test_what_has_no_limit_or_far_more_than_is_asked_is_not_rehearsed(tmp_path, 
         bucket = make_plan(config, sources, rows_per_step=4, num_steps=steps).buckets["data"]
         assert (bucket.exact, bucket.usable) == (exact, None) and bucket.trained == steps * 4 * 16
         assert bucket.tokens == sum(sources["data"].lengths(0, np.arange(3000))[0])
-        assert bucket.passes == bucket.trained / bucket.tokens
+        assert bucket.passes == bucket.trained / (bucket.tokens * (1 - bucket.share("cropped")))
         real = run(config, sources, R=4, steps=min(steps, 500), drop_dry=False)[1]["data"]
         assert abs(bucket.share("cropped") - real["cropped"] / (real["emitted"] + real["cropped"])) < 0.02
 
@@ -151,9 +151,15 @@ def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
                         account={**account, "emitted": 300, "cropped": 100, "pending": 600}, exact=True)
     plan = Plan(key="", estimate=False, T=16, V=2, rows_per_step=4, num_steps=9, steps=3, halt="lane 0", allowed=False,
                 crops=True, phases=[], buckets={"web": bucket})
-    assert (bucket.passes, bucket.share("cropped")) == (0.6, 0.25)
-    assert "25.0% are cropped, which --long-docs=split would train on" in warnings(plan)[0]
+    assert (bucket.passes, bucket.share("cropped")) == (0.8, 0.25)
+    _, much = warnings(plan)
+    assert "25% of the tokens of its data are cropped" in much and "--long-docs=split" in much
+    little = {"web": dataclasses.replace(bucket, account={**bucket.account, "cropped": 30})}
+    assert "9.1% are cropped, which --long-docs=split would train on" in warnings(
+        dataclasses.replace(plan, buckets=little))[0]
     assert "--long-docs=split" not in warnings(dataclasses.replace(plan, crops=False))[0]
+    again = dataclasses.replace(bucket, max_epochs=0, dry_step=None, trained=3000)
+    assert "the run reads its data 4.0 times" in warnings(dataclasses.replace(plan, buckets={"web": again}))[0]
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
 

@@ -29,7 +29,8 @@ def log_lines() -> list[dict[str, Any]]:
               "grad_norm": 0.5, "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i,
               "mfu": 0.0}
              for i in range(STEPS)]
-    started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0", "code": "abc+"}
+    started = {"event": "started", "step": 0, "world_size": 2, "device": "cpu", "torch": "2.13.0", "code": "abc+",
+               "command": "python -m scripts.base_train --depth=2", "typed": ["depth", "model_tag"]}
     return [started, {"event": "val", "step": 0, "bpb": 4.25}, *steps[:25],
             {**started, "step": 20, "world_size": 1, "code": ""}, *steps[20:],
             {"event": "val", "step": STEPS, "bpb": 2.125},
@@ -49,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory as a finished training leaves it."""
     path = tmp_path / "runs" / "tiny"
     path.mkdir(parents=True)
-    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "seed": 42,
+    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "seed": 42, "lanes": 4,
                                       "derived": {"params": 12345}})
     (path / "logs").mkdir()
     lines = [json.dumps(line) for line in log_lines()]
@@ -57,7 +58,8 @@ def run(tmp_path: Path) -> Path:
     keep_cursors(path, 20, pack_cursors(20, cursors(read=1)))
     keep_cursors(path, STEPS, pack_cursors(STEPS, cursors()))
     write_json(path / "data_manifest.json", {"train": {"data": {"root": "/data", "files": [
-        {"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in range(4)]}}, "val": {}})
+        {"name": "0.jsonl", "size": 100, "own_size": 1900, "footer": "", "groups": [10, 3]},
+        *({"name": f"{i}.parquet", "size": 1000, "footer": "", "groups": [10, 3]} for i in (1, 2, 3))]}}, "val": {}})
     write_json(path / "eval.json", EVALUATION)
     (path / "checkpoints" / "final").mkdir(parents=True)
     (tmp_path / "stages.tsv").write_text(STAGES)
@@ -79,15 +81,16 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["a unigram model's on the same tokens"] == ["3.812"]
     assert found["training bits per byte, `data`"] == ["1.938"]
     assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
-    assert found["time in steps"] == ["20.0 s"] and found["tokens/s, median step"] == ["339.5"]
+    assert found["time in steps"] == ["20.0 s, 10.00 % of it waiting for data"]
+    assert found["tokens/s, median step"] == ["339.5"]
     assert found["Python"][0].startswith("3.") and "cores" in found["processor"][0]
-    assert found["params"] == ["12,345"]
+    assert found["params"] == ["12,345"] and found["lanes"] == ["4"], "worked out"
     assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0, commit abc+"]
     assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0, commit not known"]
     assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
-    assert found["train, data"] == ["/data", "4", "4,000", "52"]
-    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.54 %"]
-    assert "It balances" in text and "step 40, in tokens" in text and "10.00 % of it waiting for data" in text
+    assert found["data (train)"] == ["/data", "4", "4,900", "52"], "bytes of the user's own files"
+    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.98"]
+    assert "It balances" in text and "after 40 steps, in tokens" in text
     assert found["depth"] == ["2", "20"] and found["model_tag"] == ['"tiny"', "null"] and "train --fast" in text
     assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
@@ -112,9 +115,10 @@ def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
     for name in gone:
         (run / name).rename(run.parent / Path(name).name)
     text = make_report(read_facts(run))
+    assert "python -m scripts.base_train --depth=2\n```" in full
     assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
         x for x in full.splitlines() if x.startswith("## ")]
-    assert ("base_eval` has not run" in text) == ("eval.json" in gone)
+    assert ("base_eval tiny` has not run" in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
     write_json(run / "eval.json", {**EVALUATION, "step": 20})
     assert ("eval.json is of step 20" in make_report(read_facts(run))) == ("logs/train.jsonl" not in gone)

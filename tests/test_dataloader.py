@@ -198,18 +198,6 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
     assert set(threading.enumerate()) <= before
 
 
-def test_no_thread_is_left_after_closing_wherever_that_is():
-    before = set(threading.enumerate())
-    for used in (0, 1, 6, 9):
-        loader = make_loader(num_threads=3)
-        for _ in range(used):
-            next(loader)
-        assert any(t.name == "prefetch" for t in set(threading.enumerate()) - before)
-        loader.close()
-        loader.close()
-        assert set(threading.enumerate()) <= before
-
-
 class Gated:
     """A source that stands still at its n-th fetch until told to go on."""
 
@@ -297,15 +285,6 @@ def test_validation_is_one_pass_at_most_and_drops_nothing():
     V = validation_config(source, 16).V
     assert set(live.values()) == {1} and V == 4
     assert total - V * 17 <= len(live) <= total  # less than a row of each lane is left over
-
-
-def test_validation_closes_its_threads_when_left_in_the_middle():
-    before = set(threading.enumerate())
-    loader = validation_loader(fixed_source(num_groups=20), tokenizer=ByteTokenizer(), T=16, device="cpu",
-                               device_batch_size=2, num_tokens=10**9)
-    next(loader)
-    loader.close()
-    assert set(threading.enumerate()) <= before
 
 
 # ---- nanochat's loaders ---------------------------------------------------------------------------------------------

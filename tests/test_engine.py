@@ -13,7 +13,6 @@ from nanochat import run_dir as rd
 from nanochat.engine import Engine, KVCache, load_model, sample_next_token
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import sample
 from tests.test_checkpoint import reseal, states
 
 CONFIG = GPTConfig(sequence_len=500, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
@@ -155,14 +154,6 @@ def test_impossible_requests_are_refused(model):
     model(tokens(2, 3), kv_cache=one)
     with pytest.raises(ValueError, match="2 rows of 3 tokens do not go into 3 rows"):
         two.prefill(one)
-
-
-# ---- scripts.sample -------------------------------------------------------------------------------------------------
-
-def test_sample_without_a_run_says_which_there_are(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    with pytest.raises(ValueError, match=r"There are 0 in .* \(none\); name one"):
-        sample.main([])
 
 
 # ---- a model from a checkpoint alone ----------------------------------------------------------------

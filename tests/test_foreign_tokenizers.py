@@ -19,13 +19,11 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, trainers
 
 from nanochat.hf import BLANK
-from nanochat.loss_eval import evaluate_bpb
 from nanochat.tokenizer import get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
 from tests import training
@@ -132,18 +130,6 @@ def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, tex
         assert found == sizes - empty_with_blank, name
         assert opened[name].bos_token_id not in ids[1:], "text is no special token"
         assert "\x00" in text or opened[name].decode(ids[1:]) == text, name
-
-
-@pytest.mark.parametrize("T", [5, 64])
-def test_the_bytes_of_an_evaluation_are_those_of_the_texts_whatever_the_rows(opened, T):
-    for name in KINDS:
-        ids = opened[name].encode_flat(TEXTS)[0].astype(np.int64)
-        rest = -(len(ids) - 1) % T
-        x, y = np.pad(ids[:-1], (0, rest)), np.pad(ids[1:], (0, rest), constant_values=-100)
-        batch = torch.from_numpy(x.reshape(-1, T)), torch.from_numpy(y.reshape(-1, T))
-        bits = evaluate_bpb(lambda x, y, loss_reduction: torch.ones(y.shape), [batch], None, opened[name].token_bytes())
-        counted = np.isin(ids[1:], np.flatnonzero(opened[name].token_bytes().numpy() > 0)).sum()
-        assert bits == pytest.approx(counted / np.log(2) / sum(len(text.encode()) for text in TEXTS), rel=1e-12), name
 
 
 def test_lone_surrogates_are_replaced_as_by_tiktoken(opened):

@@ -95,18 +95,6 @@ def bits(values: Tensor | np.ndarray) -> np.ndarray:
 
 # ---- inside a rank --------------------------------------------------------------------------------------------------
 
-def test_a_step_leaves_nothing_for_the_next() -> None:
-    params = make_params()
-    accumulator = accumulate(params, 4, 2, range(4))
-    for leaf in range(4):
-        for param in params.values() if leaf == 0 else ():
-            param.grad = None
-        backward(params, 8, leaf, 0)
-        accumulator.leaf_done()
-    expected = tree([leaf_sum("matrix", 8, 1, leaf) for leaf in range(4)])
-    assert (bits(params["matrix"].grad) == bits(expected)).all()
-
-
 def test_the_first_micro_batch_is_not_added_to_zero() -> None:
     param = torch.nn.Parameter(torch.ones(3))
     accumulator = LeafAccumulator([param], 2)

@@ -186,23 +186,6 @@ def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypat
     assert not late._round() and late._verdict == verdict
 
 
-@pytest.mark.parametrize(("verdict", "speakers"), [
-    ("rank 2 on host node2 (pid 102) has died; it was last seen at step 3", [0]),
-    ("rank 2 on host node2 (pid 102) failed at step 3: x.bin: torn on host b (pid 1)", [0]),
-    ("rank 0 on host node0 (pid 100) has died; it was last seen at step 3", [1]),
-    ("x.bin: torn", [0])])  # rank 0 failed
-def test_one_rank_tells_of_another(verdict, speakers, capfd):
-    store, told = FakeStore(), []
-    store.set(watchdog.VERDICT, verdict)
-    for rank in range(3):
-        dog = watcher(rank, store=store, timeout_s=0.1)
-        dog._round()
-        assert dog._end("what it would say") == verdict
-        told.append(capfd.readouterr().err)
-    assert [rank for rank, text in enumerate(told) if text == f"error: {verdict}\n"] == speakers
-    assert sum(map(bool, told)) == 1
-
-
 def leave_with(error: Exception, rank: int, verdict: str = "") -> tuple[BaseException, str]:
     """What comes out of a rank's watchdog when its main thread fails, perhaps after a verdict; and the verdict."""
     store, told = FakeStore(), []
@@ -247,24 +230,6 @@ def test_a_run_that_ends_well_does_not_wait_for_a_store_that_does_not_answer(mon
     assert time.monotonic() - began < 2
 
 
-def test_limits_follow_the_phase_and_beats_without_a_step_move_no_count():
-    dog = watcher(timeout_s=10, first_timeout_s=100)
-    limits = [dog._limit()]
-    for step in (0, 0, 1):
-        dog.beat(step, "forward")
-        dog.beat()
-        limits.append(dog._limit())
-    assert (dog._record()["count"], dog._record()["at"]) == (3, "step 1 (forward)")
-    for patience_s in (50, 5):
-        dog.beat(1, "a save", patience_s)
-        dog.beat()
-        limits.append(dog._limit())
-    assert limits == [100, 100, 100, 10, 50, 10]
-    assert watcher(timeout_s=10, first_timeout_s=1)._limit() == 10
-    with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
-        watcher(timeout_s=0)
-
-
 def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
     monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
     dog, ended, waits = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5), [], []
@@ -291,6 +256,8 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert group.wait() == [1]
     assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", group.text())
     assert "in hang_alone" in group.text()
+    with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
+        watcher(timeout_s=0)
 
 
 def hang_alone(argv: list[str]) -> None:

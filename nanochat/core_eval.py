@@ -53,7 +53,8 @@ SHAPES = {  # of an item of each kind
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
 TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
-WAY_OUT = "python -m nanochat.dataset --eval-bundle downloads a whole one, --eval-bundle DIR names where one is"
+WAY_OUT = ("python -m nanochat.dataset --eval-bundle fetches a whole one (delete a broken one first), "
+           "--eval-bundle DIR names another")
 
 
 # ---- the bundle ----------------------------------------------------------------------------------
@@ -96,8 +97,12 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         raise ValueError(f"{config}: not valid YAML ({' '.join(str(e).split())}); {WAY_OUT}") from e
     check_shape(told, {"icl_tasks": [TASK_SHAPE]}, config)
     baselines = _read_baselines(meta)
+    shots = [(task["num_fewshot"] or [0])[0] for task in told["icl_tasks"]]
+    if 0 < max_per_task <= (most := max(shots, default=0)):
+        raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items of each "
+                         f"task, but prompts show up to {most} others; give at least {most + 1}, or -1 for all")
     tasks = []
-    for task in told["icl_tasks"]:
+    for task, num_fewshot in zip(told["icl_tasks"], shots):
         label, kind, path = task["label"], task["icl_task_type"], folder / "eval_data" / task["dataset_uri"]
         if kind not in SHAPES:
             raise ValueError(f"{config}: the task {label!r} has icl_task_type {kind!r}, expected {', '.join(SHAPES)}")
@@ -107,11 +112,9 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         items = _read_items(path, kind, label)
         random.Random(1337).shuffle(items)  # the seeds here and in `make_prompts` are nanochat's
         items = items[:max_per_task] if max_per_task > 0 else items
-        num_fewshot = (task["num_fewshot"] or [0])[0]
         if len(items) <= num_fewshot:
-            raise ValueError(f"{path}: {len(items)} items of the task {label!r} are used, and each prompt shows "
-                             f"{num_fewshot} others; allow more (--max-per-task, or in training "
-                             f"--core-metric-max-per-task), or fetch the bundle again")
+            raise ValueError(f"{path}: {len(items)} items of the task {label!r}, and each prompt shows {num_fewshot} "
+                             f"others; {WAY_OUT}")
         tasks.append(Task(label, kind, num_fewshot, str(task.get("continuation_delimiter", " ")),
                           baselines[label], items))
     return tasks

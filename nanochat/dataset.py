@@ -1,5 +1,5 @@
 """
-Which files are data, which of them validate, and the data sets that we know.
+Download text to train on, and tell which files are data and which of them validate.
 
     known data set --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket: files}}
 

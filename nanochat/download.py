@@ -213,14 +213,16 @@ def unpack(archive: Path, name: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify. Raises ValueError for bad flags and OSError that lists what failed."""
-    parser = Parser(description="Download the shards of a data set, or check those that are here.")
-    parser.add_argument("-n", "--num-files", type=int, default=-1, help="training shards, from the first on; -1 = all")
+    parser = Parser(description="Download text to train on, or check what is here.",
+                    epilog="python -m nanochat.dataset -n 8    # 8 shards for training, and the one for validation")
+    parser.add_argument("-n", "--num-files", type=int, default=-1,
+                        help="shards for training, some 100 MB each, from the first on; -1: all, which are thousands")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
     parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which data set")
-    parser.add_argument("--base-url", help="fetch the shards, or with --eval-bundle its .zip, from here instead")
+    parser.add_argument("--base-url", help="address of the folder of shards, or of eval_bundle.zip, that stands in")
     parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
     parser.add_argument("--eval-bundle", action="store_true",
-                        help="the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
+                        help="fetch the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
     parser.add_argument("--verify", action="store_true", help="download nothing; read all that is here")
     args = parser.parse_args(argv)
     setup_logging()

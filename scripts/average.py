@@ -13,7 +13,6 @@ step that is averaged. It has no optimizer, so training does not go on with it; 
 """
 
 import argparse
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,14 +22,8 @@ import torch
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
 from nanochat.common import Parser, print0, run_main, setup_logging, write_json
 from nanochat.lifecycle import tell_completed
-from nanochat.run_dir import (
-    CONFIG_NAME,
-    find_run,
-    open_folders,
-    read_config,
-    remove_tree,
-    run_path,
-)
+from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
+from scripts.export import new_folder
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,27 +62,20 @@ def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
             for name, tensor in states[0].items()}
 
 
-def write_run(source: Path, target: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Make the run directory, whole or not at all."""
+def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint]) -> None:
+    """Write into the folder of the new run, `tag`."""
     newest = checkpoints[0]
     progress = newest.trainer_state["progress"] | {"val_bpb": None, "min_val_bpb": None}
     kept = ("tokens", "phase", "K", "tokenizer_fingerprint")
     state = {name: newest.trainer_state[name] for name in kept if name in newest.trainer_state}
     state |= {"progress": progress, "status": "completed", "averaged": [str(c.path) for c in checkpoints]}
-    unfinished = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    try:
-        open_folders(unfinished)
-        shutil.copytree(source / "tokenizer", unfinished / "tokenizer", dirs_exist_ok=True)
-        shutil.copyfile(source / "data_manifest.json", unfinished / "data_manifest.json")
-        save_checkpoint(unfinished, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
-                        model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
-        tell_completed(unfinished, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
-        write_json(unfinished / CONFIG_NAME, read_config(source) | {"model_tag": target.name})
-        unfinished.rename(target)
-    except BaseException:
-        if unfinished.exists():
-            remove_tree(unfinished)
-        raise
+    open_folders(run_dir)
+    shutil.copytree(source / "tokenizer", run_dir / "tokenizer", dirs_exist_ok=True)
+    shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")
+    save_checkpoint(run_dir, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
+                    model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
+    tell_completed(run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
+    write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,10 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging()
     source = find_run(args.run)
     target = run_path(args.model_tag or f"{source.name}-average-{args.last}")
-    if target.exists():
-        raise ValueError(f"{target}: it is there already; delete it, or name another run with --model-tag")
-    checkpoints = last_checkpoints(source, args.last)
-    write_run(source, target, checkpoints)
+    with new_folder(target, "delete it, or name another run with --model-tag") as unfinished:
+        checkpoints = last_checkpoints(source, args.last)
+        fill(unfinished, source, target.name, checkpoints)
     steps = ", ".join(f"{c.step:,}" for c in checkpoints)
     print0(f"averaged: the weights of steps {steps}; {target}")
     return 0

@@ -1,6 +1,5 @@
 """
-Evaluate a trained model: bits per byte on validation and on training data with a floor to compare
-with, samples, and the CORE metric.
+Evaluate a trained model: bits per byte on validation and training data, samples, the CORE metric.
 
     python -m scripts.base_eval d12
     python -m scripts.base_eval d12 --eval core,bpb,sample --max-per-task 500
@@ -47,11 +46,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--eval", default="bpb,sample", metavar="MODES",
                    help=f"which of {', '.join(MODES)}, with commas between them")
     p.add_argument("--max-per-task", type=int, default=-1, help="items of each task of CORE; -1: all")
-    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: <base dir>/eval_bundle)")
+    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
     p.add_argument("--eval-tokens", type=int, default=-1,
                    help="tokens of each split; -1: as the run did")
     p.add_argument("--unigram-tokens", type=int, default=2**22,
-                   help="training tokens that the floor is counted from")
+                   help="training tokens of which the unigram model knows how often each occurs")
     p.add_argument("--device-batch-size", type=int, default=-1,
                    help="rows in one forward pass; -1: as the run did")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
@@ -115,20 +114,20 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
     data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
-    seen, ignored = np.zeros((2, tokenizer.get_vocab_size()), np.int64)
+    seen = np.zeros(tokenizer.get_vocab_size(), np.int64)
     B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
     num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
 
-    def batches(source: Any, num_tokens: int, counts: np.ndarray) -> Iterator[Any]:
-        return counting(validation_loader(
+    def batches(source: Any, num_tokens: int) -> Iterator[Any]:
+        return validation_loader(
             source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device,
             rank=rank, device_batch_size=B, world_size=world_size, num_leaves=settings.leaves,
-            with_doc_ids=model.attention_mode != "causal"), counts)
+            with_doc_ids=model.attention_mode != "causal")
 
     val, buckets = evaluate_buckets(
-        model, {name: batches(source, num_tokens // len(data.val), seen)
+        model, {name: counting(batches(source, num_tokens // len(data.val)), seen)
                 for name, source in data.val.items()}, token_bytes)
-    train = {name: evaluate_bpb(model, batches(source, num_tokens, ignored), None, token_bytes)
+    train = {name: evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
     if dist.is_initialized():
         total = torch.from_numpy(seen).to(device)
@@ -137,12 +136,12 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
     trained = on_rank0(lambda: count_training_tokens(stored, config, args.unigram_tokens))
     targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
     floor = unigram_bpb(trained, targets, token_bytes.numpy())
-    counts = {"val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
-    if tokenizer.knows_bytes:
-        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train, "unigram_bpb": floor, **counts}
-    buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
-    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor),
-            **counts}
+    if not tokenizer.knows_bytes:
+        val, floor = in_nats(val), in_nats(floor)
+        buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
+    key = "bpb" if tokenizer.knows_bytes else "loss"
+    return {f"val_{key}": val, "val_buckets": buckets, f"train_{key}": train, f"unigram_{key}": floor,
+            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
 
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:

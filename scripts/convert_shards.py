@@ -1,5 +1,5 @@
 """
-Turn pairs of token files from GPTS into Megatron's format or back:
+Turn token shards (GPTS: one file of ids with an index) into Megatron's files, or back:
 
     python -m scripts.convert_shards IN OUT --to megatron|gpts
 

@@ -1,10 +1,9 @@
 """
-Take a checkpoint out to transformers or to nanochat, or bring one in from there as a run.
+Write a trained model for Hugging Face transformers or nanochat, or bring in one of nanochat's as a run.
 
     python -m scripts.export d12 OUT --to=hf                # AutoModelForCausalLM.from_pretrained(OUT, ...)
     python -m scripts.export d12@1000 OUT --to=nanochat     # NANOCHAT_BASE_DIR=OUT, then nanochat's own commands
     python -m scripts.export CHECKPOINTS/d12 --from=nanochat --data-path=DIR      # becomes the run d12
-    python -m scripts.export OUT --from=hf --model-tag=tuned                      # what --to=hf made, also tuned
 
     run directory                          --to=hf                       --to=nanochat
     checkpoints/checkpoint-1000/
@@ -67,7 +66,7 @@ from nanochat.dataset import DEFAULT_DATASET
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
-from nanochat.run_dir import CONFIG_NAME, FOLDERS, pack_cursors, remove_tree, run_path
+from nanochat.run_dir import CONFIG_NAME, open_folders, pack_cursors, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.report import Facts, markdown, read_facts
@@ -77,23 +76,23 @@ log = logging.getLogger(__name__)
 CODE = "modeling_nanochat_exact"  # of nanochat/, copied into what transformers reads
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
-NEEDS = "pip install -e '.[hf]'"
-NAMED = 4  # names that an error tells of
+TOLD = 400  # characters that an error tells of a model that does not fit
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Take a checkpoint out, or bring one in.", epilog=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or a checkpoint; with --from the folder of "
-                        "another program's checkpoints, of nanochat with @STEP for an older one")
-    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (with --from: "
-                        "<base dir>/runs/MODEL_TAG)")
+    parser = Parser(description="Write a trained model for other programs, or bring one in.", epilog=__doc__)
+    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or a checkpoint's folder; with --from a folder "
+                        "of nanochat's checkpoints, with @STEP for another than the newest")
+    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (default with "
+                        "--from: $NANOCHAT_BASE_DIR/runs/MODEL_TAG)")
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("hf", "nanochat"), help="whose files are written")
-    way.add_argument("--from", choices=("hf", "nanochat"), dest="origin", help="whose files are read")
+    way.add_argument("--to", choices=("hf", "nanochat"), help="whose files are written; hf: for transformers")
+    way.add_argument("--from", choices=("nanochat",), dest="origin", help="whose files are read")
     parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's)")
-    parser.add_argument("--data-path", help="with --from: text that base_eval reads (default: the "
-                        f"{DEFAULT_DATASET.name} download, where it is)")
-    parser.add_argument("--tokenizer", type=Path, help="with --from: default: the one beside the checkpoints")
+    parser.add_argument("--data-path", help="with --from: folder of text for base_eval to read "
+                        f"(default: where {DEFAULT_DATASET.name} is downloaded to)")
+    parser.add_argument("--tokenizer", type=Path, help="with --from: folder or file of its tokenizer "
+                        "(default: tokenizer/ beside base_checkpoints/)")
     args = parser.parse_args(argv)
     if args.to is not None and args.out is None:
         raise ValueError(f"--to {args.to}: say where to, as in scripts.export {args.source} OUT --to={args.to}")
@@ -103,12 +102,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, way_out: str) -> Iterator[Path]:
     """A hidden folder beside `out`. It takes that name when the block ends, with everything on disk;
     where the block raises it is removed. ValueError where something is there already."""
     out = here(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: something is there, and nothing is ever written over; name a new folder")
+        raise ValueError(f"{out}: something is there, and nothing is ever written over; {way_out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     temporary.mkdir()
@@ -220,9 +219,9 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     return {"tokenizer.json": made.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
 
 
-def model_files(checkpoint: Checkpoint, config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
-    """config.json and generation_config.json. The first has all fields of `GPTConfig`, what follows from
-    them, and of the run what --from=hf needs."""
+def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
+    """config.json and generation_config.json. The first has all fields of `GPTConfig`, and what follows
+    from them."""
     ids = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
     model = {
         "architectures": ["NanochatExactForCausalLM"], "model_type": "nanochat_exact",
@@ -231,8 +230,7 @@ def model_files(checkpoint: Checkpoint, config: GPTConfig, dtype: torch.dtype, b
         "dtype": str(dtype).removeprefix("torch."), **asdict(config), "padded_vocab_size": config.padded_vocab_size,
         "window_sizes": config.window_sizes, "rope_base": float(gpt.ROPE_BASE), "qk_scale": gpt.QK_SCALE,
         "logit_cap": gpt.LOGIT_CAP, "ve_gate_channels": min(gpt.VE_GATE_CHANNELS, config.n_embd),
-        "smear_channels": min(gpt.SMEAR_CHANNELS, config.n_embd), "tie_word_embeddings": False, **ids,
-        "trained": {"step": checkpoint.step, "tokens": checkpoint.trainer_state["tokens"]}}
+        "smear_channels": min(gpt.SMEAR_CHANNELS, config.n_embd), "tie_word_embeddings": False, **ids}
     return {"config.json": json_bytes(model), "generation_config.json": json_bytes({"do_sample": False, **ids})}
 
 
@@ -273,13 +271,16 @@ def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> byt
 
 def to_hf(source: str, out: Path) -> str:
     """Write a folder for transformers; a sentence that says what it is."""
+    for package in ("safetensors", "tokenizers"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"--to hf: the package {package} is not installed; pip install -e '.[hf]'")
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype
     card = model_card(checkpoint, read_facts(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
-    files = {**model_files(checkpoint, config, dtype, tokenizer.get_bos_token_id()),
+    files = {**model_files(config, dtype, tokenizer.get_bos_token_id()),
              **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
-    with new_folder(out) as folder:
+    with new_folder(out, "name a new folder") as folder:
         write_weights(folder, state)
         shutil.copyfile(Path(gpt.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
         for name, content in files.items():
@@ -305,7 +306,7 @@ def to_nanochat(source: str, out: Path) -> str:
     meta = {"step": step, "val_bpb": progress.get("val_bpb"), "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
-    with new_folder(out) as folder:
+    with new_folder(out, "name a new folder") as folder:
         model_folder, tokenizer_folder = folder / "base_checkpoints" / run_dir.name, folder / "tokenizer"
         model_folder.mkdir(parents=True)
         tokenizer_folder.mkdir()
@@ -329,51 +330,22 @@ def run_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.absolute().parent.parent
 
 
-# ---- from elsewhere ------------------------------------------------------------------------------
+# ---- from nanochat -------------------------------------------------------------------------------
 
 class Found(NamedTuple):
-    """What another program's folder holds. `config`: fields of `GPTConfig`; `batch`: settings of a
-    step, as far as they are known; `tokenizer`: where it lies."""
+    """What a folder of nanochat's checkpoints holds. `config`: fields of `GPTConfig`; `batch`:
+    settings of a step, as far as they are known."""
 
     folder: Path
     step: int
     state: dict[str, Tensor]
     config: dict[str, Any]
     batch: dict[str, Any]
-    tokenizer: Path
-
-
-def from_hf(source: str) -> Found:
-    """A folder that --to=hf made, or that transformers saved after it read one. FileNotFoundError or
-    ValueError names the file that is missing, cut short or of something else."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = here(source, "SOURCE").expanduser()
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder}: no export (there is no config.json in it); name a folder that --to=hf made")
-    config = read_json(folder / "config.json", {"model_type": str}, way_out="is it an export?")
-    if config["model_type"] != "nanochat_exact":
-        raise ValueError(f"{folder / 'config.json'}: model_type is {config['model_type']!r}, expected nanochat_exact; "
-                         "other architectures cannot be read")
-    index = folder / INDEX
-    names = {WEIGHTS: WEIGHTS}
-    if index.is_file():
-        names = read_json(index, {"weight_map": dict})["weight_map"]
-    state: dict[str, Tensor] = {}
-    for name in sorted(set(names.values())):
-        try:
-            state |= load_file(folder / name)
-        except SafetensorError as e:
-            raise ValueError(f"{folder / name}: cut short or no safetensors ({e}); copy it again, or export "
-                             "anew") from None
-    shape = {name: config.get(name) for name in GPTConfig.__dataclass_fields__}
-    return Found(folder, config.get("trained", {}).get("step", 0), state, shape, {}, folder)
 
 
 def from_nanochat(source: str) -> Found:
-    """A folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than the
-    newest. FileNotFoundError or ValueError names what is missing or of something else."""
+    """Read a folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than
+    the newest. FileNotFoundError or ValueError names what is missing or of something else."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     folder = here(text, "SOURCE").expanduser()
     steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
@@ -391,23 +363,23 @@ def from_nanochat(source: str) -> Found:
     of_layers = torch.ones(config.get("n_layer", 0))
     state = {"resid_lambdas": of_layers, "x0_lambdas": 0 * of_layers, **state}  # and have no such scalars
     batch = {name: meta[name] for name in ("device_batch_size", "total_batch_size") if name in meta}
-    return Found(folder, step, state, config, batch, folder.absolute().parent.parent / "tokenizer")
+    return Found(folder.absolute(), step, state, config, batch)
 
 
 def check_shapes(found: Found, shape: GPTConfig, model: gpt.GPT) -> None:
     """ValueError, in one sentence, where weights are not those of our model, or settings of a run
     cannot ask for its shape."""
-    theirs, ours = found.state, model.state_dict()
-    other = [f"{name} is {value}, and --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
-             for name, value in asdict(shape).items() if value != getattr(model.config, name)]
-    other += [f"{name} is missing" for name in sorted(ours.keys() - theirs.keys())]
-    other += [f"{name} is unknown" for name in sorted(theirs.keys() - ours.keys())]
-    other += [f"{name} is {tuple(theirs[name].shape)}, expected {tuple(ours[name].shape)}"
-              for name in ours.keys() & theirs.keys() if theirs[name].shape != ours[name].shape]
+    other = "; ".join(
+        f"{name} is {value}, and --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
+        for name, value in asdict(shape).items() if value != getattr(model.config, name))
+    if not other:
+        try:
+            model.load_state_dict(found.state, assign=True)
+        except RuntimeError as e:  # says what is missing, unknown or of another shape
+            other = " ".join(str(e).split())[:TOLD]
     if other:
-        more = f" and {len(other) - NAMED} more" * (len(other) > NAMED)
-        raise ValueError(f"{found.folder}: another architecture than ours, which is nanochat's of July 2026: "
-                         f"{', '.join(other[:NAMED])}{more}; it cannot be brought in")
+        raise ValueError(f"{found.folder}: another architecture than ours, which is nanochat's of July 2026: {other}; "
+                         f"it cannot be brought in")
 
 
 def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
@@ -417,7 +389,7 @@ def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTCo
         shape = GPTConfig(**found.config)
     except (TypeError, ValueError) as e:
         raise ValueError(f"{found.folder}: no shape of our model: {e}") from e
-    folder = args.tokenizer or found.tokenizer
+    folder = args.tokenizer or found.folder.parent.parent / "tokenizer"
     tokenizer = get_tokenizer(folder)
     if tokenizer.get_vocab_size() != shape.vocab_size:
         raise ValueError(f"{folder}: {tokenizer.get_vocab_size():,} tokens, and the model has {shape.vocab_size:,}; "
@@ -426,36 +398,35 @@ def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTCo
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or DEFAULT_DATASET.data_dir),
-        model_tag=args.model_tag or (args.out or found.folder.absolute()).name, num_iterations=max(1, found.step),
+        model_tag=args.model_tag or (args.out or found.folder).name, num_iterations=max(1, found.step),
         **found.batch)
     check_shapes(found, shape, build_model(settings))
     narrow = found.state["transformer.wte.weight"].dtype == torch.bfloat16
     return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
 
 
-def bring_in(found: Found, args: argparse.Namespace) -> str:
-    """Write a run directory of what was found; a sentence that says what it is. Raises what
-    `settings_of` and, of data, `find_manifests` raise."""
+def bring_in(args: argparse.Namespace) -> str:
+    """Write a run directory of nanochat's checkpoint; a sentence that says what it is. Raises what
+    `from_nanochat`, `settings_of` and, of data, `find_manifests` raise."""
+    found = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(found, args)
     out = args.out or run_path(settings.model_tag or "")
+    way_out = "name a new folder" if args.out else "name another run with --model-tag"
     begin_data()
-    manifests: dict[str, Any] = {}
-    if args.data_path or Path(settings.data_path or "").is_dir():
-        manifests = find_manifests({}, settings)
-    else:
-        log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path", settings.data_path)
     head = {"format_version": FORMAT_VERSION, "step": found.step, "architecture_hash": hash_json(asdict(shape)),
             "status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
             "tokenizer_fingerprint": tokenizer.fingerprint}
-    with new_folder(out) as run_dir:
-        for name in FOLDERS:
-            (run_dir / name).mkdir(exist_ok=True)
+    with new_folder(out, way_out) as run_dir:
+        open_folders(run_dir)
+        if args.data_path or Path(settings.data_path or "").is_dir():
+            write_json(run_dir / MANIFEST_NAME, find_manifests({}, settings))
+        else:
+            log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path",
+                        settings.data_path)
         write_sealed(run_dir / "checkpoints" / "final", head, {
             CURSORS_NAME: pack_cursors(found.step, []), MODEL_CONFIG_NAME: json_bytes(asdict(shape)),
             MODEL_NAME: found.state})
         tokenizer.save(run_dir / "tokenizer")
-        if manifests:
-            write_json(run_dir / MANIFEST_NAME, manifests)
         tell_completed(run_dir, found.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
     return f"{out}: a run at step {found.step:,}, from {args.source}"
@@ -465,14 +436,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read, write, say what. ValueError and OSError for bad input; then nothing is left behind."""
     args = parse_args(argv)
     setup_logging()
-    if "hf" in (args.to, args.origin):
-        for package in ("safetensors", "tokenizers"):
-            if importlib.util.find_spec(package) is None:
-                raise ValueError(f"hf: the package {package} is not installed; {NEEDS}")
-    if args.to is not None:
-        print({"hf": to_hf, "nanochat": to_nanochat}[args.to](args.source, args.out))
+    if args.origin is not None:
+        print(bring_in(args))
     else:
-        print(bring_in({"hf": from_hf, "nanochat": from_nanochat}[args.origin](args.source), args))
+        write = to_hf if args.to == "hf" else to_nanochat
+        print(write(args.source, args.out))
     return 0
 
 

@@ -6,14 +6,12 @@ List all commands, and run any of them by its name.
     nanochat train --depth=12                   # after `pip install -e .`: as python -m scripts.base_train --depth=12
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
-A command is a module of scripts/: its name with dashes, and the first sentence of its docstring is its
-line here. So a script that a fork adds is a command, too. Several processes are started by torchrun, with
-the module's name.
+A command is a module of scripts/: its name with dashes, and the first sentence of its docstring is its line here.
+So a script that a fork adds is a command, too. Several processes are started by torchrun, with the module's name.
 """
 
 import ast
 import importlib
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +33,8 @@ def commands() -> dict[str, str]:
 def about(module: str) -> str:
     """The first sentence of a module's docstring. It is read, not imported, which takes seconds."""
     path = Path(__file__).parents[1] / (module.replace(".", "/") + ".py")
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return re.split(r"[.:](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
+    paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split()).partition(". ")[0].rstrip(".:")
 
 
 class _Made(Exception):
@@ -78,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List the commands, or run one. ValueError for a name that is none."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["help"]
     known = commands()
-    if name in ("help", "--help", "-h") and rest and rest[0] in known:
+    if name in ("help", "--help", "-h") and rest and not rest[0].startswith("-"):
         name, rest = rest[0], ["--help"]
-    if name in ("help", "--help", "-h"):
+    elif name in ("help", "--help", "-h"):
         print("\n".join(table(["command", "what it does"], [[name, about(known[name])] for name in known])))
         print("\nnanochat COMMAND --help says more. Without `pip install -e .` a command is python -m scripts.COMMAND, "
               f"with _ for - ({', '.join(f'{short}: {module}' for module, short in SHORT.items())})")

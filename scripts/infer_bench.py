@@ -1,5 +1,5 @@
 """
-How fast a model generates, and how much memory its cache takes.
+Measure how fast a model generates, and how much memory that takes.
 
     python -m scripts.infer_bench d12
     python -m scripts.infer_bench --depth 12 --max-seq-len 2048        # random weights: as fast as trained ones

@@ -1,5 +1,5 @@
 """
-Look into the stream: digests, documents and accounts of any step. No model, no GPU.
+Show what data any step of a run sees: documents, digests, counts of tokens. No model, no GPU.
 
     python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
     python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8

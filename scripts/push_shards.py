@@ -1,5 +1,5 @@
 """
-Put a folder of data into a bucket, so that others can train from there.
+Put a folder of data into object storage (S3 and such), so that others can train from there.
 
     python -m scripts.push_shards DIR s3://bucket/prefix [--num-workers 8]
 

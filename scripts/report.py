@@ -1,8 +1,7 @@
 """
-Write the report of a run as markdown: how it went, what ran, on what, how long, what came of it,
-and where everything lies.
+Write the report of a run as markdown: what ran, on what, how long, and what came of it.
 
-    python -m scripts.report d12                 # writes RUN/report.md and RUN/report-*.png
+    python -m scripts.report d12                      # writes RUN/report.md and RUN/report-*.png
     python -m scripts.report d12 --stages FILE        # with the times of speedrun.sh's stages
 
 It reads the run directory and changes nothing else, so it may be written at any time and as often

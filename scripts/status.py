@@ -1,5 +1,5 @@
 """
-Where runs stand.
+Say where runs stand: step, loss, speed, time left, and how one ended.
 
     python -m scripts.status                      # all runs, a line each
     python -m scripts.status d12 d24 --sort=bpb   # some of them, the best first; --sort=-bpb: the best last

@@ -1,5 +1,5 @@
 """
-Ask a run to stop: it finishes its step, saves, and ends as stopped; the same training command goes on with it.
+Ask a run to stop: it finishes its step, saves, and ends. The same training command goes on with it.
 
     python -m scripts.stop d24             # a tag or a run directory; may be left out where one run only is at work
     python -m scripts.stop d24 --wait      # and wait until it has ended

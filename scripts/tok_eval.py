@@ -1,6 +1,5 @@
 """
-How well the tokenizer compresses: bytes of text per token, on short samples of several kinds and
-on the data.
+Measure how well the tokenizer compresses: bytes of text per token, on samples and on the data.
 
     python -m scripts.tok_eval                        # samples only
     python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of each split

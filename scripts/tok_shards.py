@@ -1,6 +1,6 @@
 """
-Tokenize text once: every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt,
-.arrow) becomes a pair of token files.
+Tokenize text once, into token shards that training reads (GPTS: one file of ids with an index).
+Every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow) becomes a pair.
 
     python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer NAME] [--num-workers 8]
 

@@ -1,12 +1,12 @@
 """
-Verify what lies on disk, to the last byte:
+Check runs, checkpoints and token shards on disk, to the last byte:
 
     python -m scripts.verify PATH...     a run (its tag will do), folders with everything below
                                          them, one pair, one checkpoint; pairs may lie in object
                                          storage (s3://bucket/prefix)
 
-Each thing is opened by the room that owns it, read whole, and what that room refuses is a problem.
-Beyond that:
+Each thing is opened as training opens it, and read whole; what training would refuse is a problem.
+What else is looked at:
 
     pairs         .bin and .idx: no empty entry, prefixes and windows as long as they may be, ids
                   inside the vocabulary, end-of-document ids at the ends of documents and nowhere
@@ -19,7 +19,7 @@ Beyond that:
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
 are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
 nor end-of-document id: ids have no bound unless --tokenizer or --vocab-size gives one, and the last
-id of a GPTS file is taken for the latter (Megatron's need not have any: only --tokenizer tells).
+id of token shards (GPTS) is taken for the latter (Megatron's need not have any: only --tokenizer tells).
 """
 
 import argparse
@@ -43,8 +43,11 @@ BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
 LISTED = 20  # problems of one pair that are told one by one; the others are counted
 
-Report = tuple[list[str], list[str]]  # lines for people, problems
-Check = Callable[[tqdm], Report]  # tells a progress bar how many bytes it has read
+Check = Callable[[tqdm], Iterator[str]]  # yields what it finds, and tells a progress bar how many bytes it has read
+
+
+class Problem(str):
+    """A line that says what is wrong."""
 
 
 # ---- pairs --------------------------------------------------------------------------------------
@@ -166,50 +169,48 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
 
 
 def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
-                whole: bool) -> Report:
+                whole: bool) -> Iterator[str]:
     """Verify pairs of one folder, each given by its .bin; `whole`: all that there are."""
-    problems: list[str] = []
     try:
         manifest = read_manifest(folder)
     except ValueError as e:
-        return [f"{folder}:"], [str(e)]
+        yield Problem(e)
+        return
     if manifest is not None:
         theirs, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
         if args.fingerprint not in (None, theirs):
-            problems.append(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, "
-                            f"{args.tokenizer} is {args.fingerprint}")
-        problems += [f"{path}: {MANIFEST_NAME} does not list it" for path in paths
-                     if path.stem not in listed]
+            yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is "
+                          f"{args.fingerprint}")
+        yield from (Problem(f"{path}: {MANIFEST_NAME} does not list it") for path in paths if path.stem not in listed)
         there = {path.stem for path in paths} if whole else listed
-        problems += [f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there"
-                     for name in listed if name not in there]
+        yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there")
+                    for name in listed if name not in there)
     counts = Counts(args.sequence_len)
     for path in paths:
         found = list(check_pair(path, args, counts, bar))
-        problems += found[:LISTED]
+        yield from map(Problem, found[:LISTED])
         if len(found) > LISTED:
-            problems.append(f"{path}: {len(found) - LISTED:,} more problems")
-    lines = counts.lines(folder)
+            yield Problem(f"{path}: {len(found) - LISTED:,} more problems")
+    yield from counts.lines(folder)
     if manifest is None and args.vocab_size is None:
-        lines.append("  ids have no known bound: give --tokenizer or --vocab-size to check it")
-    return lines, problems
+        yield "  ids have no known bound: give --tokenizer or --vocab-size to check it"
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
 
-def check_checkpoint(path: Path, bar: tqdm) -> Report:
+def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
     """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
     from nanochat.checkpoint import check_file, open_verified, read_seal  # with PyTorch
 
-    lines, problems = [f"{path}:"], []
+    problems: list[str] = []
     try:
         state = read_seal(path)
-        lines = [f"{path}: step {state['step']:,}, {len(state['files']) + 1} files",
-                 f"  OK {SEAL_NAME}"]
+        yield f"{path}: step {state['step']:,}, {len(state['files']) + 1} files"
+        yield f"  OK {SEAL_NAME}"
         for name, record in state["files"].items():
             try:
                 check_file(path, name, record)
-                lines.append(f"  OK {name} ({record['bytes']:,} bytes)")
+                yield f"  OK {name} ({record['bytes']:,} bytes)"
             except (ValueError, OSError) as e:
                 problems.append(str(e))
             bar.update(record["bytes"])
@@ -221,21 +222,23 @@ def check_checkpoint(path: Path, bar: tqdm) -> Report:
     except (ValueError, OSError) as e:
         problems.append(str(e))
     if problems and not path.exists():
-        return [f"{path}: the run deleted it meanwhile"], []
-    return lines, problems
+        yield f"{path}: the run deleted it meanwhile"
+    else:
+        yield from map(Problem, problems)
 
 
-def check_cursors(folder: Path, bar: tqdm) -> Report:
+def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     """Read all cursors that a run keeps."""
-    files, problems = cursor_files(folder.absolute().parents[1]), []
+    files, good = cursor_files(folder.absolute().parents[1]), 0
     for step, file in files.items():
         try:
-            if (found := read_cursors(file)[0]) != step:
-                problems.append(f"{file}: of step {found}")
             bar.update(file.stat().st_size)
+            if (found := read_cursors(file)[0]) != step:
+                raise ValueError(f"{file}: of step {found}")
+            good += 1
         except (ValueError, OSError) as e:
-            problems.append(str(e))
-    return [f"{folder}: {len(files) - len(problems):,} of {len(files):,} files OK"], problems
+            yield Problem(e)
+    yield f"{folder}: {good:,} of {len(files):,} files OK"
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ def is_manifest(path: Path) -> bool:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", type=place, metavar="PATH")
+    parser.add_argument("paths", nargs="+", type=place, metavar="PATH", help="a run, or what lies on disk")
     parser.add_argument("--sequence-len", type=int, default=2048, metavar="T",
                         help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
@@ -320,10 +323,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_problems = 0
     with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
         for check in [check for path in args.paths for check in find_all(path, args)]:
-            lines, problems = check(bar)
-            bar.clear()
-            print(*lines, *(f"  PROBLEM {line}" for line in problems), sep="\n", flush=True)
-            num_problems += len(problems)
+            for line in check(bar):
+                bar.clear()
+                print(f"  PROBLEM {line}" if isinstance(line, Problem) else line, flush=True)
+                num_problems += isinstance(line, Problem)
     print(f"{num_problems:,} problem(s)" if num_problems else "all good", flush=True)
     return 1 if num_problems else 0
 

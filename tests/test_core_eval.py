@@ -145,6 +145,10 @@ def test_a_share_of_the_items_is_the_same_every_time(bundle: Path) -> None:
     assert [task.items for task in few] == [task.items[:6] for task in all_of_them]
     assert [len(task.items) for task in all_of_them] == [10] * 7
     assert (few[0].baseline, few[0].num_fewshot, few[2].delimiter) == (0.25, 0, " ")
+    most = max(task.num_fewshot for task in all_of_them)
+    with pytest.raises(ValueError, match=f"got {most} items .* show up to {most} others; give at least {most + 1}, or"):
+        read_bundle(bundle, most)
+    assert len(read_bundle(bundle, most + 1)) == 7, "the advice is right"
 
 
 def change(path: Path, before: str, after: str) -> None:

@@ -29,8 +29,9 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
     with pytest.raises(SystemExit, match="0"):
         help_.main(["help", "stop"])
     assert "usage: nanochat stop" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="nanochat trian: did you mean train"):
-        help_.main(["trian"])
+    for words in (["trian"], ["help", "trian"]):
+        with pytest.raises(ValueError, match="nanochat trian: did you mean train"):
+            help_.main(words)
     with pytest.raises(ValueError, match="nanochat xyzzy: there is no such command"):
         help_.main(["xyzzy"])
 

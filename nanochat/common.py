@@ -344,8 +344,9 @@ class Parser(argparse.ArgumentParser):
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
         takes_file = self._subparsers is None  # else the parser of the subcommand does
         if takes_file and "--config" not in self._option_string_actions:
-            self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, "
-                              "such as a run's config.json; those of the command line win")
+            of_run = "" if self.of_run is dict else ", such as a run's config.json"
+            self.add_argument("--config", metavar="FILE", help=f"take flags from a .yaml, .toml or .json file{of_run}; "
+                              "those of the command line win")
         for word in given:
             for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
                 place(word[found.start(1):])

@@ -80,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         name, rest = rest[0], ["--help"]
     elif name in ("help", "--help", "-h"):
         print("\n".join(table(["command", "what it does"], [[name, about(known[name])] for name in known])))
-        print("\nnanochat COMMAND --help says more. Without `pip install -e .` a command is python -m scripts.COMMAND, "
-              f"with _ for - ({', '.join(f'{short}: {module}' for module, short in SHORT.items())})")
+        short = ", ".join(f"{name}: python -m {module}" for module, name in SHORT.items())
+        print("\nnanochat COMMAND --help says more. Without `pip install -e .` a command is\n"
+              f"python -m scripts.COMMAND, with _ for - ({short})")
         return 0
     if name == "completion":
         parser = Parser(prog="nanochat completion", description="Print what a shell reads to complete commands.")

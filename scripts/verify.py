@@ -8,10 +8,11 @@ Check runs, checkpoints and token shards on disk, to the last byte:
 Each thing is opened as training opens it, and read whole; what training would refuse is a problem.
 What else is looked at:
 
-    pairs         .bin and .idx: no empty entry, prefixes and windows as long as they may be, ids
-                  inside the vocabulary, end-of-document ids at the ends of documents and nowhere
-                  else, and what manifest.json says. Then a table: how long entries are, and how
-                  many tokens lie beyond a row of T + 1
+    pairs         .bin and .idx, a file of ids with an index (GPTS, or Megatron's): no empty entry,
+                  prefixes and windows as long as they may be, ids inside the vocabulary,
+                  end-of-document ids at the ends of documents and nowhere else, and what
+                  manifest.json says. Then a table: how long entries are, and how many tokens lie
+                  beyond a row of T + 1
     checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
                   list. Nothing is unpickled
     cursors       those that a run keeps in logs/
@@ -19,7 +20,7 @@ What else is looked at:
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
 are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
 nor end-of-document id: ids have no bound unless --tokenizer or --vocab-size gives one, and the last
-id of token shards (GPTS) is taken for the latter (Megatron's need not have any: only --tokenizer tells).
+id of a GPTS file is taken for the latter (Megatron's need not have any: only --tokenizer tells).
 """
 
 import argparse

@@ -276,7 +276,8 @@ def _tell_skipped(path: Path, report: Path) -> None:
     for number, why in bad[:10]:
         log.warning("%s: line %d skipped: %s", path, number, why)
     if bad:
-        log.warning("%s: %d broken line(s) skipped in all; %s lists them", path, told.get("count", len(bad)), report)
+        num_bad = told.get("count", len(bad))
+        log.warning("%s: %d broken line(s) skipped in all; %s names the first %d", path, num_bad, report, len(bad))
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:

@@ -28,7 +28,7 @@ from nanochat.dist import (
 from tests import training
 from tests.training import Group, as_bytes
 
-SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+SIZES = pytest.mark.parametrize("world_size", [1, 3])
 
 
 # ---- a launch -------------------------------------------------------------------------------------------------------
@@ -120,7 +120,6 @@ def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
 
 
 @pytest.mark.parametrize(("bad", "own", "told"), [
-    ((0, 1, 2, 3), False, "x.bin: missing"),
     ((0, 1, 2, 3), True, "x.bin of 0: missing"),
     ((3,), True, "rank 3 on host {host}: x.bin of 3: missing"),
     ((1, 3), False, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),

@@ -1,13 +1,11 @@
 """What the order of the data promises: whatever 100 steps one looks at, their rows are a fair sample of the epoch, by
-the lengths of documents, by bucket and by source file.
+the lengths of documents. That buckets come as their weights say, and groups of all files in a permutation, is exact:
+tests/test_curriculum.py and tests/test_stream.py.
 
-Chi-square tests at a level of 0.001 each, with fixed seeds. What is drawn at random decides what may be counted:
-documents for lengths, groups for files (a lane reads a group's documents one after another), rows for buckets.
+Chi-square tests at a level of 0.001 each, with fixed seeds. The sample is fair where few documents wait beside those
+that a window begins, here 128 beside 1,600: which ones wait is the packer's choice, and at first it keeps back those
+that are neither tiny nor nearly as long as a row."""
 
-The sample is fair where few documents wait beside those that a window begins, here 128 beside 1,600: which ones wait is
-the packer's choice, and at first it keeps back those that are neither tiny nor nearly as long as a row."""
-
-from collections import Counter
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.curriculum import Curriculum, Phase
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
 from nanochat.stream import Row, Stream
@@ -24,7 +21,7 @@ from tests.toy import MemorySource
 
 LEVEL = 0.001
 T, V, STEPS = 64, 8, 100  # steps of V rows
-FILES, GROUPS_PER_FILE, GROUP = 5, 80, 16
+GROUPS, GROUP = 400, 16
 EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS
 
 
@@ -42,7 +39,7 @@ def corpus(seed: int) -> MemorySource:
     rng = np.random.default_rng(seed)
     def document() -> np.ndarray:
         return np.zeros(int(np.clip(np.exp(rng.normal(3.2, 1.0)), 1, 60 * T)), np.uint32)
-    return MemorySource([[document() for _ in range(GROUP)] for _ in range(FILES * GROUPS_PER_FILE)])
+    return MemorySource([[document() for _ in range(GROUP)] for _ in range(GROUPS)])
 
 
 @cache
@@ -78,27 +75,6 @@ def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(seed: int, long_
     for rows in found:
         lengths = np.array([1 + len(source.documents[group][row]) for group, row in begun(rows)])
         assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("long_docs", ["crop", "split"])
-def test_a_window_has_groups_of_all_files_as_the_epoch_has(seed: int, long_docs: str) -> None:
-    _, found = windows(seed, long_docs)
-    for rows in found:
-        files = Counter(group // GROUPS_PER_FILE for group in {group for group, _ in begun(rows)})
-        counts = np.array([files[file] for file in range(FILES)])
-        assert p_value(counts, np.ones(FILES)) > LEVEL
-
-
-def test_a_window_has_rows_of_all_buckets_as_the_weights_say() -> None:
-    shares = {"web": 5, "code": 2, "books": 1}
-    mix = Curriculum([Phase(10**9, shares)], max_epochs=dict.fromkeys(shares, 9))
-    config = StreamConfig(T=T, V=V, seed=1, buffer_size=16, curriculum=mix)
-    sources = {bucket: corpus(seed) for seed, bucket in enumerate(shares)}
-    stream = Stream(config, sources, range(V), tokenizer="", num_threads=0)
-    for _ in range(3):
-        rows = Counter(row.bucket for _ in range(STEPS) for row in stream.next_rows(1))
-        assert p_value(np.array([rows[bucket] for bucket in shares]), np.array(list(shares.values()))) > LEVEL
 
 
 def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,17 +57,15 @@ def at_its_beginning(**settings: Any) -> Any:
 
 # ---- what is taken over ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("spec, step", [("origin@8", 8), ("origin", ORIGIN_STEPS), ("path", 4)])
-def test_weights_at_step_0_are_those_of_the_origin(spec: str, step: int) -> None:
-    given = str(checkpoint("checkpoint-4", "origin")) if spec == "path" else spec
-    name = "final" if spec == "origin" else f"checkpoint-{step}"
-    theirs = load_checkpoint(checkpoint(name, "origin"))
-    taken = at_its_beginning(init_from=given)
+def test_weights_at_step_0_are_those_of_the_origin() -> None:
+    """By path here; how else an origin may be named: tests/test_checkpoint.py."""
+    theirs = load_checkpoint(checkpoint("checkpoint-8", "origin"))
+    taken = at_its_beginning(init_from=str(theirs.path))
     assert taken["model"] == as_bytes(theirs.model_state())
     assert as_bytes(taken["optimizer"])["step"] == 0 and taken["optimizer"] != as_bytes(theirs.optimizer_state())
     told = read_config(training.run_dir())["origin"]
-    assert (told["run"], told["checkpoint"], told["step"], told["checksum"]) == ("origin", name, step,
-                                                                                theirs.trainer_state["checksum"])
+    assert told.items() >= {"run": "origin", "checkpoint": "checkpoint-8", "step": 8,
+                            "checksum": theirs.trainer_state["checksum"]}.items()
     assert digests() == digests("origin")[:1], "fresh data begins at the beginning"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
 

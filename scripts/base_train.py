@@ -30,17 +30,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.common import (
-    EXIT_HALTED,
-    Parser,
-    StopAsked,
-    duration,
-    get_dist_info,
-    print0,
-    quiet_gc,
-    run_main,
-    setup_logging,
-)
+from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import agree, autodetect_device_type, compute_cleanup, compute_init, gather_all, on_rank0
@@ -249,16 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print0(over[1])
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
-            return train(start, data, stop, device, told)
+            return train(start, data, stop, told, rank, world_size, device)
         finally:
             compute_cleanup()
 
 
-def train(start: Start, data: RunData, stop: StopWatch, device: torch.device, told: dict[str, Any]) -> int:
+def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], rank: int, world_size: int,
+          device: torch.device) -> int:
     """Own the run, make everything, go through the loop. `told`: "command" and "typed", the names of
     the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
-    _, rank, _, world_size = get_dist_info()
     schedule = agree(lambda: Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled))
     owner = on_rank0(lambda: own(start, data))
     with ExitStack() as stack:

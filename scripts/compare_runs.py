@@ -277,11 +277,10 @@ def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bo
     """(whether all is equal but for noise, a sentence: equal in how much, or what parts first)."""
     damaged = sum(note.startswith("passed over") for note in notes)
     end = f"; {damaged} damaged file(s) passed over" if damaged else ""
-    same_data = False
     for part in parts:
-        if part.parted:
-            return False, "same data; " * (same_data and part.kind != "data") + part.describe() + end
-        same_data |= part.kind == "data"
+        if part.parted:  # and all before it are equal, the data first
+            same = "same data; " * (parts[0].kind == "data" and part.kind != "data")
+            return False, same + part.describe() + end
     how = "equal bit for bit"
     if noise := [gap.relative for part in parts for gap in part.gaps]:
         how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart"

@@ -48,8 +48,7 @@ CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, ti
 # numbers that the axes show, and events that are marks although they may have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
-TONES = {"completed": "good", "running": "good", "starting": "good",  # of a state; others are bad
-         "stopping": "wait", "stopped": "wait"}
+TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}  # of a state's colour
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,7 @@ def headline(run: Run) -> str:
     words = " ".join([*in_words(facts), f"Last checkpoint: {state.get('checkpoint') or 'none'}."])
     return (f'<div class="card"><span class="swatch c{run.index % 8}"></span>'
             f'<b>{escape(run.name)}</b>'
-            f'<span class="pill {TONES.get(shown, "bad")}">{escape(shown)}</span>'
+            f'<span class="pill {TONES[status.COLORS.get(shown, status.RED)]}">{escape(shown)}</span>'
             f'<progress max="{total}" value="{done}"></progress>'
             f'<div class="facts">{cells}</div><p class="soft">{escape(words)}</p></div>')
 

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, write_bytes
 from nanochat.config import FIELDS
@@ -37,7 +36,6 @@ from nanochat.run_data import pinned_data
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import ledger, share
 
-CURVE_ROWS = 16  # lines of the loss curve, about
 MIX_STRETCHES = 50  # points of the picture of the mix
 LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
                   "epochs")
@@ -47,7 +45,7 @@ STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
           "started": {"step": int, "world_size": int, "device": str, "torch": str}}
-STARTED = ("world_size", "device", "torch", "code", "command", "typed")  # of a launch, in its first event
+STARTED = ("world_size", "device", "gpu", "torch", "code", "command", "typed")  # of a launch, in its first event
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
@@ -120,7 +118,7 @@ def read_launches(log: Path) -> list[dict[str, Any]]:
     """The launches of a run in order, from its log: {"first": steps that were done when it began, "last":
     when it ended, "end": completed, stopped, halted, failed, killed (it does not say), or "" for the last
     one where it does not say, "reason": of the end, "events": the others, and of the event "started"
-    "world_size", "device", "torch", "code", "command", "typed"}."""
+    names of STARTED}."""
     launches: list[dict[str, Any]] = []
     for record in iter_log(log):
         step, event = record.get("step"), record.get("event")
@@ -274,12 +272,11 @@ def machine_part(facts: Facts) -> list[str]:
     """On what: this machine, and what each launch said of its own and of the code on it."""
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     rows = [("system", platform.platform()),
             ("processor", f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"),
-            ("GPUs", ", ".join(gpus) or "none"), ("Python", sys.version.split()[0])]
+            ("Python", sys.version.split()[0])]
     rows += [(f"trained from step {launch['first']:,} on",
-              f"{launch['world_size']} process(es) on {launch['device']}, PyTorch {launch['torch']}, "
+              f"{launch['world_size']} process(es) on {launch['gpu'] or launch['device']}, PyTorch {launch['torch']}, "
               f"commit {launch['code'] or 'not known'}") for launch in facts.launches]
     return markdown(("machine", "of this report"), rows)
 
@@ -324,21 +321,6 @@ def data_part(facts: Facts) -> list[str]:
     return [*lines, *told, "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
 
 
-def curve_part(facts: Facts) -> list[str]:
-    """Loss and validation by step, about CURVE_ROWS of each, with both ends."""
-    val = facts.val()
-    logged = {step["step"]: step for step in facts.steps}
-    if not logged:
-        return ["No step was logged."]
-    shown = {min(logged)}
-    for steps in (logged, val):
-        shown |= {*sorted(steps, reverse=True)[::max(1, -(-len(steps) // CURVE_ROWS))]}
-    columns = ("loss", "smooth_loss", "lr", "grad_norm")
-    rows = [(step, *(logged.get(step, {}).get(name) for name in columns), val.get(step))
-            for step in sorted(shown)]
-    return markdown(("step", *columns, "validation bits per byte (before the step)"), rows)
-
-
 def samples_part(facts: Facts) -> list[str]:
     """What the model wrote: the newest of the training, and all of the evaluation."""
     lines, newest = [], True
@@ -349,16 +331,8 @@ def samples_part(facts: Facts) -> list[str]:
     return lines or ["None: --sample-every says how often."]
 
 
-def places_part(facts: Facts) -> list[str]:
-    """Where everything lies."""
-    run = facts.run_dir
-    there = sorted(path for pattern in ("[!.]*", "logs/*", "checkpoints/[!.]*")
-                   for path in run.glob(pattern))
-    return [f"`{run}`:", "", *(f"- `{path.relative_to(run)}`" for path in there)]
-
-
 PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part,
-         "Data": data_part, "Loss curve": curve_part, "Samples": samples_part, "Where everything lies": places_part}
+         "Data": data_part, "Samples": samples_part}
 
 
 # ---- pictures -----------------------------------------------------------------------------------
@@ -444,7 +418,8 @@ def save_pictures(facts: Facts, folder: Path) -> list[str]:
 def make_report(facts: Facts, shown: Sequence[str] = ()) -> str:
     """The whole report. `shown`: the lines that show its pictures."""
     lines = [f"# Run `{facts.config.get('model_tag', facts.run_dir.name)}`: {facts.status}", "",
-             *in_words(facts), "", *shown, "", f"Written {time.strftime('%Y-%m-%d %H:%M %Z')}.", ""]
+             *in_words(facts), "", *shown, "",
+             f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from `{facts.run_dir}`, where everything lies.", ""]
     for title, part in PARTS.items():
         lines += [f"## {title}", "", *part(facts), ""]
     return "\n".join(lines)

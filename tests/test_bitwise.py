@@ -137,8 +137,8 @@ def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
         assert found["losses"][-1] < found["losses"][0]
         dtypes = {dtype for dtype, _, _ in found["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
-        began = f"step: {ROWS} rows from {V} lanes; 1 process(es) x "
-        told = [line for line in matrix[1].splitlines() if line.startswith(began)]
+        told = [line for line in matrix[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
+                and f" from {V} lanes; 1 process(es) x " in line]
         number = K * int(case[0])
         assert any(f" x {number} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves" in t for t in told)
     weights = found["weights"]

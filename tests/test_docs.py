@@ -18,8 +18,7 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_file_map_lists_every_module_and_no_other():
     listed = set(re.findall(r"^\| `([^`]+\.py)` \| \S", (ROOT / "dev/ARCHITECTURE.md").read_text(), re.MULTILINE))
-    there = {f"{folder}/{path.name}" for folder in ("nanochat", "scripts") for path in (ROOT / folder).glob("*.py")
-             if path.name != "__init__.py"}
+    there = {f"nanochat/{path.name}" for path in (ROOT / "nanochat").glob("*.py") if path.name != "__init__.py"}
     assert len(there) > 40 and listed == there
 
 

@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +131,8 @@ def test_a_run_at_work_is_drawn_again_and_again(runs: list[Path], tmp_path: Path
     alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
     looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
     monkeypatch.setattr(page.status, "look", lambda path: next(looks))
-    monkeypatch.setattr(page.time, "sleep", lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text())))
+    monkeypatch.setattr(page, "time", SimpleNamespace(  # not time.sleep itself, in which other threads are
+        strftime=time.strftime, sleep=lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text()))))
     assert page.main([str(runs[1]), f"--out={out}", "--watch"]) == 0
     assert naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
 

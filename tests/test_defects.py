@@ -60,7 +60,7 @@ import os, sys
 from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
 from nanochat.tokenizer import RustBPETokenizer
 tokenizer = RustBPETokenizer.from_directory({str(base / "tokenizer")!r})
-for _ in range(4):  # each ends by itself, as its parent does
+for _ in range(2):  # each ends by itself, as its parent does
     if (pid := os.fork()) == 0:
         batches = loader(tokenizer, 4, 64, "train", device="cpu", data_dir={str(base / "data")!r})
         next(batches)

@@ -6,6 +6,7 @@ machine that may be busy.
 Laws whose examples are dear take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
 import os
+import signal
 from unittest import mock
 
 import pytest
@@ -16,6 +17,8 @@ settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("quick")
 # Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# What a shell starts in the background ignores SIGINT, and so would every process that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,7 +30,6 @@ from nanochat.lifecycle import RunState, acquire, identify
 from nanochat.lifecycle import StopWatch, deadline
 started = time.monotonic()
 env = os.environ
-steps = int(env.get("STEPS", 20))
 with StopWatch(deadline(-1, env, started)) as stop:
     run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
     owner = acquire(run_dir)
@@ -38,13 +37,12 @@ with StopWatch(deadline(-1, env, started)) as stop:
     kept = run_dir / "kept"
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
-    with RunState(owner, [identify()], num_iterations=steps, step=step, checkpoint=saved,
-                  status="running") as state:
+    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state:
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")
             state.close(status, reason)
-        while step < steps:
+        while step < 20:
             if step == int(env.get("FAIL_AT", -1)):
                 raise ValueError("out of luck")
             if step == int(env.get("DIE_AT", -1)):
@@ -326,7 +324,7 @@ def test_the_loop_gives_up_after_failures_without_a_new_checkpoint(base, how):
 
 @pytest.mark.parametrize("how", [None, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_asks(base, how):
-    process = loop(base, STEP_S=0.2, STEPS=1000)  # more than a slow machine does before the signal comes
+    process = loop(base, STEP_S=0.2)
     wait_for(lambda: (read_state(run_dir(base)) or {}).get("step"))
     if how is None:
         stop.main(["d1"])

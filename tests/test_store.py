@@ -317,16 +317,15 @@ def test_a_program_ends_though_its_store_stalls(store, how):
     process.stdin.flush()
     assert process.stdout.readline() == "end\n"
     began = time.monotonic()
-    while how == "Ctrl-C" and process.poll() is None:  # again, as people do: Python may lose one while it sets up
+    if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
     out, err = process.stdout.read(), process.stderr.read()  # not communicate, which loses what readline read
     code = process.wait(timeout=15)
     if how == "ends":
         assert (code, out, err) == (0, "given up\n", "")
     else:
         assert code in (1, 130, -signal.SIGINT)
-    assert store.proxy.gets() and time.monotonic() - began < 60, "the store's own patience is 300"
+    assert store.proxy.gets() and time.monotonic() - began < 10
 
 
 # ---- multi-storage-client -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from nanochat.common import Parser, atomic_open, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Reading
-from nanochat.text_kinds import add_text_flags, good_lines
+from nanochat.text_kinds import add_text_flags, read_documents
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16  # also the deepest that buckets are dealt again
@@ -84,12 +84,11 @@ def find_inputs(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
             for i, root in enumerate(inputs) for path in find_files(root)]
 
 
-def read_documents(path: Path, report: "Report", reading: Reading, *, strict: bool) -> Iterator[tuple[int, str]]:
-    """(row, or line number from 1, and text) of each document; holds some hundred documents at a time, whatever the row
-    groups. A broken line of jsonl is reported and skipped, or fatal."""
+def numbered(path: Path, report: "Report", reading: Reading) -> Iterator[tuple[int, str]]:
+    """(number from 0, text) of each document of a file; holds some hundred documents at a time, whatever the row
+    groups. A broken line of jsonl is reported and skipped."""
     skipped: dict[str, Any] = {}
-    for line in good_lines(path, reading, skipped, strict=strict):
-        yield line.number, line.text or ""
+    yield from enumerate(read_documents(path, reading, skipped))
     for number, problem in skipped["lines"][:10]:
         print(f"skipped {path}:{number}: {problem}", file=sys.stderr)
     report.skipped_lines += skipped["count"]
@@ -178,7 +177,7 @@ def write_shards(texts: Iterator[str], output: Path, report: Report, *, shard_ch
 
 
 def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
-              memory_bytes: int = 1 << 30, reading: Reading = ALL, strict: bool = False) -> Report:
+              memory_bytes: int = 1 << 30, reading: Reading = ALL) -> Report:
     """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`.
 
     Holds at most `memory_bytes` of documents for sorting, plus one row group and some write buffers. Raises ValueError
@@ -189,7 +188,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
     def records() -> Iterator[Record]:
         for name, path in tqdm(find_inputs(inputs), unit="file", disable=None):
-            for row, text in read_documents(path, report, reading, strict=strict):
+            for row, text in numbered(path, report, reading):
                 report.documents += 1
                 report.chars += len(text)
                 yield document_key(seed, name, row), text.encode()
@@ -213,10 +212,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory-bytes", type=int, default=1 << 30, help="most to sort at once; changes no output")
-    parser.add_argument("--strict", action="store_true", help="stop at a broken jsonl line instead of skipping it")
     args = parser.parse_args(argv)
     report = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
-                       memory_bytes=args.memory_bytes, reading=Reading.of(vars(args)), strict=args.strict)
+                       memory_bytes=args.memory_bytes, reading=Reading.of(vars(args)))
     print(f"{args.output_dir}: {report.documents:,} documents, {report.chars:,} characters in "
           f"{len(report.shard_chars)} shards of {min(report.shard_chars):,} to {max(report.shard_chars):,} characters, "
           f"{report.skipped_lines} broken lines skipped, {report.short} documents too short")

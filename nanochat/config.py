@@ -132,7 +132,6 @@ class DataSettings:
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
         metavar="DIR")
-    strict: bool = setting(False, "a broken line of jsonl is an error")
     packing: str = setting(
         "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
     pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM)

@@ -48,7 +48,7 @@ import numpy as np
 
 from nanochat.common import etag_of, read_json, remove_leftovers, write_json
 from nanochat.text import ALL, Reading, read_footer
-from nanochat.text_kinds import good_lines, no_document
+from nanochat.text_kinds import no_document, read_documents
 from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -64,7 +64,6 @@ BATCH_CHARS = 2_000_000  # text that is tokenized at once
 BATCH_DOCUMENTS = 16_384
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
-USUAL = {"data_format": "shards", **asdict(ALL)}  # what a record does not name
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
@@ -110,7 +109,6 @@ class Windows:
         return cut, ends - begins, prefixes.astype(np.uint16)
 
 
-
 # ---- inputs -------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -134,15 +132,13 @@ class Input:
 
 # ---- one input ----------------------------------------------------------------------------------
 
-def read_documents(path: Path, skipped: Record, reading: Reading = ALL, *, strict: bool = False
-                   ) -> Iterator[list[str]]:
-    """The texts of a file, in batches; `skipped` and errors as of `good_lines`."""
+def read_batches(path: Path, skipped: Record, reading: Reading = ALL) -> Iterator[list[str]]:
+    """The texts of a file, in batches; `skipped` and errors as of `read_documents`."""
     batch: list[str] = []
     num_chars = 0
-    for line in good_lines(path, reading, skipped, strict=strict):
-        assert line.text is not None
-        batch.append(line.text)
-        num_chars += len(line.text)
+    for text in read_documents(path, reading, skipped):
+        batch.append(text)
+        num_chars += len(text)
         if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, num_chars = [], 0
@@ -181,14 +177,13 @@ class Pretokenizer:
     inputs: Sequence[Input]
     windows: Windows
     tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it; it lies in output/tokenizer
-    strict: bool = False
     data_format: str = "shards"
     reading: Reading = ALL
 
     @property
     def made_with(self) -> Record:
         """What all pairs have in common; format and reading are named where they are not the usual ones."""
-        named = {} if self.data_format == USUAL["data_format"] else {"data_format": self.data_format}
+        named = {} if self.data_format == "shards" else {"data_format": self.data_format}
         return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.reading.named()}
 
     def prepare(self) -> None:
@@ -208,8 +203,7 @@ class Pretokenizer:
         shard = record["shard"]
         same = record["made_with"] == self.made_with and record["source"] == _source(i)
         whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        broken = self.strict and shard["skipped"]["count"]
-        return record if same and whole and not broken else None
+        return record if same and whole else None
 
     def make(self, i: Input) -> Record:
         """Make the pair of an input, unless it is finished; returns its record. ValueError where
@@ -231,7 +225,7 @@ class Pretokenizer:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
         skipped: Record = {}
-        for texts in read_documents(i.path, skipped, reading, strict=self.strict):
+        for texts in read_batches(i.path, skipped, reading):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
@@ -279,26 +273,23 @@ class Pretokenizer:
         `force` those are removed that no input becomes; the others will be made again."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
-            record: Record = {"made_with": self.made_with, "source": {"name": path.stem}}
-            with contextlib.suppress(ValueError):  # a broken record: its pair is made again
-                record = read_json(path, RECORDED)
             prefix, why = path.parents[1] / path.stem, ""
             if path not in planned:
-                why = (f"made of {record['source']['name']}, which is gone from --input-dir or "
-                       f"belongs elsewhere now; bring it back, or")
-            elif record["made_with"] != self.made_with:
-                old, new = ({**USUAL, **m} for m in (record["made_with"], self.made_with))
-                differ = [f"{k} {old.get(k)} (now {new[k]})" for k in new if old.get(k) != new[k]]
-                why = f"made with {', '.join(differ)};"
+                why = "its input is gone from --input-dir, or belongs elsewhere now; bring it back, or"
+                if force:
+                    for file in (prefix.with_name(MANIFEST_NAME), *pair_paths(prefix), path):
+                        file.unlink(missing_ok=True)
+            else:
+                old, new = self.made_with, self.made_with
+                with contextlib.suppress(ValueError):  # a broken record: its pair is made again
+                    old = read_json(path, RECORDED)["made_with"]
+                differ = [f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
+                          for key in {**old, **new} if old.get(key) != new.get(key)]
+                if differ:
+                    why = f"made with {', '.join(differ)};"
             if why and not force:
                 raise ValueError(f"{prefix}.bin: {why} name another --output-dir, or remove or "
                                  f"replace all such pairs with --force")
-            if path not in planned:
-                for file in (prefix.with_name(MANIFEST_NAME), *pair_paths(prefix), path):
-                    file.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # there are others
-                    path.parent.rmdir()
-                    prefix.parent.rmdir()
 
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that

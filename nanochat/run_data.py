@@ -40,11 +40,11 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     """What a run reads: {"train": {bucket: manifest}, "val": ...}. Where it has pinned its files
     before, those below the paths in the settings are compared with them; {} for a new run.
     FileNotFoundError or ValueError names the file that is bad, changed or gone."""
-    data_path, val_path, strict = settings.data_path or "", settings.val_path, settings.strict
+    data_path, val_path = settings.data_path or "", settings.val_path
     roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
     if pinned:
-        return {split: {bucket: check(manifest, roots[split], strict=strict)
-                        for bucket, manifest in buckets.items()} for split, buckets in pinned.items()}
+        return {split: {bucket: check(manifest, roots[split]) for bucket, manifest in buckets.items()}
+                for split, buckets in pinned.items()}
     if settings.order == "megatron":
         from nanochat.blend import find_prefixes
 
@@ -58,7 +58,7 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     for split, buckets in files.items():
         check_format(roots[split], [file for some in buckets.values() for file in some], settings.data_format)
     values = settings.to_json()
-    return {split: {bucket: scan(roots[split], found, reading=Reading.of(values, split), strict=strict)
+    return {split: {bucket: scan(roots[split], found, reading=Reading.of(values, split))
                     for bucket, found in buckets.items()} for split, buckets in files.items()}
 
 

@@ -251,19 +251,18 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
                              f"scripts.convert_shards)")
 
 
-def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Reading = ALL,
-         strict: bool = False) -> Manifest:
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Reading = ALL) -> Manifest:
     """The manifest of some files (default: all) below `root`, which names of `reading` what is not
     as usual. The first bad file raises."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
-    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), reading, strict), files)
+    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), reading), files)
     return {"root": str(folder.resolve()), "files": list(found), **reading.named()}
 
 
-def _pin(path: Path, name: str, reading: Reading, strict: bool) -> dict[str, Any]:
+def _pin(path: Path, name: str, reading: Reading) -> dict[str, Any]:
     """What pins one file, whatever its kind; of one that was converted also its own size, for people."""
-    readable = as_parquet(path, reading, strict=strict)
+    readable = as_parquet(path, reading)
     found = source_class(name).scan_file(readable, name, reading.text_field)
     return found if readable == path else {**found, "own_size": path.stat().st_size}
 
@@ -286,7 +285,7 @@ def fingerprint(manifest: Manifest) -> str:
     return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + Reading.of(manifest).hashed())
 
 
-def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
+def check(manifest: Manifest, root: Path | str | None = None) -> Manifest:
     """Compare a manifest with the disk (under another root, if given). Returns it with the root in use.
 
     Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
@@ -302,7 +301,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
                                     f"new run with other data (--model-tag)")
         if "etag" in what and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
-        new = _pin(path, old["name"], Reading.of(manifest), strict)
+        new = _pin(path, old["name"], Reading.of(manifest))
         for key in what:
             if old.get(key) != new.get(key):
                 raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "

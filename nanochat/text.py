@@ -95,7 +95,7 @@ def told_of(path: Path | str, problem: str) -> Iterator[None]:
     store said (it names the object) is told as it is: the file is not to blame."""
     try:
         yield
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # the last two: of damaged sizes, names
         if in_store(path) and str(e).startswith(str(path)):
             raise
         raise ValueError(f"{path}: {problem} ({e}); delete it and fetch or make it again (python -m "
@@ -121,12 +121,16 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     return file
 
 
+def flat(table: pa.Table) -> pa.Table:
+    """A table in which the fields of a struct `a` are columns `a.b`, `a.c`."""
+    while any(pa.types.is_struct(kind) for kind in table.schema.types):
+        table = table.flatten()
+    return table
+
+
 def misfit(schema: pa.Schema, field: str) -> str:
     """Why a table has no column of texts `field`; "" if it has."""
-    table = schema.empty_table()
-    while any(pa.types.is_struct(kind) for kind in table.schema.types):
-        table = table.flatten()  # the fields of a struct `a` become columns `a.b`, `a.c`
-    columns = {f.name: f.type for f in table.schema}
+    columns = {f.name: f.type for f in flat(schema.empty_table()).schema}
     if field not in columns:
         return (f"no `{field}` column, it has {list(columns)}; name the one that holds the documents with "
                 f"--text-field")
@@ -183,9 +187,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
     try:
         with told_of(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
-                column = batch.column(0)
-                while isinstance(column, pa.StructArray):  # of which only this field was read
-                    [column] = column.flatten()
+                [column] = flat(pa.Table.from_batches([batch]))[field].chunks
                 column = checked(column, path, field, group)
                 taken += column.nbytes
                 yield column
@@ -198,11 +200,11 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 
 # ---- any kind ------------------------------------------------------------------------------------
 
-def as_parquet(path: Path, reading: Reading = ALL, *, strict: bool = False) -> Path:
+def as_parquet(path: Path, reading: Reading = ALL) -> Path:
     """`path` itself, or the cached parquet made of a file of another kind, or of which not all
     documents are read; see `nanochat.text_kinds.converted`."""
     if not (path.name.endswith(CONVERTED) or reading.selects) or not path.exists():
         return path
     from nanochat.text_kinds import converted
 
-    return converted(path, reading, strict=strict)
+    return converted(path, reading)

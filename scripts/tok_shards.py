@@ -57,7 +57,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--val-files", type=int, default=1,
                         help="last files of each bucket that are for validation; not used where RAW has train/")
     parser.add_argument("--num-workers", type=int, default=8, help="processes; changes no output")
-    parser.add_argument("--strict", action="store_true", help="a broken jsonl line is fatal for its input")
     parser.add_argument("--force", action="store_true",
                         help="make pairs again that other arguments or another tokenizer made, remove those whose "
                              "input is gone")
@@ -193,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = find_inputs(args.input_dir, val_files=args.val_files, shared=reading.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # says so where it knows ids only
-    job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer), args.strict,
+    job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),
                        OUTPUTS[args.format], reading)
     job.refuse_others(force=args.force)
     if args.finish:

@@ -24,18 +24,19 @@ import ast
 import contextlib
 import hashlib
 import itertools
+import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.repackage_data_reference import ROW_GROUP_DOCUMENTS, new_folder, write_shard
-from nanochat.common import Parser, get_base_dir, read_json, run_main, write_json
+from nanochat.common import Parser, fsync_dir, get_base_dir, here, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
 
 MANIFEST = "sample_corpus.json"
@@ -44,6 +45,7 @@ MIN_DOCUMENT_CHARS = 200        # shorter ones say little
 MAX_DOCUMENT_CHARS = 50_000     # of longer ones much is tables, and fewer documents make a poorer shuffle
 DOCS_SHARE = 0.2                # of the characters; docstrings are rarer than code and slow to extract
 VAL_SHARE = 0.05                # of the documents
+ROW_GROUP_DOCUMENTS = 1024
 SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
 
 
@@ -160,10 +162,11 @@ def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
     return [documents[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def _tables(documents: list[Document]) -> Iterator[pa.Table]:
-    for i in range(0, len(documents), ROW_GROUP_DOCUMENTS):
-        group = documents[i:i + ROW_GROUP_DOCUMENTS]
-        yield pa.table([*zip(*group)], SCHEMA)
+def write_shard(path: Path, documents: list[Document]) -> None:
+    """A file of parquet. Texts hardly repeat, so dictionaries and minima would only cost; page checksums let
+    `nanochat.dataset --verify` see a flipped bit."""
+    pq.write_table(pa.table([*zip(*documents)], SCHEMA), path, row_group_size=ROW_GROUP_DOCUMENTS, compression="zstd",
+                   use_dictionary=False, write_statistics=False, write_page_checksum=True)
 
 
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
@@ -183,7 +186,7 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
                          "(bash dev/setup.sh), run this with their Python, or lower --min-chars or --num-shards")
     for name, shard in shards.items():
         (output / name).parent.mkdir(exist_ok=True)
-        write_shard(output / name, SCHEMA, _tables(shard))
+        write_shard(output / name, shard)
     return counts
 
 
@@ -203,12 +206,22 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
 
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
-    """Write the corpus into `output_dir`, which appears when whole. False where it was there already."""
-    if is_made(output_dir, settings):
+    """Write the corpus into `output_dir`, which appears when whole. False where it was there already. ValueError where
+    something else is."""
+    if is_made(here(output_dir, "--output-dir"), settings):
         return False
-    with new_folder(output_dir) as (output, _):
-        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), output, settings)
-        write_json(output / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
+    unfinished = output_dir.absolute().with_name(f".{output_dir.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), unfinished, settings)
+        write_json(unfinished / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
+        unfinished.replace(output_dir)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    fsync_dir(output_dir.absolute().parent)
     return True
 
 

@@ -43,8 +43,7 @@ MIN_CHARS_HELP = "leave out documents of fewer characters"
 VAL_FRACTION_HELP = "share of each file's documents that validates, in place of the last file"
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on this machine's memory
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
-NULLS = ("{}: {} null(s) in column `{}` of row group {}; drop those rows (python -m "
-         "dev.repackage_data_reference does) or fill them")
+NULLS = "{}: {} null(s) in column `{}` of row group {}; drop those rows or fill them"
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
         kinds = typing.get_args(shape) or (shape if isinstance(shape, type) else type(shape),)
         if type(value) not in kinds and not (type(value) is int and float in kinds):
             wanted = " or ".join(KINDS[kind] for kind in kinds)
-            return f"{where or 'the whole'}: expected {wanted}, got {KINDS[type(value)]}"
+            return f"{where or 'the whole'}: expected {wanted}, got {KINDS.get(type(value), 'something else')}"
     problems = (_misfit(item, inner, place) for place, item, inner in inside)
     return next(filter(None, problems), None)
 

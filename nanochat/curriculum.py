@@ -42,22 +42,21 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
-from nanochat.common import permutation
+from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer makes of a curriculum
 BLOCK = 256  # rows
 GOLDEN, SQRT2 = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909  # frac(golden ratio), frac(sqrt(2)), times 2**64
-OPTIONAL = ("max_epochs", "allow_bucket_exhaustion", "allow_budget_mismatch")
+PHASE = {"duration_tokens": int | float | str, "mix": dict}  # of a file; what may be left out:
+OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_mismatch": bool}
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 
@@ -85,17 +84,13 @@ def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> in
     return found
 
 
-def _fields(value: Any, what: str, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Any]:
-    """A mapping that has the required keys and none but known ones."""
-    known = [*required, *optional]
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{what}: got {_show(value)}, expected the keys {', '.join(sorted(known))}")
-    for key in [*value, *required]:
-        if key not in known:
-            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, known)}")
-        if key not in value:
-            raise ValueError(f"{what} has no {key!r}; it has {', '.join(map(_show, value)) or 'nothing'}")
-    return dict(value)
+def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
+    """ValueError unless a value is an object with the fields of these shapes, and no other."""
+    check_shape(value, required, what)
+    for key in value:
+        if key not in required | optional:
+            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, required | optional)}")
+    check_shape(value, {key: shape for key, shape in optional.items() if key in value}, what)
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,6 @@ class Phase:
 
     def __post_init__(self) -> None:
         duration = _number(self.duration_tokens, "duration_tokens", whole=True, least=1)
-        if not isinstance(self.mix, Mapping):
-            raise ValueError(f"mix: got {_show(self.mix)}, expected {{bucket: weight}}")
         for bucket in self.mix:
             if not isinstance(bucket, str):
                 raise ValueError(f"mix: got {_show(bucket)} for a bucket, expected a name; put it in quotes")
@@ -139,16 +132,11 @@ class Curriculum:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
-        if not isinstance(self.max_epochs, Mapping):
-            raise ValueError(f"max_epochs: got {_show(self.max_epochs)}, expected {{bucket: passes}}")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
                 raise ValueError(f"max_epochs: no phase mixes {_show(bucket)}{_hint(bucket, self.buckets)}; "
                                  f"give it a weight")
             _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
-        for key in OPTIONAL[1:]:
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key}: got {_show(getattr(self, key))}, expected true or false")
 
     @property
     def buckets(self) -> list[str]:
@@ -184,18 +172,15 @@ class Curriculum:
     def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
         """What `to_json` gave; a curriculum file calls the list of phases `curriculum`. Raises ValueError for
         anything else, which says where."""
-        fields = _fields(value, what, [list_name], OPTIONAL)
-        listed, phases = fields.pop(list_name), []
-        if not isinstance(listed, list):
-            raise ValueError(f"curriculum: got {_show(listed)}, expected a list of phases, each with "
-                             f"duration_tokens and mix")
-        for number, phase in enumerate(listed, 1):
-            found = _fields(phase, f"phase {number}", ["duration_tokens", "mix"])
+        _check(value, what, {list_name: list}, OPTIONAL)
+        phases = []
+        for number, phase in enumerate(value[list_name], 1):
+            _check(phase, f"phase {number}", PHASE, {})
             try:
-                phases.append(Phase(**found))
+                phases.append(Phase(**phase))
             except ValueError as e:
                 raise ValueError(f"phase {number}: {e}") from None
-        return cls(phases, **fields)
+        return cls(phases, **{key: value[key] for key in OPTIONAL if key in value})
 
     def identity(self) -> str:
         """Canonical JSON of what decides the bucket of a row, and when a bucket is dry: equal strings, equal
@@ -265,40 +250,15 @@ class Mixer:
         phase, at = self.phase_of(row)
         return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]
 
-    def counts(self, lane: int, rows: range, dropped: frozenset[str] = frozenset()) -> dict[str, int]:
-        """How often `bucket` gives each bucket for rows (in steps of 1) of a lane; those that never come are left
-        out, and so are rows without a bucket. Blocks cost one comparison for each bucket."""
-        total: Counter[str | None] = Counter()
-        for phase, (begin, end) in enumerate(pairwise([*self._starts, max(rows.stop, self._starts[-1])])):
-            start, stop = max(rows.start, begin) - begin, min(rows.stop, end) - begin
-            if start < stop:  # the blocks up to that of `stop`, less what lies before `start`, and the rest
-                first, last = start // BLOCK, stop // BLOCK
-                ends = self._ends(phase, lane, np.arange(first, last), dropped)
-                sums = np.diff([0, *(int(e.sum()) for e in ends.values())]).tolist()
-                total.update(dict(zip(ends, sums)))
-                total.subtract(self._block(phase, lane, first, dropped)[:start % BLOCK])
-                total.update(self._block(phase, lane, last, dropped)[:stop % BLOCK])
-        return {bucket: n for bucket, n in sorted(total.items(), key=str) if n and bucket is not None}
-
-    def _ends(self, phase: int, lane: int, blocks: np.ndarray, dropped: frozenset[str]) -> dict[str, np.ndarray]:
-        """{bucket: behind how many rows of each block it ends, (n,) int64}.
-
-        Bucket j ends behind floor(BLOCK * P_j + u) rows, P_j being the share of buckets up to j, and u =
-        U / 2**64. That is `whole` rows, and one more if U > bound: one comparison of integers, exact."""
+    def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
+        """The buckets of a block's rows. On the line bucket j ends behind floor(BLOCK * P_j + u) rows, P_j being
+        the share of the buckets up to j."""
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
-        total, up_to, found = sum(shares.values()), 0, {}
-        u = blocks.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(lane * SQRT2 % 2**64)  # mod 2**64
+        total, up_to, line = sum(shares.values()), 0, list[str | None]()
+        u = (block * GOLDEN + lane * SQRT2) % 2**64  # of 2**64, so that all of this is exact
         for bucket, n in shares.items():
             up_to += n
-            whole, rest = divmod(BLOCK * up_to, total)
-            bound = -(-((total - rest) << 64) // total) - 1
-            found[bucket] = whole + (u > np.uint64(min(bound, 2**64 - 1))).astype(np.int64)
-        return found
-
-    def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
-        """The buckets of a block's rows."""
-        line: list[str | None] = []
-        for bucket, end in self._ends(phase, lane, np.array([block]), dropped).items():
-            line += [bucket] * (int(end[0]) - len(line))
+            end = ((BLOCK * up_to << 64) + u * total) // (total << 64)
+            line += [bucket] * (end - len(line))
         line = line or [None] * BLOCK
         return [line[place] for place in permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()]

@@ -18,22 +18,20 @@ before it is tokenized: they are drawn from a few hundred documents, and what co
 called an estimate. A bucket without limit, or whose totals are far beyond what is asked of it,
 cannot run dry. It is not rehearsed; what is told of its cropping is that of some thousand rows.
 
-A plan is made once: it is kept in RUN/plan.json under the fingerprint of all that it depends on,
-and a restart reads it.
+A plan is made once: it is kept in RUN/plan.json, and a resumed run reads it, for its settings are
+those it began with. A run in Megatron's order has none: where it has too few samples it does not start.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import check_shape, hash_json, print0, read_json
-from nanochat.curriculum import Mixer
+from nanochat.common import check_shape, print0, read_json
 from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
@@ -42,7 +40,6 @@ from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger, share
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
 ACCOUNT = ("emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
@@ -81,7 +78,6 @@ class BucketPlan:
 class Plan:
     """What a run will do. JSON all through."""
 
-    key: str  # of what it was made for
     estimate: bool  # lengths are those of a sample
     T: int
     V: int
@@ -93,7 +89,6 @@ class Plan:
     crops: bool  # whether --long-docs=split would use more
     phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
     buckets: dict[str, BucketPlan]
-    samples: dict[str, Any] | None = None  # of Megatron's order; None for lanes
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
@@ -108,7 +103,7 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file. FileNotFoundError if there is none, ValueError if it is broken."""
-    value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict, "samples": dict | None})
+    value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict})
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(ACCOUNT, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
@@ -180,23 +175,11 @@ class Rehearsal(Feed):
 
 # ---- the plan ------------------------------------------------------------------------------------
 
-def plan_key(config: StreamConfig, sources: Mapping[str, Any], *, rows_per_step: int,
-             num_steps: int, drop_dry: bool, begun: Any = None) -> str:
-    """The fingerprint of all that a plan depends on: the same key, the same plan. `begun`: how the
-    run began, where not with the first rows."""
-    tokenizer = next(iter(sources.values())).tokenizer.fingerprint
-    return hash_json({
-        "version": VERSION, "config": config.identity(), "tokenizer": tokenizer, "steps": num_steps,
-        "rows": rows_per_step, "drop": drop_dry, "begun": begun,
-        "phases": config.curriculum and [p.duration_tokens for p in config.curriculum.phases],
-        "data": {name: source.fingerprint for name, source in sorted(sources.items())}})
-
-
 def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
               num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
-              start_step: int = 0, begun: Any = None) -> Plan:
+              start_step: int = 0) -> Plan:
     """The plan of a run of `num_steps` steps in all. `cursors`: of all lanes, to plan the rest of a
-    run that has done `start_step` steps. `begun`: for the key. Raises ValueError for bad files."""
+    run that has done `start_step` steps. Raises ValueError for bad files."""
     V, n = config.V, rows_per_step // config.V
     lengths = {bucket: Lengths(source) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
@@ -205,7 +188,7 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     buckets = stream.buckets
     begin = stream.rows[0]
     first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
-    phases = _phases(config, stream.mixer, buckets, first, stop, n)
+    phases = _phases(config, buckets, first, stop, n)
     asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
     totals = {b: lengths[b].totals(config) for b in buckets}
     for b, (documents, _, rows) in totals.items():
@@ -225,9 +208,7 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
             account=_sample(config, b, of, rows) if of.plenty else accounts[b],
             trained=accounts[b]["rows"] * config.T if rehearsed else asked[b],
             usable=usable, dry_step=dry_step, exact=not of.plenty)
-    key = plan_key(config, sources, rows_per_step=rows_per_step, num_steps=num_steps,
-                   drop_dry=drop_dry, begun=begun)
-    return Plan(key=key, estimate=any(lengths[b].sample is not None for b in buckets),
+    return Plan(estimate=any(lengths[b].sample is not None for b in buckets),
                 T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps,
                 steps=steps if rehearsed else num_steps, halt=halt, allowed=drop_dry,
                 crops=config.layout == "bestfit" and config.long_docs == "crop", phases=phases,
@@ -269,21 +250,18 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
     return ledger([{"buckets": {bucket: feed_json(feed.state())}}], config.T)[bucket]
 
 
-def _phases(config: StreamConfig, mixer: Mixer | None, buckets: Sequence[str], first: int, stop: int, n: int,
-            ) -> list[dict[str, Any]]:
-    """Each phase: its first step, its tokens, and how many of each bucket its mix asks for."""
-    V, mix = config.V, config.curriculum
-    lengths = mix.phase_rows(config.T, V) if mix else [stop]
+def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
+    """Each phase: its first step, its tokens, and how many of each bucket its mix asks for (a row or
+    two of each lane more or less). A lane's rows of the run are `first` to `stop` - 1, n a step."""
+    mix = config.curriculum
+    lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
+    shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
     edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
     found = []
-    for begin, end in pairwise(edges):
-        tokens, rows = (end - begin) * V * config.T, dict.fromkeys(buckets, 0)
-        for lane in range(V):
-            counts = mixer.counts(lane, range(begin, end)) if mixer else {buckets[0]: end - begin}
-            for bucket, count in counts.items():
-                rows[bucket] += count
+    for begin, end, share_of in zip(edges, edges[1:], shares):
+        tokens, whole = (end - begin) * config.V * config.T, sum(share_of.values())
         found.append({"first_step": (begin - first) // n, "tokens": tokens,
-                      "asked": {bucket: count * config.T for bucket, count in rows.items()}})
+                      "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets}})
     return found
 
 
@@ -292,7 +270,7 @@ def _phases(config: StreamConfig, mixer: Mixer | None, buckets: Sequence[str], f
 def rehearse(start: Any, data: Any) -> Plan:
     """The plan of a run that is about to start, told to people: of plain text, which nothing limits,
     only what they should know. ValueError for a run that would halt, unless its --plan is to warn."""
-    plan = make_run_plan(start, data, keep=True)
+    plan = make_run_plan(start, data)
     if start.settings.curriculum is not None or start.settings.data_format != "text":
         print0("\n".join(describe(plan)))
     why = problem(plan)
@@ -303,26 +281,20 @@ def rehearse(start: Any, data: Any) -> Plan:
     return plan
 
 
-def make_run_plan(start: Any, data: Any, *, keep: bool = False) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`; with `keep` the one in RUN/plan.json if
-    it was made for the same. Writes nothing."""
-    settings, config = start.settings, stream_config(start.settings)
-    given = {"rows_per_step": settings.total_batch_size // config.T,
-             "num_steps": start.horizon.num_iterations}
-    if not isinstance(config, StreamConfig):
-        from nanochat.blend import plan_samples
-        return Plan.from_json(plan_samples(config, data.train, **given, taken=start.samples_taken()))
-    origin = settings.init_from if settings.init_data == "continue" else None
-    drop_dry, begun = settings.allow_bucket_exhaustion, [origin, settings.skip_steps]
-    if keep:
+def make_run_plan(start: Any, data: Any) -> Plan:
+    """The plan of a `start_run.Start` with its `RunData`: the one in RUN/plan.json, if the run goes
+    on and is to be as long as it was then. Writes nothing."""
+    settings, num_steps = start.settings, start.horizon.num_iterations
+    config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
+    if start.checkpoint is not None:
         try:
             kept = read_plan(start.run_dir / PLAN_NAME)
-            if kept.key == plan_key(config, data.train, drop_dry=drop_dry, begun=begun, **given):
+            if (kept.num_steps, kept.allowed) == (num_steps, drop_dry):
                 return kept
         except (FileNotFoundError, ValueError):
             pass  # one that cannot be read costs nothing but time
-    return make_plan(config, data.train, drop_dry=drop_dry, begun=begun, cursors=start.cursors,
-                     start_step=start.step, **given)
+    return make_plan(config, data.train, rows_per_step=settings.total_batch_size // config.T, num_steps=num_steps,
+                     drop_dry=drop_dry, cursors=start.cursors, start_step=start.step)
 
 
 def problem(plan: Plan) -> str:
@@ -364,9 +336,6 @@ def describe(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
              f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
-    if plan.samples is not None:
-        lines += ["Megatron's order: {taken:,} samples of {T:,} tokens, {there:,} are there over "
-                  "{epochs} epochs of the prefixes".format(T=plan.T, **plan.samples)]
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
         rows = [["phase", "from step", "tokens", *plan.buckets]]
         for number, phase in enumerate(plan.phases, 1):

@@ -419,7 +419,7 @@ def own(start: Start, data: RunData) -> Owner:
     --plan is to warn. config.json, written last, holds the resolved settings and what follows from
     them, for people."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off":
+    if settings.plan != "off" and settings.order == "lanes":
         from nanochat.plan import rehearse
 
         plan = rehearse(start, data)

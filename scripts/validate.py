@@ -73,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
+    if start.settings.order == "megatron":
+        ok(f"Megatron's order: {start.samples_taken():,} of {start.settings.num_samples:,} samples")
+        if refused is not None:
+            raise refused
+        return 0
     plan = make_run_plan(start, data)
     print("\n".join(describe(plan)))
     if args.plot:

@@ -122,7 +122,7 @@ def test_cursors_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("read, name, text, told", [
     (read_plan, "plan.json", "[]", "expected an object"),
-    (read_plan, "plan.json", '{"key": 1}', "key: expected a text"),
+    (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
     (read_manifests, "data_manifest.json", '{"train": {"web": 1}, "val": {}}', "web: expected an object"),
     (read_manifests, "data_manifest.json", '{"train": {"web": {"root": "", "files": []}}, "val": {}}', "a bucket"),
     (load_plain, "optimizer.bin", "", "refused, it holds something other")])

@@ -169,18 +169,14 @@ def looked(capsys: pytest.CaptureFixture[str], *argv: Any, code: int = 0) -> str
     return capsys.readouterr().out
 
 
-def test_validate_tells_samples_and_passes_and_writes_nothing(workplace, capsys, monkeypatch):
+def test_validate_tells_samples_and_writes_nothing(workplace, capsys, monkeypatch):
     monkeypatch.setattr(GPTDataset, "row", None)
     monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it is shuffled")))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))
     out = capsys.readouterr().out
     assert end.value.code == 0 and not run_dir().exists()
-    assert "Megatron's order: 80 samples of 32 tokens, 80 are there over [1, 1] epochs of the prefixes" in out
-    for row, bucket, samples in zip(out.splitlines()[-2:], "ab", (24, 56)):
-        name, _, there, _, trained, _, passes, *_ = re.split(r"\s{2,}", row.strip())
-        assert (name, trained) == (bucket, f"{samples * T:,}")
-        assert passes == f"{samples * T / int(there.replace(',', '')):.2f} of 1"
+    assert "ok: Megatron's order: 80 of 80 samples" in out
 
 
 def test_inspect_data_finds_digests_documents_and_accounts(capsys):

@@ -14,7 +14,7 @@ from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
-from nanochat.plan import BucketPlan, Plan, describe, make_plan, plan_key, problem, warnings
+from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
 from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.token_writer import ShardWriter
@@ -66,7 +66,8 @@ def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, d
     assert (plan.steps, bool(plan.halt), plan.estimate) == (done, done < steps, False)
     for name, bucket in plan.buckets.items():
         account = accounts.get(name, {"rows": 0})
-        assert bucket.exact == (bucket.max_epochs > 0) and bucket.trained == account["rows"] * config.T
+        off = 0 if any(b.exact for b in plan.buckets.values()) else 5 * config.V * config.T  # where none is rehearsed
+        assert bucket.exact == (bucket.max_epochs > 0) and abs(bucket.trained - account["rows"] * config.T) <= off
         assert not bucket.exact or bucket.account == account, name
     return plan
 
@@ -149,7 +150,7 @@ def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
     account = dict.fromkeys(("read", "bos", "repeated", "pending", "padded", "rows", "documents", "epochs"), 0)
     bucket = BucketPlan(documents=9, tokens=1000, max_epochs=1, asked=900, trained=600, usable=600, dry_step=3,
                         account={**account, "emitted": 300, "cropped": 100, "pending": 600}, exact=True)
-    plan = Plan(key="", estimate=False, T=16, V=2, rows_per_step=4, num_steps=9, steps=3, halt="lane 0", allowed=False,
+    plan = Plan(estimate=False, T=16, V=2, rows_per_step=4, num_steps=9, steps=3, halt="lane 0", allowed=False,
                 crops=True, phases=[], buckets={"web": bucket})
     assert (bucket.passes, bucket.share("cropped")) == (0.8, 0.25)
     _, much = warnings(plan)
@@ -162,16 +163,6 @@ def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
     assert "the run reads its data 4.0 times" in warnings(dataclasses.replace(plan, buckets={"web": again}))[0]
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
-
-
-def test_the_key_tells_plans_apart(tmp_path):
-    sources = {"data": source(tmp_path / "s", [[9] * 50])}
-    config, given = StreamConfig(T=16, V=4, max_epochs=1), {"rows_per_step": 4, "num_steps": 20, "drop_dry": False}
-    key = make_plan(config, sources, **given).key
-    assert key == plan_key(config, sources, **given)
-    for other in ({"rows_per_step": 8}, {"num_steps": 21}, {"drop_dry": True}):
-        assert plan_key(config, sources, **{**given, **other}) != key
-    assert plan_key(dataclasses.replace(config, T=17), sources, **given) != key
 
 
 def test_text_is_estimated_from_a_sample(tmp_path):

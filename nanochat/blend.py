@@ -43,13 +43,12 @@ from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.sample_index import blend_sources, cached
 from nanochat.sources import Manifest, Source, check_format, scan
-from nanochat.stream import FORMAT, Cursor, Row, check_cursors, ledger
+from nanochat.stream import FORMAT, Cursor, Row, check_cursors
 from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
     import torch
 
-MAX_SOURCES = 32766  # dataset_index is int16
 SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has files of its own
 
 
@@ -58,32 +57,21 @@ SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation h
 class BlendedDataset:
     """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights`
     being how many each gives. `dataset[i]` is a dict of tensors and `dataset_id`; `row(i)` is for
-    training. ValueError for weights that are not positive, and for a data set that would have to
-    give more samples than it has."""
+    training. ValueError for a data set that would have to give more samples than it has."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
-        if not 0 < len(datasets) <= MAX_SOURCES:
-            raise ValueError(f"blend: got {len(datasets):,} sources, expected at least 1 and at "
-                             f"most {MAX_SOURCES:,}")
-        if len(weights) != len(datasets) or not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"blend: got weights {list(weights)} for {len(datasets)} data sets, "
-                             f"expected a number above 0 for each")
         self.datasets, self.config, self.size = list(datasets), config, size
         self.split = datasets[0].index_split
         if size is None:
             limits = [int(weight) for weight in weights]
             total, self.weights = sum(limits), list(weights)
-            if limits != self.weights:
-                raise ValueError(f"blend: got weights {self.weights} and no size, expected how many "
-                                 f"samples each gives")
             shares = [n / total for n in limits]
         else:
             total, limits, shares = size, None, normalize(weights)
             self.weights = shares
         name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
-        tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits),
-                        names=("dataset_index", "dataset_sample_index"))
+        tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
         self.dataset_index = tables["dataset_index"]  # (samples,) int16: which gives sample i
         self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its
         for dataset, count in zip(self.datasets, self.counts(total)):
@@ -292,31 +280,6 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]
                          f"makes {len(samples):,} samples, and the run takes "
                          f"{config.num_samples:,}; give weights, or shorten the run")
     return samples
-
-
-def plan_samples(config: SampleConfig, sources: Mapping[str, Source], *, rows_per_step: int,
-                 num_steps: int, taken: int) -> dict[str, Any]:
-    """The plan of `num_steps` steps in all, which take so many samples: the JSON of a
-    `nanochat.plan.Plan`. It is exact and reads no token. No bucket can run dry: a run that takes
-    more samples than there are does not start."""
-    samples, T = open_samples(config, sources), config.T
-    buckets = {}
-    for name, part, count in zip(sources, samples.datasets, samples.counts(taken)):
-        cursor = {"buckets": {name: account(count, count * T // part.num_tokens_per_epoch, T)}}
-        buckets[name] = {
-            "documents": len(part.indices), "tokens": part.num_tokens_per_epoch,
-            "max_epochs": part.order.num_epochs, "asked": count * T, "trained": count * T,
-            "usable": len(part) * T, "dry_step": None, "exact": True,
-            "account": ledger([cursor], T)[name]}
-    phase = {"first_step": 0, "tokens": taken * T,
-             "asked": {name: bucket["asked"] for name, bucket in buckets.items()}}
-    told = {"taken": taken, "there": config.num_samples,
-            "epochs": [part.order.num_epochs for part in samples.datasets]}
-    key = hash_json([config.identity(), samples.identity(), rows_per_step, num_steps, taken,
-                     [source.fingerprint for source in sources.values()]])
-    return {"key": key, "estimate": False, "crops": False, "T": T, "V": config.V,
-            "rows_per_step": rows_per_step, "num_steps": num_steps, "steps": num_steps, "halt": "",
-            "allowed": False, "phases": [phase], "buckets": buckets, "samples": told}
 
 
 # ---- a run's stream -----------------------------------------------------------------------------

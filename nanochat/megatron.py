@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.common import LAUNCH, hash_json, in_store
-from nanochat.sample_index import Arrays, cached, find_samples, hash_array, plan_order
+from nanochat.common import LAUNCH, hash_bytes, hash_json, in_store
+from nanochat.sample_index import Arrays, cached, find_samples, plan_order
 from nanochat.token_writer import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
 
@@ -356,18 +356,17 @@ class GPTDataset:
 
     @cached_property
     def _tables(self) -> Arrays:
-        """The three indices, computed or mapped."""
-        key = hash_json([self.identity(), hash_array(self._lengths)])
-        return cached(
-            self.config.path_to_cache, f"{key}-{type(self).__name__}-{self.index_split.name}",
-            self._build, names=("document_index", "sample_index", "shuffle_index"))
+        """The three indices."""
+        def build() -> Arrays:
+            documents, samples = self.order.shuffled()
+            begins = find_samples(
+                self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
+                tokens=self.order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
+            return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
 
-    def _build(self) -> Arrays:
-        documents, samples = self.order.shuffled()
-        begins = find_samples(
-            self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
-            tokens=self.order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
-        return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
+        key = hash_json([self.identity(), hash_bytes(self._lengths.tobytes())])
+        name = f"{key}-{type(self).__name__}-{self.index_split.name}"
+        return cached(self.config.path_to_cache, name, build)
 
     @property
     def document_index(self) -> np.ndarray:

@@ -27,16 +27,14 @@ from array import array as growing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nanochat.common import atomic_open, hash_bytes, read_json, write_json
+from nanochat.common import atomic_open
 
 log = logging.getLogger(__name__)
 
 APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
-STRETCH = 1 << 16  # documents whose lengths are added up at once
 WORTH_STORING = 1 << 19  # entries of tables; fewer are computed as fast as files are opened
 
 Arrays = dict[str, np.ndarray]
@@ -99,17 +97,12 @@ def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int
     """
     wide = len(documents) > np.iinfo(np.int32).max
     found = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
-    begun, before = 1, 0  # sample 0 begins at (0, 0), whatever document 0 is; tokens passed
-    for at in range(0, len(documents), STRETCH):
-        sizes = lengths[documents[at:at + STRETCH]].astype(np.int64)
-        ends = before + np.cumsum(sizes)
-        before = int(ends[-1])
-        last = num_samples if before == tokens else min(num_samples, (before - extra) // T)
-        begins = np.minimum(np.arange(begun, last + 1) * T, tokens - extra)
-        places = np.searchsorted(ends, begins, "right" if extra else "left")
-        found[begun:last + 1, 0] = at + places
-        found[begun:last + 1, 1] = begins - (ends - sizes)[places]
-        begun = max(begun, last + 1)
+    sizes = lengths[documents].astype(np.int64)
+    ends = np.cumsum(sizes)
+    begins = np.minimum(np.arange(1, num_samples + 1) * T, tokens - extra)
+    places = np.searchsorted(ends, begins, "right" if extra else "left")
+    found[1:, 0] = places  # sample 0 begins at (0, 0), whatever document 0 is
+    found[1:, 1] = begins - (ends[places] - sizes[places])
     if not extra and len(documents):
         found[1 + tokens // T:] = len(documents) - 1, lengths[documents[-1]]
     return found
@@ -141,53 +134,33 @@ def blend_sources(weights: Sequence[float], size: int,
 
 # ---- the cache ----------------------------------------------------------------------------------
 
-def cached(folder: str | None, name: str, build: Callable[[], Arrays], *, names: Sequence[str]) -> Arrays:
-    """The arrays `names` that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made and
-    written there if they have enough entries to be worth it.
+def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `build` makes: read from FOLDER/<name>.npz, or made, and written there if they
+    have enough entries to be worth it.
 
     `name` holds a hash of everything that the arrays are computed from, so whoever writes a file
-    writes the same bytes. That makes many processes on many nodes safe without a lock: each looks,
-    makes what is absent, and renames its own copy into place. <name>.json is written last and has
-    the checksums; they are compared at every opening, and what differs is told and made again.
+    writes the same arrays. That makes many processes on many nodes safe without a lock: each looks,
+    makes what is absent, and renames its own copy into place. Such a file has checksums, which are
+    compared when it is read; one that is damaged is told and made again.
     Rejected: rank 0 builds and the others wait at a barrier, as megatron-core does. That ends in a
     time-out where rank 0 takes long, or where the file system is slow to show the file.
     """
     if folder is None:
         return build()
-    seal = Path(folder) / f"{name}.json"
-    paths = {which: seal.with_name(f"{name}-{which}.npy") for which in names}
-
-    def checksums(arrays: Arrays) -> dict[str, list[Any]]:
-        return {which: [array.dtype.str, list(array.shape), hash_array(array)]
-                for which, array in arrays.items()}
-
-    def load() -> Arrays:
-        found = {which: np.load(path, mmap_mode="r", allow_pickle=False)
-                 for which, path in paths.items()}
-        if read_json(seal) != checksums(found):
-            raise ValueError("an array is not what its checksum says")
-        return found
-
-    if seal.exists():
-        try:
-            return load()
-        except (OSError, ValueError, EOFError) as e:
-            log.warning("%s: cannot be used (%s); it is made again", seal, e)
-    arrays = build()
-    if sum(array.size for array in arrays.values()) < WORTH_STORING:
-        return arrays
+    path = Path(folder) / f"{name}.npz"
     try:
-        seal.parent.mkdir(parents=True, exist_ok=True)
-        for which, path in paths.items():
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+    except FileNotFoundError:
+        pass
+    except Exception as e:  # whatever a damaged file makes the libraries say
+        log.warning("%s: cannot be used (%s); it is made again", path, e)
+    arrays = build()
+    if sum(array.size for array in arrays.values()) >= WORTH_STORING:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_open(path) as f:
-                np.save(f, arrays[which], allow_pickle=False)
-        write_json(seal, checksums(arrays))
-        return load()
-    except OSError as e:
-        log.warning("%s: not stored (%s); it will be made again next time", seal, e)
-        return arrays
-
-
-def hash_array(array: np.ndarray) -> str:
-    """Hash of an array's elements."""
-    return hash_bytes(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                np.savez(f, **arrays)  # type: ignore[arg-type]
+        except OSError as e:
+            log.warning("%s: not stored (%s); it will be made again next time", path, e)
+    return arrays

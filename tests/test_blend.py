@@ -136,14 +136,9 @@ def test_bad_blends_are_one_sentence(prefixes: list[str]) -> None:
         build((prefixes, None), [None] * 3, split="98,1,1")
     sources = build((prefixes, None), [None] * 3)[0].datasets
     config = sources[0].config
-    for weights, size in (([1, 0, 1], 5), ([1, 1], 5), ([1, -1, 1], 5), ([0.5, 0.25, 0.25], None)):
-        with pytest.raises(ValueError, match="blend: got"):
-            BlendedDataset(sources, weights, size, config)
     with pytest.raises(ValueError, match=r"takes [\d,]+ samples of .*/a, which has [\d,]+; raise mid_level"):
         BlendedDataset(sources, [98, 1, 1], 1000, config)
     assert len(BlendedDataset(sources, [1, 1, 1], 60, config)) == 60
-    with pytest.raises(ValueError, match="at most 32,766"):
-        BlendedDataset(sources[:1] * 40_000, [1.0] * 40_000, 1, config)
 
 
 # ---- a run's stream -------------------------------------------------------------------------------------------------
@@ -289,8 +284,8 @@ def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
     sources = sources_of(pairs)
     cursors = stream_of(config_of(), sources).cursors()
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
-    assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 9
-    assert len(list(tmp_path.glob("*-BlendedDataset-train-*_index.npy"))) == 2
+    assert len(list(tmp_path.glob("*-GPTDataset-train.npz"))) == 3
+    assert len(list(tmp_path.glob("*-BlendedDataset-train.npz"))) == 1
     assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
 
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -166,12 +165,11 @@ def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop
 @settings(max_examples=examples(1.2))
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
        extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
-       num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)),
-       stretch=st.sampled_from([1 << 16, 7]))
+       num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int, extra: bool, drop_last: bool,
                                                       seed: int, num_samples: int | None, cut: tuple[int, int],
-                                                      stretch: int) -> None:
-    """Whatever part of the stream is looked at together, and where documents are empty."""
+                                                      ) -> None:
+    """Also where documents are empty."""
     documents = range(cut[0], len(lengths) - cut[1])
     if not sum(lengths[d] for d in documents):
         documents = range(len(lengths))
@@ -180,8 +178,7 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
                    drop_last_partial_validation_sequence=drop_last)
     order, before, apart = plain_order(seed, list(documents), lengths, num_samples, T, extra)
     begins = plain_samples(order, lengths, T, extra, drop_last)
-    with mock.patch.object(sample_index, "STRETCH", stretch):
-        assert dataset.document_index.tolist() == order and dataset.order.apart == apart
+    assert dataset.document_index.tolist() == order and dataset.order.apart == apart
     assert dataset.sample_index.tolist() == [list(begin) for begin in begins]
     assert len(dataset) == len(begins) - 1 >= (num_samples or 0)
     shuffle = dataset.shuffle_index.tolist()
@@ -339,7 +336,7 @@ def worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep(folder: Path, build: Any = lambda: ARRAYS) -> dict[str, np.ndarray]:
-    return cached(str(folder), "key", build, names=tuple(ARRAYS))
+    return cached(str(folder), "key", build)
 
 
 def same(found: dict[str, np.ndarray]) -> bool:
@@ -348,21 +345,13 @@ def same(found: dict[str, np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("tear", [
-    lambda array, seal: array.unlink(),
-    lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),
-    lambda array, seal: seal.write_text("[1]"),
-    lambda array, seal: array.write_bytes(array.read_bytes()[:-4]),
-    lambda array, seal: array.write_bytes(b""),
-    lambda array, seal: np.save(array, np.array([{}]), allow_pickle=True),
-    lambda array, seal: np.save(array, ARRAYS["x"].view(np.int32)),
-    lambda array, seal: np.save(array, ARRAYS["x"].reshape(2, -1)),
-    lambda array, seal: array.write_bytes(b"?" + array.read_bytes()[1:]),
-    lambda array, seal: array.write_bytes(array.read_bytes()[:-1] + b"?")])
+    lambda whole: b"", lambda whole: whole[:-4], lambda whole: whole[:20], lambda whole: b"?" + whole[1:],
+    lambda whole: whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]])
 def test_what_is_torn_is_told_and_computed_again(tear: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep(tmp_path)
-    seal = tmp_path / "key.json"
-    tear(tmp_path / "key-x.npy", seal)
-    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
+    path = tmp_path / "key.npz"
+    path.write_bytes(tear(path.read_bytes()))
+    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(path) in caplog.text
     assert same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
@@ -375,7 +364,7 @@ def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path: Path) -> 
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(6)))
-    assert len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
+    assert len(list(tmp_path.iterdir())) == 1 and same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,8 +380,8 @@ def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monke
     for lengths, seed, num_samples in cases * 2:
         plain = make(Memory(lengths), num_samples, T=4, seed=seed)
         kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
-        assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
-    assert len(list(tmp_path.glob("*.json"))) == len(cases)
+        assert rows_of(kept, 40) == rows_of(plain, 40)
+    assert len(list(tmp_path.iterdir())) == len(cases)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -199,9 +199,8 @@ class DataLoader:
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device, self.with_digest = config, torch.device(device), with_digest
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
-        lanes_only = {} if not isinstance(config, StreamConfig) else {"num_threads": num_threads, "drop_dry": drop_dry}
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
-                                  cursors=cursors, **lanes_only)
+                                  cursors=cursors, num_threads=num_threads, drop_dry=drop_dry)
         self.buckets = self.stream.buckets  # what MicroBatch.buckets counts
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0  # of the last complete step, this rank's part
@@ -335,36 +334,32 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
         return
     layout = Layout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
     slot = Slot(B, T, tokenizer.get_bos_token_id(), torch.device(device), with_doc_ids=with_doc_ids)
-    stream = Stream(config, {"val": source}, layout.lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
-    waiting: list[list[Row]] = [[] for _ in layout.leaves]
-    leaf_of = {lane: rows for lanes, rows in zip(layout.leaves, waiting) for lane in lanes}
-    steps = max(1, num_tokens // (T * config.V))
-    try:
-        for step in range(steps):
-            more = stream.next_rows(1)
-            for row in more:
-                leaf_of[row.lane].append(row)
-            done = not more or step == steps - 1
-            for rows in waiting:
-                while len(rows) >= B or (rows and done):
-                    slot.fill(rows[:B], ["val"])
-                    del rows[:B]
-                    yield slot.batch()
-            if done:
-                return
-    finally:
-        stream.close()
+    for lanes in layout.leaves:
+        stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
+        with contextlib.closing(stream):
+            rows: list[Row] = []
+            steps = max(1, num_tokens // (T * config.V))
+            while steps or rows:
+                if steps and len(rows) < B:
+                    more = stream.next_rows(1)
+                    rows += more
+                    steps = steps - 1 if more else 0
+                    continue
+                slot.fill(rows[:B], ["val"])
+                del rows[:B]
+                yield slot.batch()
 
 
 # ---- nanochat's loaders -----------------------------------------------------------------------------
 
+Batch = tuple[torch.Tensor, torch.Tensor]
 State = dict[str, Any]
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer: Tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
         tokenizer_batch_size: int = 128, device: torch.device | str = "cuda", resume_state_dict: State | None = None,
-        buffer_size: int = 1000, data_dir: Path | str | None = None
+        buffer_size: int = 1000, data_dir: Path | str | None = None, *, layout: str = "bestfit",
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
     """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device`, BOS-aligned rows, documents
     cropped. `data_dir`: a folder of parquet files, the last of which validates; None: the download.
@@ -374,55 +369,23 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     with the very next row, on the same rank of as many; otherwise ValueError (`DataLoader` can).
     `buffer_size` is shared by the lanes.
     """
-    lanes = _lanes_per_rank(B)
-    config = StreamConfig(T=T, V=lanes * get_dist_info()[3], buffer_size=max(16, buffer_size // lanes),
-                          unit_size=min(64, tokenizer_batch_size))
-    return _nanochat_loader(tokenizer, B, split, config, tokenizer_threads, device, resume_state_dict, data_dir)
-
-
-def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any
-                                                   ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`tokenizing_distributed_data_loader_with_state_bos_bestfit` without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
-        yield inputs, targets
-
-
-def tokenizing_distributed_data_loader_with_state(
-        B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device: torch.device | str = "cuda", resume_state_dict: State | None = None,
-        data_dir: Path | str | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """The `concat` layout with the default tokenizer; yields and resumes like the loader with `_bos_bestfit`."""
-    config = StreamConfig(T=T, V=_lanes_per_rank(B) * get_dist_info()[3], layout="concat",
-                          unit_size=min(64, tokenizer_batch_size))
-    return _nanochat_loader(get_tokenizer(), B, split, config, tokenizer_threads, device, resume_state_dict, data_dir)
-
-
-def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`tokenizing_distributed_data_loader_with_state` without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
-        yield inputs, targets
-
-
-def _lanes_per_rank(B: int) -> int:
-    most = max(1, 64 // get_dist_info()[3])
-    return max(d for d in range(1, B + 1) if B % d == 0 and d <= most)
-
-
-def _nanochat_loader(tokenizer: Tokenizer, B: int, split: str, config: StreamConfig, num_threads: int,
-                     device: torch.device | str, state: State | None, data_dir: Path | str | None
-                     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
+    _, rank, _, world_size = get_dist_info()
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
-    _, rank, _, world_size = get_dist_info()
-    if state is not None and (state["rank"], state["world_size"]) != (rank, world_size):
+    state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
+    if (state["rank"], state["world_size"]) != (rank, world_size):
         raise ValueError(f"this state is of rank {state['rank']} of {state['world_size']}, here is rank {rank} of "
                          f"{world_size}; nanochat.dataloader.DataLoader resumes on any number of ranks")
+    most = max(1, 64 // world_size)
+    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= most)  # of each rank
+    config = StreamConfig(T=T, V=lanes * world_size, layout=layout, buffer_size=max(16, buffer_size // lanes),
+                          unit_size=min(64, tokenizer_batch_size))
     paths = [Path(p) for p in list_parquet_files(data_dir)]
     names = [p.name for p in paths]
     source = open_source(scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer)
     with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
-                    device=device, rank=rank, world_size=world_size, num_threads=num_threads, with_digest=False,
-                    cursors=None if state is None else state["cursors"]) as loader:
+                    device=device, rank=rank, world_size=world_size, num_threads=tokenizer_threads,
+                    with_digest=False, cursors=state["cursors"]) as loader:
         for batch in loader:
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]
@@ -431,3 +394,19 @@ def _nanochat_loader(tokenizer: Tokenizer, B: int, split: str, config: StreamCon
             yield batch.inputs, batch.targets, {
                 "pq_idx": names.index(name), "rg_idx": row_group, "epoch": at["epoch"] + 1,
                 "cursors": cursors, "rank": rank, "world_size": world_size}
+
+
+def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) -> Iterator[Batch]:
+    """`tokenizing_distributed_data_loader_with_state_bos_bestfit` without the state."""
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
+        yield inputs, targets
+
+
+def tokenizing_distributed_data_loader_with_state(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any, State]]:
+    """The same in the `concat` layout, with the default tokenizer: (B, T, split, ...)."""
+    return tokenizing_distributed_data_loader_with_state_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")
+
+
+def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[Batch]:
+    """`tokenizing_distributed_data_loader_with_state` without the state."""
+    return tokenizing_distributed_data_loader_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")

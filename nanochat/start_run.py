@@ -394,11 +394,11 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
         return start.cursors
     cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
-    lanes_only = {"drop_dry": settings.allow_bucket_exhaustion} if settings.order == "lanes" else {}
     try:
         if cursors is not None and settings.order == "lanes":
             cursors = carry_on(cursors, stream_identity(config, data.train, fingerprint))
-        stream = open_stream(config, data.train, range(config.V), tokenizer=fingerprint, cursors=cursors, **lanes_only)
+        stream = open_stream(config, data.train, range(config.V), tokenizer=fingerprint, cursors=cursors,
+                             drop_dry=settings.allow_bucket_exhaustion)
     except ValueError as e:
         if start.cursors is None:
             raise

@@ -420,12 +420,11 @@ class Stream:
             self.pool.shutdown(cancel_futures=True)
 
 
-def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], *, tokenizer: str,
-                cursors: Sequence[Cursor] | None = None, **lanes_only: Any) -> Stream:
+def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> Stream:
     """Some lanes of the stream that a configuration describes, in the order of lanes or in Megatron's.
-    `lanes_only`: what else `Stream` takes."""
-    if not isinstance(config, StreamConfig):
-        from nanochat.blend import SampleStream
+    `given`: what else `Stream` takes."""
+    if isinstance(config, StreamConfig):
+        return Stream(config, sources, lanes, **given)
+    from nanochat.blend import SampleStream
 
-        return SampleStream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors)  # type: ignore[return-value]
-    return Stream(config, sources, lanes, tokenizer=tokenizer, cursors=cursors, **lanes_only)
+    return SampleStream(config, sources, lanes, **given)  # type: ignore[return-value]

@@ -306,7 +306,7 @@ class SampleStream:
     mixer = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
-                 tokenizer: str, cursors: Sequence[Cursor] | None = None, **_: Any):
+                 tokenizer: str, cursors: Sequence[Cursor] | None = None, **given: Any):
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
         any_source = next(iter(sources.values()))

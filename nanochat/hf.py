@@ -37,7 +37,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
 from itertools import chain
@@ -79,8 +79,8 @@ NO_END = ("{}: nothing in it tells which token ends a document; name it with --e
 
 class Foreign(Tokenizer):
     """A tokenizer that another program made: `data` is its file, `name` what messages call it. Who
-    opens one sets `bos_token_id`, which `find_end` finds. ValueError for a file that its library does
-    not read, or a library that is not installed."""
+    opens one sets `bos_token_id`, see `find_end`. ValueError for a file that its library does not
+    read, or a library that is not installed."""
 
     kind: ClassVar[str]
     package: ClassVar[str]  # of the extra `hf`
@@ -88,9 +88,10 @@ class Foreign(Tokenizer):
     library: Any
     vocab: Mapping[str, int]
     size: int
+    ends: list[str | int]  # what may separate documents, texts or ids, the likeliest first
 
     def __init__(self, data: bytes, name: str):
-        self.data, self.name, self.bos_token_id = data, name, -1
+        self.data, self.name = data, name
         try:
             package = importlib.import_module(self.package)
         except ImportError:
@@ -106,16 +107,11 @@ class Foreign(Tokenizer):
                              f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
 
     def load(self, package: Any) -> None:
-        """Set `library`, `vocab`, `size` and `special_tokens`. Raises anything for a broken file."""
+        """Set `library`, `vocab`, `size`, `special_tokens` and `ends`. Raises anything for a broken file."""
         raise NotImplementedError
 
     def batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of texts, by the library."""
-        raise NotImplementedError
-
-    def ends(self, folder: Path) -> Iterator[str | int]:
-        """What may separate documents, texts or ids, the likeliest first. `folder`: where other
-        files of the tokenizer are."""
         raise NotImplementedError
 
     def sizes(self) -> Iterator[tuple[int, int]]:
@@ -183,6 +179,7 @@ class HuggingFaceTokenizer(Foreign):
         self.size = 1 + max(self.vocab.values())
         added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
+        self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -195,19 +192,6 @@ class HuggingFaceTokenizer(Foreign):
 
     def decode(self, ids: Any) -> str:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def ends(self, folder: Path) -> Iterator[str | int]:
-        told: list[dict[str, Any]] = []
-        for file in (folder / name for name in SIBLINGS):
-            if file.is_file():
-                try:
-                    told.append(dict(json.loads(local(file).read_bytes())))
-                except (ValueError, TypeError) as e:
-                    raise ValueError(f"{file}: no JSON object ({e}); mend it or take it away") from None
-        for name in ("eos_token", "bos_token"):
-            tokens = [about.get(name) for about in told]
-            yield from (str(token["content"] if isinstance(token, dict) else token) for token in tokens if token)
-        yield from (token for token in USUAL_ENDS if token in self.special_tokens)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         inside = self.library.get_vocab(with_added_tokens=False)
@@ -237,15 +221,13 @@ class SentencePieceTokenizer(Foreign):
         self.vocab = {self.library.id_to_piece(i): i for i in range(self.size)}
         self.special_tokens = {piece: i for piece, i in self.vocab.items()
                                if self.library.is_control(i) or self.library.is_unknown(i)}
+        self.ends = [i for i in (self.library.eos_id(), self.library.bos_id()) if i >= 0]
 
     def batch(self, texts: list[str]) -> list[list[int]]:
         return self.library.encode(texts, num_threads=1)
 
     def decode(self, ids: Any) -> str:
         return self.library.decode([int(i) for i in ids])
-
-    def ends(self, folder: Path) -> Iterator[str | int]:
-        yield from (i for i in (self.library.eos_id(), self.library.bos_id()) if i >= 0)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
         for piece, i in self.vocab.items():
@@ -256,17 +238,14 @@ class SentencePieceTokenizer(Foreign):
 
 
 class IdsTokenizer(Foreign):
-    """What stands for a tokenizer that is not at hand: so many ids, of which one ends documents. It
-    knows no text: ids are shown as numbers."""
+    """What stands for a tokenizer that is not at hand: so many ids (`data`), of which one ends
+    documents. It knows no text: ids are shown as numbers."""
 
     kind, file, knows_bytes = "ids", None, False
 
-    def __init__(self, vocab_size: int, bos_token_id: int):
-        self.data, self.name = str(vocab_size).encode(), f"ids:{vocab_size}:{bos_token_id}"
-        self.bos_token_id, self.size, self.vocab, self.special_tokens = bos_token_id, vocab_size, {}, {}
-
-    def ends(self, folder: Path) -> Iterator[str | int]:
-        yield self.bos_token_id
+    def __init__(self, data: bytes, name: str):
+        self.data, self.name, self.size = data, name, int(data)
+        self.vocab, self.special_tokens, self.ends = {}, {}, []
 
     def batch(self, texts: list[str]) -> list[list[int]]:
         raise ValueError(f"--tokenizer {self.name}: it stands for ids and knows no text; name the tokenizer itself")
@@ -283,23 +262,40 @@ KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] =
 
 def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
     """What a --tokenizer names that is not in our format; see `nanochat.tokenizer.get_tokenizer`."""
+    path = place(name)
+    if not path.exists() and name in tiktoken.list_encoding_names():
+        return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
+    tokenizer: Foreign
     if name.startswith("ids:"):
         match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
         if match is None or not 2 <= int(match[1]) <= MAX_IDS:
             raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
                              f"the one that ends a document")
-        ids = IdsTokenizer(int(match[1]), int(match[2] or -1))
-        return IdsTokenizer(ids.size, find_end(ids, Path(), eod_token))
-    path = place(name)
-    if not path.exists() and name in tiktoken.list_encoding_names():
-        return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
-    path = _find_file(path)
-    data = local(path).read_bytes()
-    if path.suffix == ".pkl":
-        return restore(data, str(path), eod_token)
-    tokenizer = KINDS[path.suffix](data, str(path))
-    tokenizer.bos_token_id = find_end(tokenizer, path.parent, eod_token)
+        tokenizer = IdsTokenizer(match[1].encode(), name)
+        tokenizer.ends = [int(match[2] or -1)]
+    else:
+        path = _find_file(path)
+        data = local(path).read_bytes()
+        if path.suffix == ".pkl":
+            return restore(data, str(path), eod_token)
+        tokenizer = KINDS[path.suffix](data, str(path))
+        if path.suffix == ".json":
+            tokenizer.ends = [*named_ends(path.parent), *tokenizer.ends]
+    tokenizer.bos_token_id = find_end(tokenizer, eod_token)
     return tokenizer
+
+
+def named_ends(folder: Path) -> list[str | int]:
+    """The EOS, then the BOS, that the files beside a tokenizer.json name."""
+    told: list[dict[str, Any]] = []
+    for file in (folder / name for name in SIBLINGS):
+        if file.is_file():
+            try:
+                told.append(dict(json.loads(local(file).read_bytes())))
+            except (ValueError, TypeError) as e:
+                raise ValueError(f"{file}: no JSON object ({e}); mend it or take it away") from None
+    tokens = [about.get(name) for name in ("eos_token", "bos_token") for about in told]
+    return [str(token["content"] if isinstance(token, dict) else token) for token in tokens if token]
 
 
 def _find_file(path: Path) -> Path:
@@ -320,10 +316,10 @@ def _find_file(path: Path) -> Path:
     return path
 
 
-def find_end(tokenizer: Foreign, folder: Path, eod_token: str | None) -> int:
+def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
     """The id that separates documents: --eod-token, or what the files name. ValueError if they name
     none, or a token that is not there."""
-    ends: Iterable[str | int] = tokenizer.ends(folder)
+    ends = tokenizer.ends
     if eod_token is not None:
         ends = [eod_token, int(eod_token) if eod_token.isdecimal() else -1]
     for end in ends:
@@ -339,19 +335,16 @@ def open_saved(folder: Path) -> Tokenizer:
     """What `Tokenizer.save` wrote of a tokenizer of this room. ValueError or FileNotFoundError,
     which names the file, where it has changed."""
     saved, json_path = read_description(folder) or {}, folder / JSON_FILE
-    end, kind = saved["bos_token_id"], next((k for k in KINDS.values() if k.kind == saved["kind"]), None)
-    if kind is not None:
-        path = folder / str(kind.file)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
-        tokenizer: Foreign = kind(local(path).read_bytes(), str(path))
-        tokenizer.bos_token_id = end
-    elif saved["kind"] == IdsTokenizer.kind and 0 <= end < saved["vocab_size"] <= MAX_IDS:
-        tokenizer = IdsTokenizer(saved["vocab_size"], end)
-    else:
+    kinds: list[type[Foreign]] = [*KINDS.values(), IdsTokenizer]
+    kind = next((kind for kind in kinds if kind.kind == saved["kind"]), None)
+    if kind is None:
         raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
-    if not 0 <= end < tokenizer.get_vocab_size():
-        raise ValueError(f"{json_path}: bos_token_id {end} is none of its ids; {RESTORE}")
+    path = folder / (kind.file or JSON_FILE)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
+    data = local(path).read_bytes() if kind.file else str(saved["vocab_size"]).encode()
+    tokenizer = kind(data, str(path))
+    tokenizer.bos_token_id = saved["bos_token_id"]
     refuse_changed(tokenizer, json_path, saved["fingerprint"], tokenizer.file)
     return tokenizer
 

@@ -234,21 +234,16 @@ class Tokenizer:
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it; where they hold this already, nothing is
-        written.
-
-        Raises ValueError where a different tokenizer is there that runs were trained with, unless
-        `force`.
-        """
+        """Write tokenizer.json and the file beside it. ValueError where a different tokenizer is
+        there, unless `force`."""
         own, file, data = self.contents()
         json_path, data_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / (file or JSON_FILE)
         description = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
                        "vocab_size": self.get_vocab_size(), **own}
-        if not force:
-            if (read_description(tokenizer_dir) == description and data_path.is_file()
-                    and (file is None or data_path.read_bytes() == data)):
-                return
-            refuse_if_in_use(tokenizer_dir, self.fingerprint)
+        there = None if force else read_description(tokenizer_dir)
+        if there is not None and there["fingerprint"] != self.fingerprint:
+            raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({there['fingerprint']}), which data and runs "
+                             f"may have been made with; name another folder (--output-dir), or replace it with --force")
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
         if file is not None:
@@ -441,25 +436,6 @@ def refuse_changed(tokenizer: Tokenizer, json_path: Path, fingerprint: str, file
     if tokenizer.fingerprint != fingerprint:
         raise ValueError(f"{json_path}: it or {file} changed since it was saved: they have "
                          f"fingerprint {tokenizer.fingerprint}, it says {fingerprint}; {RESTORE}")
-
-
-def refuse_if_in_use(tokenizer_dir: Path | str, new_fingerprint: str = "") -> None:
-    """Raise ValueError, naming the runs in get_base_dir()/"runs", if a folder holds a tokenizer
-    other than `new_fingerprint` that runs use."""
-    old = (read_description(tokenizer_dir) or {}).get("fingerprint")
-    if old in (None, new_fingerprint):
-        return
-    runs = []
-    for path in sorted(get_base_dir().glob(f"runs/*/tokenizer/{JSON_FILE}")):
-        try:
-            if (read_description(path.parent) or {}).get("fingerprint") == old:
-                runs.append(str(path.parent.parent))
-        except ValueError as e:
-            log.warning("passed over while looking for runs: %s", e)
-    if runs:
-        raise ValueError(f"{tokenizer_dir}: holds the tokenizer ({old}) with which these runs "
-                         f"were trained: {', '.join(runs)}; write the new one to another folder "
-                         f"(--output-dir), or overwrite it with --force")
 
 
 # ---- the door ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
 from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
 from nanochat.text import Reading
 from nanochat.text_kinds import add_text_flags, read_texts
-from nanochat.tokenizer import RustBPETokenizer, read_description, refuse_if_in_use
+from nanochat.tokenizer import RustBPETokenizer, read_description
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -41,8 +41,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_text_flags(parser)
     parser.add_argument("--val-path", help="files not to train on (default: the last one)")
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
-    parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, "
-                                                             "or runs were trained with another")
+    parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, and replace another")
     args = parser.parse_args(argv)
     for flag, given in (("--max-chars", args.max_chars), ("--doc-cap", args.doc_cap)):
         if given < 1:
@@ -54,8 +53,8 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
                   ) -> RustBPETokenizer | None:
     """The tokenizer in `output_dir` if training again would read the same text (going by names and
     sizes) with the same arguments; shards that arrived since do not matter unless the text had run
-    out. None where there is none or a damaged or another one; ValueError where runs were trained
-    with another one, before any time is spent."""
+    out. None where there is none or a damaged one; ValueError where there is another one, before any
+    time is spent."""
     description = read_description(output_dir)
     if description is None:
         return None
@@ -63,8 +62,8 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     read = training.get("files", [])
     same_files = files == read if training.get("exhausted") else files[:len(read)] == read
     if training.get("arguments") != arguments or not same_files:
-        refuse_if_in_use(output_dir)
-        return None
+        raise ValueError(f"{output_dir}: holds a tokenizer of other arguments or files, which data and runs may "
+                         f"have been made with; name another --output-dir, or replace it with --force")
     try:
         return RustBPETokenizer.from_directory(output_dir)
     except (ValueError, OSError) as e:

@@ -24,17 +24,6 @@ from tests.toy import examples
 needs_fastokens = pytest.mark.skipif(importlib.util.find_spec("fastokens") is None,
                                      reason="fastokens is not installed (extra `fast`)")
 FAST = settings(max_examples=examples(1.2))
-PATTERNS = {  # of tiktoken's own encodings, as published with them
-    "ours": SPLIT_PATTERN,
-    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
-                   r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-    "o200k_base": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
-                  r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"""
-                  r"""[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"""
-                  r"""|\s*[\r\n]+|\s+(?!\S)|\s+""",
-}
-
 PIECES = st.sampled_from([
     "<|bos|>", "<|endoftext|>", "<|", "\r\n", " " * 40, "\u3000", "\x1c", "\x85", "\u2028", "12345", "\u0663\xb2",
     "don't", "I'LL", "'\u017f", "\ud55c\uad6d\uc5b4", "\U0001f468\u200d\U0001f469", "e\u0301", "\ufeff", "\x00",
@@ -47,19 +36,20 @@ LONG = st.builds(lambda head, piece, n, tail: head + piece * n + tail, SHORT,
 
 
 @functools.cache
-def all_pairs(pattern):
+def all_pairs():
     """An encoding in which all pairs of bytes are tokens: an edge between pieces that moves changes the ids."""
     pairs = list(itertools.product(range(256), repeat=2))
     random.Random(3).shuffle(pairs)
     tokens = [bytes([b]) for b in range(256)] + [bytes(pair) for pair in pairs]
-    return tiktoken.Encoding("pairs", pat_str=pattern, mergeable_ranks={token: i for i, token in enumerate(tokens)},
+    ranks = {token: i for i, token in enumerate(tokens)}
+    return tiktoken.Encoding("pairs", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks,
                              special_tokens={"<|bos|>": len(tokens)})
 
 
 @functools.cache
-def fast_pairs(pattern):
+def fast_pairs():
     """The fast encoder of `all_pairs`, made once: to load it takes a second."""
-    fast = fastest_encoder(all_pairs(pattern))
+    fast = fastest_encoder(all_pairs())
     assert isinstance(fast, FastokensEncoder)
     return fast
 
@@ -70,12 +60,12 @@ def trained():
     return RustBPETokenizer.train_from_iterator(corpus, 1024).enc
 
 
-@pytest.fixture(scope="module", params=["trained", *PATTERNS])
+@pytest.fixture(scope="module", params=["trained", "pairs"])
 def pair(request, trained):
     """(fast encoder, oracle)."""
     if request.param == "trained":
         return FastokensEncoder(TiktokenEncoder(trained)), TiktokenEncoder(trained)
-    return fast_pairs(PATTERNS[request.param]), TiktokenEncoder(all_pairs(PATTERNS[request.param]))
+    return fast_pairs(), TiktokenEncoder(all_pairs())
 
 
 def counting(encoding):
@@ -119,7 +109,7 @@ def test_ids_of_very_long_pieces_are_tiktokens(pair, texts):
 
 @needs_fastokens
 def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens(monkeypatch):
-    encoding, fast = all_pairs(SPLIT_PATTERN), fast_pairs(SPLIT_PATTERN)
+    encoding, fast = all_pairs(), fast_pairs()
     contexts = ("  {0}", "..{0}", "12{0}34 '{0}x", "\n{0}the {0}\n\n")
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and not 0xE200 <= c < 0xF800
                   and (c < 0x20000 or c % 16 == 0)]  # of the planes of ideographs and private use, some
@@ -201,21 +191,18 @@ def test_texts_that_make_it_raise_are_encoded_by_tiktoken_with_those_beside_them
 
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("wrong", ["one id", "one text", "raises", "drops the tail"])
-def test_a_wrong_encoder_is_refused_with_a_warning_that_shows_the_difference(trained, caplog, wrong):
+@pytest.mark.parametrize("wrong", ["one id", "one text", "drops the tail"])
+def test_a_wrong_encoder_is_refused_with_a_warning_that_shows_the_text(trained, caplog, wrong):
     oracle = TiktokenEncoder(trained)
 
     def encoder(texts):
         ids, lengths = oracle(texts)
-        if wrong == "raises" and "\ufeff" in texts[0]:
-            raise RuntimeError("boom")
         if (wrong == "one id" and 124 in ids) or (wrong == "one text" and "\u2028" in texts[0]):
             ids = ids ^ np.uint32(1)
         return (ids[:-1] if wrong == "drops the tail" and len(ids) > 9000 else ids), lengths
 
     assert checked(encoder, oracle) is oracle
-    message = {"raises": "RuntimeError: boom"}.get(wrong, "instead of")
-    assert [r.levelno for r in caplog.records] == [logging.WARNING] and message in caplog.text
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] and "gives other ids for" in caplog.text
 
 
 def test_without_fastokens_it_is_tiktoken_in_silence(trained, caplog, monkeypatch):
@@ -233,18 +220,7 @@ def test_a_vocabulary_that_it_cannot_load_is_left_to_tiktoken_with_a_warning(cap
     assert encoder(["abc"])[0].tolist() == [256]
 
 
-@pytest.mark.parametrize("pattern", [r"\w+|\W", r"\d+|\p{L}+", r".+|\n", r"\s+$|\S+", r"^\s+|\S+", r"\bx",
-                                     r"\p{Han}+|\S", r"(?<!\s)\s+|\S+", r"[\S&&[^a]]+|\s|a", r"[a-z]+|\s"])
-def test_a_pattern_with_parts_that_were_not_compared_is_left_to_tiktoken(trained, pattern):
-    encoding = tiktoken.Encoding("p", pat_str=pattern, mergeable_ranks=trained._mergeable_ranks,
-                                 special_tokens={})
+@needs_fastokens
+def test_another_pattern_which_was_not_compared_is_left_to_tiktoken(trained):
+    encoding = tiktoken.Encoding("p", pat_str=r"\w+|\W", mergeable_ranks=trained._mergeable_ranks, special_tokens={})
     assert type(fastest_encoder(encoding)) is TiktokenEncoder
-
-
-def test_the_patterns_here_are_those_of_tiktoken(monkeypatch):
-    from tiktoken_ext import openai_public
-
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *args, **kwargs: {})
-    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *args, **kwargs: {})
-    for name in ("gpt2", "cl100k_base", "o200k_base"):
-        assert PATTERNS[name] == openai_public.ENCODING_CONSTRUCTORS[name]()["pat_str"]

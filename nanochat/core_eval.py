@@ -29,7 +29,6 @@ of them is the answer. One item a forward pass, as nanochat does it, would keep 
 import csv
 import math
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -308,7 +307,7 @@ def look(run: Any) -> None:
     nanochat's names, to the boards. Raises Stop on all ranks, between two tasks, where one of them is asked to stop."""
     from nanochat.trainer import LONG_S, Stop
 
-    began, step, settings, scores = time.perf_counter(), run.progress.step, run.settings, []
+    step, settings, scores = run.progress.step, run.settings, []
     run.dog.beat(step, "CORE", LONG_S)
     tasks = on_rank0(lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task))
     for score in evaluate_core(run.model, run.data.tokenizer, tasks):
@@ -319,4 +318,3 @@ def look(run: Any) -> None:
     result = summary(scores)
     print0(f"step {step:05d} | CORE metric {result['core_metric']:.4f} ({len(scores)} tasks)")
     run.journal.event("core", **result)
-    run.stop.note("core_metric_every", time.perf_counter() - began)

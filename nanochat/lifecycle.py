@@ -12,11 +12,12 @@ How a run ends, where it stands, and which launch owns it.
 **Stopping.** Each process has one `StopWatch`, entered before anything slow. A signal never
 interrupts, for a handler that raised would leave collectives half done on one rank: it is noted,
 and honoured at the next look. The answer is added to a sum that all ranks make anyway, so one
-rank's signal stops all of them after the same step. A run stops for its walltime when the next
-look would come too late to save:
+rank's signal stops all of them after the same step (what torchrun makes of signals: docs/clusters.md).
+A run stops for its walltime when the next look may come too late to save. What lies between two
+looks, a step, perhaps an evaluation, may take as long as it ever did in this launch:
 
     started                                      look        next look      deadline
-    |---------------------------------------------|--step, looks--|--reserve--|
+    |---------------------------------------------|---longest---|--reserve--|
 
 **Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run
 that says it is running and whose process is gone is dead. The state is not forced to disk, which
@@ -28,22 +29,15 @@ it:
     .owner-000007  (A, dead)     B and C both find A dead; both try to create .owner-000008
     .owner-000008  (B)           one of them does; the other looks again, finds B alive, and gives up
 
-A number is never used twice: an owner that ends says so in its state, and leaves its record. So a
-launch that was delayed between its look and its claim finds its number taken, or a higher one. The
-owner looks at its record every other second; where the record is gone or another's (the run
-directory was removed; the owner slept and was taken for dead), its watchdog ends all its ranks.
+Records stay, so no number is used twice: a launch that was delayed between its look and its claim
+finds its number taken. An owner that ends says so in its state. The owner looks at its record every
+other second; where it is gone or no longer the newest (the run directory was removed; the owner
+slept and was taken for dead), its watchdog ends all its ranks.
 
 **Alive** means, in the same place (boot of the machine and process namespace): the process exists
 and started when the record says. From any other place, and where the system has no /proc: the
 heartbeat changes while we watch. Clocks of two machines are not compared for that, so a clock that
-is hours off neither locks a run nor lets two in.
-
-**What torchrun makes of it** (2.13, tried out). It passes SIGTERM, SIGINT, SIGHUP and SIGQUIT on to
-the workers of its node, kills those left after `--shutdown-timeout` seconds (which must exceed a
-step and a save), and exits with 1 however well they ended. Any other signal kills torchrun alone,
-hence `--signals-to-handle SIGTERM,SIGINT,SIGUSR1,SIGUSR2`. Where one node of several is signalled
-all ranks save and end, but the other torchruns wait for minutes: signal all, as srun does, or use
-scripts.stop. Ask `scripts.status --exit-code` how it ended. """
+is hours off neither locks a run nor lets two in. """
 
 import json
 import logging
@@ -55,7 +49,6 @@ import subprocess
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +69,11 @@ ACTIVE = ("starting", "running", "stopping")
 EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # of runs that have ended
 EXIT_ALIVE = 20
 
+SLURM_END = "SLURM_JOB_END_TIME"
 SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
 LOOK_EVERY_S = 1.0  # for the flag file, and whether we still own the run
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
-RECENT_LOOKS = 16
-SAVE_MARGIN = 1.5
+SAVE_MARGIN = 1.5  # of the slowest save so far
 HEARTBEAT_S = 10.0
 HEARTBEAT_LIMIT_S = 60.0  # older: dead, as far as another host can tell
 WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
@@ -93,7 +86,7 @@ def slurm_end(env: Mapping[str, str]) -> str:
     where nobody knows. SLURM_JOB_END_TIME, where SLURM sets it (22.05 does not), else what squeue
     answers: rank 0 alone asks, since a controller should not hear from every rank at once, and a
     stop of one rank stops all."""
-    told = env.get("SLURM_JOB_END_TIME", "")
+    told = env.get(SLURM_END, "")
     if told or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
         return told
     command = ["squeue", "--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}"]
@@ -102,38 +95,34 @@ def slurm_end(env: Mapping[str, str]) -> str:
                                 timeout=SQUEUE_S, check=True).stdout.strip()
         return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        log.warning("walltime: SLURM_JOB_END_TIME is not set, and squeue did not tell when job %s ends (%s)",
+        log.warning("walltime: %s is not set, and squeue did not tell when job %s ends (%s)", SLURM_END,
                     env["SLURM_JOB_ID"], e)
         return ""
 
 
-def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> tuple[float, float] | None:
-    """When this process must have ended: on the monotonic clock, and in seconds after `started`,
-    a time of that clock. None without a walltime. The first that is set counts, and is logged:
-    `max_runtime_seconds` (-1: not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME
-    (seconds). ValueError for what is no such number, and for an end that has passed."""
-    slurm = "SLURM_JOB_END_TIME"
-    if max_runtime_seconds != -1:
-        name, text = "--max-runtime-seconds", str(max_runtime_seconds)
-    elif text := slurm_end(env):
-        name = slurm
-    else:
+def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
+    """When this process must have ended, on the monotonic clock, of which `started` is a time too.
+    None without a walltime. The first that is set counts, and is logged: `max_runtime_seconds` (-1:
+    not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for
+    what is no such number, and for an end that has passed."""
+    name, text = "--max-runtime-seconds", str(max_runtime_seconds)
+    if max_runtime_seconds == -1:
+        name, text = SLURM_END, slurm_end(env)
+    if not text:
         name, text = "NANOCHAT_MAX_RUNTIME", env.get("NANOCHAT_MAX_RUNTIME", "")
     if not text:
         return None
+    # the end of a job is a time of the wall clock; the others count from the start
+    passed_s, began, expected = (time.time(), time.monotonic(), "the unix time at which this job ends"
+                                 ) if name == SLURM_END else (0.0, started, "a positive number of seconds")
     try:
-        seconds = float(text)
+        left_s = float(text) - passed_s
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{name}: got {text!r}, expected a positive number of seconds")
-    left = seconds - time.time() if name == slurm else seconds
-    if left <= 0:
-        raise ValueError(f"SLURM_JOB_END_TIME: that was {-left:,.0f} s ago, expected the end of this job; unset it "
-                         f"where it is left over from another, or give --max-runtime-seconds")
-    at = time.monotonic() + left if name == slurm else started + seconds
-    log.info("walltime: %s left (%s)", duration(left), name if name != slurm else "the end of the SLURM job")
-    return at, at - started
+        left_s = 0.0
+    if not 0 < left_s < float("inf"):
+        raise ValueError(f"{name}: got {text!r}, expected {expected}")
+    log.info("walltime: %s left (%s)", duration(began + left_s - time.monotonic()), name)
+    return began + left_s
 
 
 class StopWatch:
@@ -141,7 +130,7 @@ class StopWatch:
     whoever waits for a store gives up when one came; behind it their previous handlers are back.
     Entered in another thread than the main one, it leaves signals alone (Python's rule)."""
 
-    def __init__(self, deadline: tuple[float, float] | None = None, *, reserve_s: float = 0.0) -> None:
+    def __init__(self, deadline: float | None = None, *, reserve_s: float = 0.0) -> None:
         if not 0 <= reserve_s < float("inf"):
             raise ValueError(f"--walltime-reserve-seconds: got {reserve_s}, expected 0 or more")
         self._deadline, self._reserve_s = deadline, reserve_s
@@ -151,9 +140,7 @@ class StopWatch:
         self._run_dir: Path | None = None  # where rank 0 looks for the flag file
         self._next_flag_look = 0.0
         self._last_look: float | None = None
-        self._steps: deque[float] = deque(maxlen=RECENT_LOOKS)
-        self._told_s = 0.0  # of what was noted since the last look
-        self._slowest: dict[str, float] = {}
+        self._longest_s = 0.0  # between two looks
         self._reason = ""
 
     def __enter__(self) -> "StopWatch":
@@ -194,11 +181,9 @@ class StopWatch:
         self._run_dir = run_dir
         (run_dir / FLAG_NAME).unlink(missing_ok=True)
 
-    def note(self, what: str, seconds: float) -> None:
-        """Something other than a step took so long since the last look. It is no part of the step,
-        and the time for it is kept free from now on: before the next look, or for the last save."""
-        self._told_s += seconds
-        self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
+    def note_save(self, seconds: float) -> None:
+        """A save took so long: half as much again is kept for the last one from now on."""
+        self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
     def asked(self, now: float | None = None) -> str:
         """'' or who asked this process to stop: a signal or the flag file. May be called at any
@@ -216,15 +201,12 @@ class StopWatch:
         monotonic seconds."""
         now = time.monotonic() if now is None else now
         if self._last_look is not None:
-            self._steps.append(now - self._last_look - self._told_s)
-        self._last_look, self._told_s = now, 0.0
+            self._longest_s = max(self._longest_s, now - self._last_look)
+        self._last_look = now
         if not self.asked(now) and self._deadline is not None:
-            step = max(self._steps, default=0.0)
-            looks = sum(seconds for what, seconds in self._slowest.items() if what != "save")
-            reserve = max(self._reserve_s, SAVE_MARGIN * self._slowest.get("save", 0.0) + step)
-            at, total_s = self._deadline
-            if step + looks + reserve > at - now:
-                self._reason = f"walltime: {at - now:,.0f} s left of {total_s:,.0f}"
+            left_s = self._deadline - now
+            if left_s < self._longest_s + self._reserve_s:
+                self._reason = f"walltime: {left_s:,.0f} s left"
         return self._reason
 
 
@@ -338,33 +320,44 @@ OWNER = {"launch": str, "since": float, **PROCESS}
 
 @dataclass(frozen=True)
 class Owner:
-    """The right of one launch to write into a run directory: its record, and where that lies."""
+    """The right of one launch to write into a run directory: `launch`, its own name, in the record
+    of this generation."""
 
-    path: Path
-    record: dict[str, Any]
+    run_dir: Path
+    generation: int
+    launch: str
 
     def lost(self) -> str:
         """'' as long as this launch owns the run, else a sentence that says what has happened."""
+        newest = newest_owner(self.run_dir)
         try:
-            record = read_json(self.path, {"launch": str})
+            if read_json(owner_path(self.run_dir, newest), {"launch": str})["launch"] == self.launch:
+                return ""
         except FileNotFoundError:
-            record = {"launch": ""}
+            pass
         except (OSError, ValueError):
             return ""  # nobody can tell now; the next look may
-        if record["launch"] == self.record["launch"]:
-            return ""
-        why = "another launch took it over" if _owners(self.path.parent) else "its files were removed while it trains"
-        return f"{self.path.parent}: this launch does not own the run any more: {why}; ended at once"
+        why = "its files were removed while it trains" if newest < self.generation else "another launch took it over"
+        return f"{self.run_dir}: this launch does not own the run any more: {why}; ended at once"
+
+
+def owner_path(run_dir: Path, generation: int) -> Path:
+    return run_dir / f".owner-{generation:06d}.json"
+
+
+def newest_owner(run_dir: Path) -> int:
+    """The generation of the newest record of an owner; 0 if the run never had one."""
+    names = os.listdir(run_dir) if run_dir.is_dir() else []
+    return max((int(match[1]) for match in map(OWNER_NAME.fullmatch, names) if match), default=0)
 
 
 def check_free(run_dir: Path) -> int:
     """Look whether no launch that lives owns the run, changing nothing. Returns what `claim` must
     be told. Watches a launch in another place for a while. ValueError names the launch that owns
     it."""
-    owners = _owners(run_dir)
-    generation = max(owners, default=0)
-    record = _read_owner(owners[generation]) if owners else None
-    if record is None or _told_by(run_dir, record)[0]:
+    generation = newest_owner(run_dir)
+    record = _read_owner(owner_path(run_dir, generation))
+    if record is None or _told_by(run_dir, record).get("status") in EXIT_CODES:
         return generation
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
     told = f"host {record['host']}, pid {record['pid']}, since {since}"
@@ -384,33 +377,20 @@ def claim(run_dir: Path, generation: int) -> Owner:
     """Become the owner, in succession to the generation that `check_free` returned. ValueError if
     another launch has become it since."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / f".owner-{generation + 1:06d}.json"
-    record = {"launch": uuid.uuid4().hex, "since": time.time(), **identify()}
+    owner = Owner(run_dir, generation + 1, uuid.uuid4().hex)
     try:
-        with open(path, "x") as f:
-            f.write(json.dumps(record) + "\n")
-        if max(_owners(run_dir)) > generation + 1:
-            path.unlink()
-            raise FileExistsError
+        with open(owner_path(run_dir, owner.generation), "x") as f:
+            f.write(json.dumps({"launch": owner.launch, "since": time.time(), **identify()}) + "\n")
     except FileExistsError:
         check_free(run_dir)  # refuses, naming it
         raise ValueError(f"{run_dir}: another launch was at work on this run a moment ago; start the command "
                          f"again") from None
-    for older, its_path in _owners(run_dir).items():
-        if older <= generation:
-            its_path.unlink(missing_ok=True)
-    return Owner(path, record)
+    return owner
 
 
 def acquire(run_dir: Path) -> Owner:
     """`check_free`, then `claim`."""
     return claim(run_dir, check_free(run_dir))
-
-
-def _owners(run_dir: Path) -> dict[int, Path]:
-    """{generation: its record} of those that are there."""
-    names = os.listdir(run_dir) if run_dir.is_dir() else []
-    return {int(match[1]): run_dir / name for name in names if (match := OWNER_NAME.fullmatch(name))}
 
 
 def _read_owner(path: Path) -> dict[str, Any] | None:
@@ -427,17 +407,14 @@ def _read_owner(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _told_by(run_dir: Path, record: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """What the state says of an owner's launch: has it ended, and its last heartbeat. Nothing
-    where the state is broken or another launch's."""
+def _told_by(run_dir: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that an owner's launch told; {} where it is broken or another launch's."""
     try:
-        state = read_state(run_dir)
+        state = read_state(run_dir) or {}
     except ValueError as e:
         log.warning("%s", e)
-        state = None
-    if state is None or state["launch"] != record["launch"]:
-        return False, None
-    return state["status"] in EXIT_CODES, state["heartbeat"]
+        return {}
+    return state if state.get("launch") == record["launch"] else {}
 
 
 def _beats(run_dir: Path, record: Mapping[str, Any]) -> bool:
@@ -447,7 +424,7 @@ def _beats(run_dir: Path, record: Mapping[str, Any]) -> bool:
         time.sleep(HEARTBEAT_S / 5)
         os.listdir(run_dir)  # network file systems look afresh
         if (now := _told_by(run_dir, record)) != first:
-            return not now[0]
+            return now.get("status") not in EXIT_CODES
     return False
 
 
@@ -463,10 +440,10 @@ class RunState:
     not own the run any more. All methods may be called from any thread."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
-        self.owner, self._path = owner, owner.path.with_name(STATE_NAME)
+        self.owner, self._path = owner, owner.run_dir / STATE_NAME
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
-            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.record["launch"],
+            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
             "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
         self._told = False  # that the state cannot be written
         self._news, self._over = threading.Event(), threading.Event()

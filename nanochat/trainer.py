@@ -267,7 +267,7 @@ class Trainer:
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
-        began, p, settings, run_dir = time.perf_counter(), self.progress, self.settings, self.start.run_dir
+        p, settings, run_dir = self.progress, self.settings, self.start.run_dir
         self.dog.beat(p.step, "save", LONG_S)
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
@@ -294,7 +294,6 @@ class Trainer:
                 return path
 
             self.saver.start(write, last=last)
-        self.stop.note("copy", time.perf_counter() - began)
         if last or settings.sync_save:
             on_rank0(self.finish_save)
 
@@ -304,7 +303,7 @@ class Trainer:
         outcome = self.saver.take(wait=wait)
         if outcome is None:
             return None
-        self.stop.note("save", outcome.seconds)
+        self.stop.note_save(outcome.seconds)
         if outcome.path is not None:
             print0(outcome.message)
             self.journal.event("saved", checkpoint=outcome.path.name, seconds=outcome.seconds)

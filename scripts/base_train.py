@@ -182,7 +182,7 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
 def evaluate(run: Trainer) -> None:
     """Bits per byte on validation data, of each bucket and of all; nats per token where the
     tokenizer does not know bytes."""
-    began, settings, layout = time.perf_counter(), run.settings, run.loader.layout
+    settings, layout = run.settings, run.loader.layout
     run.dog.beat(run.progress.step, "evaluation", LONG_S)
     batches = {bucket: validation_loader(
         source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
@@ -203,19 +203,17 @@ def evaluate(run: Trainer) -> None:
     told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
     print0(f"step {run.progress.step:05d} | validation {unit} {bits:.6f}{told}")
     run.journal.event("val", **found, buckets=by_bucket)
-    run.stop.note("eval_every", time.perf_counter() - began)
 
 
 def sample(run: Trainer) -> None:
     """Tell the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
-    began, engine, texts = time.perf_counter(), Engine(run.model, run.data.tokenizer), []
+    engine, texts = Engine(run.model, run.data.tokenizer), []
     for prompt in own_prompts(run.data, run.settings.max_seq_len):
         run.dog.beat()
         tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
         texts.append(run.data.tokenizer.decode(tokens[1:]))  # without <|bos|>
         print0(f"  > {texts[-1]!r}")
     run.journal.event("samples", texts=texts)
-    run.stop.note("sample_every", time.perf_counter() - began)
 
 
 # ---- set-up --------------------------------------------------------------------------------------

@@ -190,8 +190,9 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, d
     training.start(4, hook=partial(chain, partial(die_after_step, killed)), **flags).wait_for_death()
     one = training.start(1, hook=partial(chain, partial(after_step, stopped, partial(send, signal.SIGTERM))), **flags)
     assert one.wait() == [0] and f"stopped: SIGTERM; step {stopped + 2} of {num}" in one.text(), one.text()
-    two = training.start(2, hook=partial(chain, a_step_is_a_second), **flags, max_runtime_seconds=num // 5 + 0.5,
-                         walltime_reserve_seconds=0)
+    walltime_s = num // 5 + 0.5
+    two = training.start(2, hook=partial(chain, partial(a_step_is_a_second, walltime_s)), **flags,
+                         max_runtime_seconds=walltime_s, walltime_reserve_seconds=0)
     assert two.wait() == [0, 0] and "stopped: walltime" in two.text(), two.text()
     four = training.start(4, hook=chain, **flags)
     assert four.wait() == [0] * 4 and "completed" in four.text(), four.text()

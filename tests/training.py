@@ -287,14 +287,13 @@ def finish(world_size: int = 1, **changed: Any) -> str:
 
 # ---- hooks: what happens to a process --------------------------------------------------------------------------------
 
-def a_step_is_a_second() -> None:
-    """The walltime passes by one second each time that the run looks at it, however long steps take."""
+def a_step_is_a_second(total_s: float) -> None:
+    """A walltime of so many seconds passes by one each time that the run looks at it, however long steps take."""
     wanted = StopWatch.wanted
 
     def watched(self: Any, now: float | None = None) -> str:
         self.looks = getattr(self, "looks", 0) + 1
-        at, total_s = self._deadline or (0.0, 0.0)
-        return wanted(self, at - total_s + self.looks)
+        return wanted(self, (self._deadline or 0.0) - total_s + self.looks)
 
     StopWatch.wanted = watched  # type: ignore[method-assign]
 

@@ -40,11 +40,7 @@ written:
     checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
                   x     x     x     M     x     L     L     ?              F
 
-What this program did not write is never touched, nor is what is newer than the good one.
-
-**Names for people.** `d12` is the newest good checkpoint of the run d12, `d12@1000` that of step
-1000, `d12@final` its end. A path to a run directory does in place of a tag, and a path to a
-checkpoint means that one. """
+What this program did not write is never touched, nor is what is newer than the good one. """
 
 import contextlib
 import errno
@@ -89,30 +85,14 @@ MAX_ERRORS = 3  # saves that fail one after another before the run gives up
 
 # ---- plain states -------------------------------------------------------------------------------
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor, str], torch.Tensor], where: str) -> Any:
-    """Rebuild a plain state, `function(tensor, place)` in place of its tensors; TypeError for
-    anything not plain. `where` names the state in places such as "state['w'][0]"."""
-    if isinstance(value, torch.Tensor):
-        return function(value, where)
-    if isinstance(value, dict):
-        return {k: map_tensors(v, function, f"{where}[{k!r}]") for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(v, function, f"{where}[{i}]") for i, v in enumerate(value))
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    raise TypeError(f"{where}: a checkpoint holds tensors and plain values, got "
-                    f"{type(value).__name__}")
-
-
-def to_host(state: Any) -> Any:
-    """A deep copy of a plain state with every tensor in host memory, contiguous, so that later
-    steps do not change it. TypeError, naming the place, for what is neither tensor nor plain."""
-    def copy(tensor: torch.Tensor, _: str) -> torch.Tensor:
+def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of tensors in host memory, contiguous, so that later steps do not change it."""
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         # from a GPU into pinned memory, which takes the full speed of the bus
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return there.copy_(tensor.detach(), non_blocking=True)
 
-    copied = map_tensors(state, copy, "state")
+    copied = {name: copy(tensor) for name, tensor in state.items()}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return copied
@@ -120,12 +100,15 @@ def to_host(state: Any) -> Any:
 
 def save_plain(state: Any, name: str) -> bytes:
     """A plain state as the bytes of a file. What is not plain could not be read back, so it is a
-    TypeError, which begins with `name` and the place.
+    TypeError, which begins with `name` and says what kind it is.
 
     They are made in memory because torch.save's C++ writer must not be left by the exception of a
     full disk halfway; so a save holds its largest file once more while that is written."""
     data = io.BytesIO()
-    torch.save(map_tensors(state, lambda tensor, _: tensor.detach(), name), data)
+    torch.save(state, data)
+    data.seek(0)
+    if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(data):
+        raise TypeError(f"{name}: a checkpoint holds tensors and plain values, got {', '.join(kinds)}")
     return data.getvalue()  # no copy; a view would outlive its buffer in the collector, where Python 3.12 crashes
 
 
@@ -376,34 +359,27 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
 
 # ---- retention ----------------------------------------------------------------------------------
 
-def expendable(steps: Mapping[str, int], good_step: int, *, keep_last_k: int | None,
-               keep_milestone_every: int | None) -> list[str]:
-    """Which of the numbered checkpoints {name: step} may be deleted when one of step `good_step`
-    is known to be good, the oldest first. `keep_last_k` None keeps all."""
-    if keep_last_k is None:
-        return []
-    ranked = sorted((step, name) for name, step in steps.items() if step <= good_step)
-    return [name for step, name in ranked[:-keep_last_k]
-            if step < good_step and not (keep_milestone_every and step % keep_milestone_every == 0)]
-
-
 def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
           keep_milestone_every: int | None = None) -> list[str]:
-    """Delete what `expendable` says of a run; returns the names. `good_step`: of a checkpoint that
-    this process has just written.
+    """Delete the numbered checkpoints of a run that need not be kept, the oldest first; returns
+    their names. `good_step`: of a checkpoint that this process has just written. `keep_last_k` None
+    keeps all.
 
     Only folders go whose seal is whole and of the step that the name says: a copy, a link or what
     another program wrote stays. What cannot be deleted stays with a warning. """
-    folders, own = checkpoint_folders(run_dir), dict[str, int]()
-    for name, path in folders.items():
+    numbered = list[tuple[int, str, Path]]()
+    for name, path in checkpoint_folders(run_dir).items() if keep_last_k is not None else ():
         with contextlib.suppress(OSError, ValueError):
             step = read_seal(path)["step"]
-            if name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown") and not path.is_symlink():
-                own[name] = step
+            own = name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown") and not path.is_symlink()
+            if own and step <= good_step:
+                numbered.append((step, name, path))
     deleted = []
-    for name in expendable(own, good_step, keep_last_k=keep_last_k, keep_milestone_every=keep_milestone_every):
+    for step, name, path in sorted(numbered)[:-(keep_last_k or 1)]:
+        if step == good_step or (keep_milestone_every and step % keep_milestone_every == 0):
+            continue
         try:
-            delete_checkpoint(folders[name])
+            delete_checkpoint(path)
             deleted.append(name)
         except OSError as e:
             log.warning("checkpoint %s could not be deleted and stays: %s", name, e)

@@ -122,7 +122,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Pat
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
     for changed, told in (({"trainer_state": {"x": Path}}, None),
-                          ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl\['numpy'\]: .*Path")):
+                          ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path")):
         with pytest.raises(TypeError, match=told):
             ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -420,7 +420,7 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> Non
         return ckpt.save_checkpoint(tmp_path, "checkpoint-1", step=1, **{**live, "states": held})
 
     saver, live, running, go = Saver(None), states(1), threading.Event(), threading.Event()
-    held = ckpt.to_host(live["states"])
+    held = {**live["states"], ckpt.MODEL_NAME: ckpt.to_host(live["states"][ckpt.MODEL_NAME])}
     rd.open_folders(tmp_path)
     saver.start(write)
     assert running.wait(60) and saver.take() is None
@@ -478,16 +478,19 @@ def names(run: Path) -> list[str]:
     return sorted(os.listdir(run / "checkpoints"))
 
 
-@given(steps=st.sets(st.integers(0, 40)), good=st.integers(0, 40), k=st.none() | st.integers(1, 6),
-       m=st.none() | st.integers(1, 9))
-def test_the_rule_against_its_words(steps: set[int], good: int, k: int | None, m: int | None) -> None:
-    numbered = {f"checkpoint-{step}": step for step in steps}
-    gone = [numbered[name] for name in ckpt.expendable(numbered, good, keep_last_k=k, keep_milestone_every=m)]
+@settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
+       m=st.none() | st.integers(1, 4))
+def test_the_rule_against_its_words(tmp_path: Path, steps: set[int], good: int, k: int | None, m: int | None) -> None:
+    shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+    for step in steps:
+        small(tmp_path, step)
+    gone = ckpt.prune(tmp_path, good, keep_last_k=k, keep_milestone_every=m)
     assert gone == sorted(gone)
     for step in steps:
         newer = sum(step < other <= good for other in steps)
         stays = k is None or step >= good or newer < k or (m is not None and step % m == 0)
-        assert (step in gone) != stays
+        assert (f"checkpoint-{step}" in gone) != stays
 
 
 def test_only_what_this_program_wrote_under_that_name_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -504,7 +504,7 @@ def bits(bench: Bench, what: str) -> Iterator[Figure]:
     (bench.out / f"{tag}-compared.txt").write_text("\n".join(part.describe() for part in parts))
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
         raise ValueError(f"too little to compare: {', '.join(part.name for part in parts)}")
-    yield measure, what, sum(len(part.parted) for part in parts)
+    yield measure, what, sum(len(part.gaps) for part in parts)
     shutil.rmtree(training.run_dir(tag))  # gigabytes
 
 

@@ -20,10 +20,8 @@ Each of these is a plain state, a nest of dicts and lists, and one function comp
 by leaf. Step k of a log makes k steps k + 1; checkpoint k is taken after k steps. Of two different
 experiments a table shows loss and bits per byte at the same numbers of tokens.
 
-**Equal** means equal bits. With --tolerance REL two floats also count as equal where they differ by
-at most REL of the larger one or, in a tensor, of the largest element of both: an element near zero
-may differ from itself by any factor. Digests, counts and cursors must be equal in any case. The
-exit code is 0 if all that both have is equal, else 1.
+**Equal** means equal bits; of what differs it is said by how much. The exit code is 0 if all that both
+have is equal, else 1.
 """
 
 import argparse
@@ -31,11 +29,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanochat.boards import flat_numbers
 from nanochat.checkpoint import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -46,46 +45,42 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
-from nanochat.lifecycle import liveness, read_state
-from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors
+from nanochat.run_dir import cursor_files, find_run, is_step, read_cursors
+from scripts.report import Facts, read_facts
 
 DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
-          "val": "validation results"}
+          "bpb": "validation results", "buckets": "validation results"}
 SMOOTH = "smooth_loss"
 WIDEST = 50  # characters of a setting that are shown
 TABLE_ROWS = 8  # of the table of two experiments, about
 
 
-# ---- two values ---------------------------------------------------------------------------------
+# ---- two states ---------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Gap:
-    """A leaf that differs: where it is, how far the two are apart, and the same in words.
-    `relative` is held against the tolerance; infinite where no tolerance helps, 0 for 0 and -0."""
+class Gap(NamedTuple):
+    """A leaf that differs: where it is, and how in words."""
 
     where: str
-    relative: float
     text: str
 
 
-def compare_values(where: str, a: Any, b: Any) -> Gap | None:
-    """The difference of two leaves, None where they are equal. A NaN equals itself."""
+def difference(a: Any, b: Any) -> str | None:
+    """How two leaves differ, None where they are equal. A NaN equals itself."""
     kinds = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
              for value in (a, b)]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and kinds[0] == kinds[1]:
-        return compare_tensors(where, a, b)
+        return tensor_difference(a, b)
     a, b = kinds
     if type(a) is type(b) and (a == b or (a != a and b != b)):
         return None
-    if type(a) is float and type(b) is float and math.isfinite(a) and math.isfinite(b):
-        relative = abs(a - b) / max(abs(a), abs(b))
-        return Gap(where, relative, f"{a} and {b}, {relative:.2g} relative")
-    return Gap(where, math.inf, f"{a} and {b}")
+    if type(a) is float and type(b) is float and math.isfinite(a - b):
+        return f"{a} and {b}, {abs(a - b) / max(abs(a), abs(b)):.2g} relative"
+    return f"{a} and {b}"
 
 
-def compare_tensors(where: str, a: torch.Tensor, b: torch.Tensor) -> Gap | None:
-    """The difference of two tensors of one type and shape, None where all bits are equal."""
+def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """How two tensors of one type and shape differ, None where all bits are equal."""
     x, y = a.reshape(-1), b.reshape(-1)
     raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
     differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
@@ -93,12 +88,9 @@ def compare_tensors(where: str, a: torch.Tensor, b: torch.Tensor) -> Gap | None:
         return None
     apart = (x[differ].double() - y[differ].double()).abs().max().item()
     largest = max(flat.double().abs().max().item() for flat in (x, y))
-    relative = apart / largest if largest else apart
     first = [int(i) for i in np.unravel_index(int(differ[0]), a.shape)]
-    text = (f"{len(differ):,} of {a.numel():,} elements, the first at {first}; at most {apart:.3g} "
-            f"apart, {relative:.3g} of the largest element")
-    noise = a.is_floating_point() and math.isfinite(apart) and math.isfinite(relative)
-    return Gap(where, relative if noise else math.inf, text)
+    return (f"{len(differ):,} of {a.numel():,} elements, the first at {first}; at most {apart:.3g} "
+            f"apart, the largest element is {largest:.3g}")
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,11 +108,11 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
     x, y = dict(leaves(a)), dict(leaves(b))
     for name in x | y:
         if name in x and name in y:
-            gap = compare_values(name, x[name], y[name])
+            text = difference(x[name], y[name])
         else:
-            gap = Gap(name, math.inf, f"only {'a' if name in x else 'b'} has it")
-        if gap is not None:
-            yield gap
+            text = f"only {'a' if name in x else 'b'} has it"
+        if text is not None:
+            yield Gap(name, text)
 
 
 # ---- what a run holds ---------------------------------------------------------------------------
@@ -128,26 +120,19 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
-def read_series(run_dir: Path, notes: list[str]) -> Series:
-    """What a run keeps of its steps: digests, tokens, losses, ... from the last line that its log
-    has of each, and the cursors of every save."""
+def read_series(facts: Facts, notes: list[str]) -> Series:
+    """What a run keeps of its steps: digests, tokens, losses, ... and the cursors of every save."""
     found: Series = {}
-    for step, path in cursor_files(run_dir).items():
+    for step, path in cursor_files(facts.run_dir).items():
         try:
             lanes = {f"lane {i}": cursor for i, cursor in enumerate(read_cursors(path)[1])}
             found.setdefault("cursors", {})[step] = lanes
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
-    for record in iter_log(run_dir / "logs" / "train.jsonl"):
-        values = record if "event" not in record else {}
-        if record.get("event") == "val":
-            buckets = record.get("buckets")
-            values = {"val": record.get("bpb")}
-            if isinstance(buckets, dict) and len(buckets) > 1:
-                values |= {f"val/{name}": bpb for name, bpb in buckets.items()}
+    for record in (*facts.steps, *facts.named("val")):
+        values = record if is_step(record) else dict(flat_numbers(record))
         for name, value in values.items():
-            known = name.split("/")[0] in SERIES or name == SMOOTH
-            if known and type(record.get("step")) is int:
+            if name.partition("/")[0] in SERIES or name == SMOOTH:
                 found.setdefault(name, {})[record["step"]] = value
     return found
 
@@ -168,81 +153,60 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 class Side:
     """What a name means: a run, or one checkpoint alone, whose run may be gone."""
 
-    settings: dict[str, Any]  # that the run was started with; none where there is no config.json
+    settings: dict[str, Any]  # that the run was started with; none of a checkpoint alone
     saved: dict[int, Path]  # the checkpoints, by step
     log: Series
     alone: bool
-    about: str  # one line for people: what is there, and whether the run is at work
+    about: str  # one line for people: what is there, and how the run ended
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """What a name means. FileNotFoundError and ValueError of `find_run` and `find_checkpoint`."""
+    """What a name means. FileNotFoundError and ValueError of `find_run`, `read_facts` and
+    `find_checkpoint`."""
     try:
-        run_dir, alone = find_run(name), None
-        folders = list_checkpoints(run_dir)
+        run_dir = find_run(name)
     except FileNotFoundError:
-        alone = find_checkpoint(name).path.absolute()
-        run_dir, folders = alone.parent.parent, [alone]
-    settings: dict[str, Any] = {}
-    if (run_dir / CONFIG_NAME).is_file():
-        settings = {k: v for k, v in read_config(run_dir).items() if k != "derived"}
-    else:
-        notes.append(f"a run without {CONFIG_NAME}, so settings are not compared")
+        checkpoint = find_checkpoint(name)
+        path = checkpoint.path.absolute()
+        return Side({}, {checkpoint.step: path}, {}, True, f"{name}: {path}")
+    facts = read_facts(run_dir)
     saved: dict[int, Path] = {}
-    for path in folders:
+    for path in list_checkpoints(run_dir):
         try:
             saved.setdefault(read_seal(path)["step"], path)
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     saved = dict(sorted(saved.items()))
-    if alone is not None:
-        return Side(settings, saved, {}, True, f"{name}: {alone}")
-    log = read_series(run_dir, notes)
-    steps = log.get("loss")
-    about = f"steps {min(steps)} to {max(steps)} in the log" if steps else "no step in the log"
-    about += f"; checkpoints: {', '.join(map(str, saved)) or 'none'}"
-    try:
-        state = read_state(run_dir)
-        alive = {"alive": ", at work", "dead": ", but its process is gone"}
-        about += f"; {state['status']}{alive.get(liveness(state), '')}" if state else ""
-    except ValueError as e:
-        notes.append(str(e))
-    return Side(settings, saved, log, False, f"{name}: {about}")
+    settings = {k: v for k, v in facts.config.items() if k != "derived"}
+    about = f"steps {facts.steps[0]['step']} to {facts.steps[-1]['step']}" if facts.steps else "no step"
+    about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {facts.status}"
+    return Side(settings, saved, read_series(facts, notes), False, f"{name}: {about}")
 
 
 # ---- two runs -----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that both sides have: in how many places it was compared, where it differs, and
-    where by more than noise."""
+    """One thing that both sides have: in how many places it was compared, and where it differs."""
 
     kind: str  # data, steps or checkpoint
     name: str
     compared: int
     gaps: list[Gap]
-    parted: list[Gap]
 
     def describe(self) -> str:
         """One line for people."""
-        if not self.parted:
-            how = " within the tolerance" if self.gaps else ""
-            return f"{self.name}: {self.compared:,} equal{how}"
-        first, verb = self.parted[0], "parts in" if self.kind == "checkpoint" else "part at"
-        return (f"{self.name} {verb} {first.where}: {first.text}; {len(self.parted):,} of "
-                f"{self.compared:,} differ")
+        if not self.gaps:
+            return f"{self.name}: {self.compared:,} equal"
+        first, verb = self.gaps[0], "parts in" if self.kind == "checkpoint" else "part at"
+        return f"{self.name} {verb} {first.where}: {first.text}; {len(self.gaps):,} of {self.compared:,} differ"
 
 
-def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[Part]:
+def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
     """Everything that both sides have, the data first. Of a step of a series the first difference
     counts; two checkpoints alone are compared whatever their steps. ValueError where both sides
     have nothing in common."""
     parts: list[Part] = []
-
-    def add(kind: str, name: str, compared: int, gaps: list[Gap]) -> None:
-        limit = -1.0 if kind == "data" or tolerance == 0 else tolerance
-        parts.append(Part(kind, name, compared, gaps, [g for g in gaps if g.relative > limit]))
-
     for name in SERIES | a.log:
         common = sorted(a.log.get(name, {}).keys() & b.log.get(name, {}).keys())
         if common and name != SMOOTH:
@@ -250,7 +214,7 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
             gaps = [gap for pair in zip(x, y) for gap in list(compare_states(*pair))[:1]]
             series, _, bucket = name.partition("/")
             words = SERIES[series] + (f" of {bucket}" if bucket else "")
-            add("data" if name in DATA else "steps", words, len(common), gaps)
+            parts.append(Part("data" if name in DATA else "steps", words, len(common), gaps))
     pairs = list(zip(a.saved, b.saved)) if a.alone and b.alone else [
         (step, step) for step in a.saved if step in b.saved]
     for first, second in pairs:
@@ -266,33 +230,30 @@ def compare(a: Side, b: Side, notes: list[str], tolerance: float = 0.0) -> list[
             notes.append(f"{name}: there is no optimizer state to compare, only weights and data")
         one, other = ({k: v for k, v in state.items() if k in shared} for state in (one, other))
         gaps = list(compare_states(one, other))
-        add("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps)
+        parts.append(Part("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps))
     if not parts:
         nothing = "nothing to compare: no step of the logs and no checkpoint is common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))
     return parts
 
 
-def summarize(parts: list[Part], tolerance: float, notes: list[str]) -> tuple[bool, str]:
-    """(whether all is equal but for noise, a sentence: equal in how much, or what parts first)."""
+def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
+    """(whether all is equal, a sentence: equal in how much, or what parts first)."""
     damaged = sum(note.startswith("passed over") for note in notes)
     end = f"; {damaged} damaged file(s) passed over" if damaged else ""
     for part in parts:
-        if part.parted:  # and all before it are equal, the data first
+        if part.gaps:  # and all before it are equal, the data first
             same = "same data; " * (parts[0].kind == "data" and part.kind != "data")
             return False, same + part.describe() + end
-    how = "equal bit for bit"
-    if noise := [gap.relative for part in parts for gap in part.gaps]:
-        how = f"equal within {tolerance:g}, at most {max(noise):.2g} apart"
     much = [f"{p.compared:,} {p.name}" for p in parts if p.name in ("digests", "losses")]
     much += [f"{p.name} ({p.compared:,} values)" for p in parts if p.kind == "checkpoint"]
-    return True, f"{how}: {', '.join(much)}{end}"
+    return True, f"equal bit for bit: {', '.join(much)}{end}"
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
-    """{tokens trained on: value} of losses ("loss", smoothed) or of validation results ("val")."""
+    """{tokens trained on: value} of losses ("loss", smoothed) or of validation results ("bpb")."""
     values = log.get(name, {})
     if name == "loss":  # of a step, and so reached with the tokens after it
         values = {step + 1: value for step, value in log.get(SMOOTH, values).items()}
@@ -305,7 +266,7 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have
     reached: those at which either was evaluated, and the last. Between two measurements the line
     that joins them is read."""
-    curves = [curve(log, name) for name in ("loss", "val") for log in (a, b)]
+    curves = [curve(log, name) for name in ("loss", "bpb") for log in (a, b)]
     if not (curves[0] and curves[1]):
         return []
     end = min(max(curves[0]), max(curves[1]))
@@ -321,10 +282,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("a", help="tag or run directory, or a checkpoint: TAG@STEP or its path")
     parser.add_argument("b", help="the same")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="REL",
-                        help="floats that differ by at most this, relatively, count as equal")
-    parser.add_argument("--tensors", action="store_true",
-                        help="list all that differs in checkpoints")
+    parser.add_argument("--tensors", action="store_true", help="list all that differs in checkpoints")
     return parser.parse_args(argv)
 
 
@@ -332,13 +290,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare and tell; 1 where something differs. ValueError, FileNotFoundError for bad input."""
     args = parse_args(argv)
     setup_logging()
-    if not 0 <= args.tolerance < 1:
-        raise ValueError(f"--tolerance: got {args.tolerance}, expected a share such as 1e-5, at "
-                         f"least 0 and below 1")
     notes: list[str] = []
     a, b = open_side(args.a, notes), open_side(args.b, notes)
-    parts = compare(a, b, notes, args.tolerance)
-    equal, summary = summarize(parts, args.tolerance, notes)
+    parts = compare(a, b, notes)
+    equal, summary = summarize(parts, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
     x, y = a.settings, b.settings
@@ -353,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in parts:
         print(part.describe())
         if args.tensors and part.kind == "checkpoint":
-            print(*(f"  {gap.where}: {gap.text}\n" for gap in part.parted), sep="", end="")
+            print(*(f"  {gap.where}: {gap.text}\n" for gap in part.gaps), sep="", end="")
     return 0 if equal else EXIT_FAILED
 
 

@@ -28,8 +28,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanochat.boards import flat_numbers
 from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
@@ -123,21 +121,12 @@ def step_series(facts: Facts) -> Iterator[dict[str, Any]]:
 
 
 def mix_series(facts: Facts, chart: str) -> Iterator[dict[str, Any]]:
-    """Shares of the buckets: as trained on, over a fiftieth of the run or 20 steps, and as planned."""
-    steps, plan = facts.steps, facts.run_dir / PLAN_NAME
-    columns = sorted({name for step in steps for name in step if name.startswith("tokens/")})
-    if not columns:
-        return
-    counts = np.array([[step.get(name) or 0 for name in columns] for step in steps], float)
-    sums, window = counts.cumsum(axis=0), max(20, len(steps) // 50)
-    sums[window:] -= sums[:-window].copy()
-    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-    shape = {"phases": [{"first_step": int, "asked": dict}]}
+    """Shares of the buckets, as trained on and as planned."""
+    plan, shape = facts.run_dir / PLAN_NAME, {"phases": [{"first_step": int, "asked": dict}]}
     phases = read_json(plan, shape)["phases"] if plan.is_file() else []
     begins = [phase["first_step"] for phase in phases]
-    now = [phases[max(0, bisect_right(begins, step["step"]) - 1)]["asked"] for step in steps if phases]
-    for name, share in zip(columns, shares.T.tolist()):
-        bucket = name.removeprefix("tokens/")
+    now = [phases[max(0, bisect_right(begins, step["step"]) - 1)]["asked"] for step in facts.steps if phases]
+    for bucket, share in facts.mix().items():
         yield series(chart, bucket, share, bucket=bucket)
         if now:
             planned = [asked.get(bucket, 0) / max(1, sum(asked.values())) for asked in now]

@@ -15,7 +15,6 @@ stage that ended. Where a stage ran several times, its times are added up.
 
 import argparse
 import json
-import math
 import os
 import platform
 import re
@@ -24,7 +23,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ from nanochat.run_data import pinned_data
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import ledger, share
 
-MIX_STRETCHES = 50  # points of the picture of the mix
 LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
                   "epochs")
 # the shape of what is computed with, in the lines of the log
@@ -88,6 +85,18 @@ class Facts:
         return [(f"{bucket} ({split})", m["root"], len(m["files"]),
                  sum(f.get("own_size", f["size"]) for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
                 for split, buckets in self.manifest.items() for bucket, m in buckets.items()]
+
+    def mix(self) -> dict[str, list[float]]:
+        """{bucket: its share of the tokens of the last steps, a fiftieth of the run or 20, by each logged step};
+        nothing where there is one bucket."""
+        columns = sorted({name for step in self.steps for name in step if name.startswith("tokens/")})
+        counts = np.array([[step.get(name) or 0 for name in columns] for step in self.steps], float)
+        if not counts.size:
+            return {}
+        sums, window = counts.cumsum(axis=0), max(20, len(counts) // 50)
+        sums[window:] -= sums[:-window].copy()
+        shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+        return {name.removeprefix("tokens/"): share for name, share in zip(columns, shares.T.tolist())}
 
     def samples(self) -> dict[str, list[str]]:
         """{when: what the model wrote}, the newest of the training first."""
@@ -235,21 +244,19 @@ def result_part(facts: Facts) -> list[str]:
 def split_settings(facts: Facts) -> dict[str, list[tuple[str, ...]]]:
     """The settings of a run in three tables: (name, value, default) of those that the command changed;
     (name, value) of those that were worked out from these, from the data and the machine; and of the
-    others. An older log does not tell what was typed: then all that differ count as typed but for what
-    is no flag."""
-    typed = next((launch["typed"] for launch in facts.launches[:1]), None)
+    others."""
+    typed = (facts.launches[0]["typed"] if facts.launches else None) or ()
     tables: dict[str, list[tuple[str, ...]]] = {"typed": [], "worked out": [], "default": []}
     for name, value in facts.config.items():
-        known = FIELDS.get(name)
-        usual, is_flag = (known.default, known.metadata.get("flag", True)) if known else (None, True)
-        if known and value == usual:
+        usual = FIELDS[name].default if name in FIELDS else None
+        if name in FIELDS and value == usual:
             tables["default"].append((name, json.dumps(value)))
-        elif is_flag if typed is None else name in typed:
+        elif name in typed:
             tables["typed"].append((name, json.dumps(value), json.dumps(usual)))
         elif name != "derived":
             tables["worked out"].append((name, json.dumps(value)))
     derived = facts.config.get("derived", {}).items()
-    tables["worked out"] += [(name, show(value)) for name, value in derived if name not in (typed or ())]
+    tables["worked out"] += [(name, show(value)) for name, value in derived if name not in typed]
     return tables
 
 
@@ -338,36 +345,27 @@ PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_pa
 # ---- pictures -----------------------------------------------------------------------------------
 
 def draw_loss(facts: Facts, axes: Any) -> None:
-    """Loss as logged and smoothed, and bits per byte on a scale of its own."""
+    """Loss as logged and smoothed, and bits per byte on a scale of its own. None is a gap."""
     x = [step["step"] for step in facts.steps]
-    raw, smooth = ([nan(step[name]) for step in facts.steps] for name in ("loss", "smooth_loss"))
+    raw, smooth = (np.array([step[name] for step in facts.steps], float) for name in ("loss", "smooth_loss"))
     axes.plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")
     axes.plot(x, smooth, color="C0", label="loss, smoothed")
     axes.set_ylabel("loss, nats a token")
     if val := facts.val():
         right = axes.twinx()
-        y = [nan(bpb) for bpb in val.values()]
-        right.plot([*val], y, "o-", color="C1", markersize=3, label="bits per byte")
+        right.plot([*val], np.array([*val.values()], float), "o-", color="C1", markersize=3, label="bits per byte")
         right.set_ylabel("bits per byte on validation")
         right.legend(loc="upper right", frameon=False)
     axes.legend(loc="upper center", frameon=False)
 
 
 def draw_mix(facts: Facts, axes: Any) -> None:
-    """Shares of the buckets in what was trained on, over stretches of the run; nothing where there is
-    one bucket, or the log does not tell."""
-    buckets = sorted(name for name in facts.steps[-1] if name.startswith("tokens/"))
-    if not buckets:
-        return
-    trained = np.array([[step.get(name, 0) for name in buckets] for step in facts.steps], float)
-    edges = np.unique(np.linspace(0, len(trained), min(len(trained), MIX_STRETCHES) + 1).astype(int))
-    sums = np.add.reduceat(trained, edges[:-1])
-    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-    middle = [facts.steps[(a + b - 1) // 2]["step"] for a, b in pairwise(edges)]
-    axes.stackplot(middle, shares.T, labels=[name.removeprefix("tokens/") for name in buckets])
-    axes.set_ylabel("share of trained tokens")
-    axes.set_ylim(0, 1)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    """Shares of the buckets in what was trained on."""
+    if mix := facts.mix():
+        axes.stackplot([step["step"] for step in facts.steps], [*mix.values()], labels=[*mix])
+        axes.set_ylabel("share of trained tokens")
+        axes.set_ylim(0, 1)
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def draw_throughput(facts: Facts, axes: Any) -> None:
@@ -379,11 +377,6 @@ def draw_throughput(facts: Facts, axes: Any) -> None:
 
 
 PICTURES = {"loss": draw_loss, "mix": draw_mix, "throughput": draw_throughput}
-
-
-def nan(value: float | None) -> float:
-    """A number for matplotlib, which leaves out a NaN."""
-    return math.nan if value is None else value
 
 
 def pictures(facts: Facts) -> dict[str, Any]:

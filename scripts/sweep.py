@@ -38,13 +38,14 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, print0, read_json, run_main, table, write_bytes
-from nanochat.run_dir import find_run, is_step, list_runs, read_config, read_log
+from nanochat.common import Parser, print0, run_main, table, write_bytes
+from nanochat.run_dir import find_run, list_runs
+from scripts.report import read_facts
 
 COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
            "tokens_per_s", "train_time_s", "peak_memory_bytes")
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
-LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points", "error")
+LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
 SAME = 0.01  # FLOPs that differ by less than this part of them are one budget
 Row = dict[str, Any]
 
@@ -66,22 +67,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read_run(run_dir: Path) -> Row | None:
     """A run's row, None where it is not completed."""
-    config, records = read_config(run_dir), read_log(run_dir / "logs" / "train.jsonl")
-    if not any(record.get("event") == "completed" for record in records):
+    facts = read_facts(run_dir)
+    if facts.status != "completed":
         return None
-    derived, steps = config["derived"], [record for record in records if is_step(record)]
-    looks = [record["bpb"] for record in records if record.get("event") == "val"]
-    evaluated = read_json(run_dir / "eval.json", dict) if (run_dir / "eval.json").exists() else {}
-    budget = config["target_flops"]
+    derived, steps, budget = facts.config["derived"], facts.steps, facts.config["target_flops"]
+    looks = [*facts.val().values()] or [facts.evaluation.get("val_bpb")]
     return {
-        "run": run_dir.name, "depth": config["depth"], "flops_budget": budget if budget > 0 else None,
+        "run": run_dir.name, "depth": facts.config["depth"], "flops_budget": budget if budget > 0 else None,
         "params": derived["params_total"],
         "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
         "tokens": steps[-1]["tokens"], "flops": float(derived["flops_per_token"] * steps[-1]["tokens"]),
-        "val_bpb": looks[-1] if looks else evaluated.get("val_bpb"),
-        "core": evaluated.get("core", {}).get("core_metric"),
-        "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steps),
-        "train_time_s": sum(record["step_s"] for record in steps),
+        "val_bpb": looks[-1], "core": facts.evaluation.get("core", {}).get("core_metric"),
+        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
+        "train_time_s": sum(step["step_s"] for step in steps),
         "peak_memory_bytes": steps[-1].get("peak_memory_bytes")}
 
 
@@ -127,17 +125,22 @@ def power_law(points: Sequence[Row], what: str) -> Row:
     """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error: None for two
     budgets, where it would say how alike two runs of one budget are. ValueError for fewer than two."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
-    budgets = 1 + int((np.diff(np.sort(x)) > SAME).sum())
+    budgets, error = 1 + int((np.diff(np.sort(x)) > SAME).sum()), None
     if budgets < 2:
         raise ValueError("a power law needs at least 2 points of different FLOPs, got 1; train more sizes or budgets")
-    A = np.stack([x - x.mean(), np.ones_like(x)], axis=1)
-    (exponent, level), *_ = np.linalg.lstsq(A, y, rcond=None)
-    law = {"of": what, "exponent": float(exponent), "factor": math.exp(level - exponent * x.mean()), "points": len(x)}
-    if budgets == 2:
-        return law | {"standard_error": None, "error": "two budgets: a line through two points has no error"}
-    rest = y - A @ (exponent, level)
-    error = math.sqrt(rest @ rest / (len(x) - 2) / (A[:, 0] @ A[:, 0]))
-    return law | {"standard_error": error, "error": f"exponent ± {error:.2g}, one standard error"}
+    exponent, level = np.polyfit(x, y, 1)
+    if budgets > 2:
+        _, covariance = np.polyfit(x, y, 1, cov=True)
+        error = float(covariance[0, 0]) ** 0.5
+    return {"of": what, "exponent": float(exponent), "standard_error": error, "factor": math.exp(level),
+            "points": len(x)}
+
+
+def in_words(law: Row) -> str:
+    """A law for people."""
+    error = law["standard_error"]
+    told = "two budgets: a line through two points has no error" if error is None else f"± {error:.2g}, standard error"
+    return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({told})"
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: P
     for axes, (what, name) in zip(scaling.subplots(1, 3), names.items()):
         axes.plot(flops, [point[what] for point in points], "o")
         for law in (law for law in laws if law["of"] == what):
-            label = textwrap.fill(f"C^{law['exponent']:.3f} ({law['error']})", 36)
+            label = textwrap.fill(in_words(law), 36)
             axes.plot(flops, law["factor"] * flops ** law["exponent"], label=label)
             axes.set_yscale("log")
             axes.legend(fontsize="small")
@@ -195,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_bytes(args.out / name, to_csv(columns, lines).encode())
         print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
     paths = draw(rows, points, laws, args.out)
-    print0(*(f"{law['of']} = {law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({law['error']})" for law in laws),
-           sep="\n")
+    print0(*(f"{law['of']} = {in_words(law)}" for law in laws), sep="\n")
     print0(f"written: {', '.join(map(str, (*(args.out / name for name in tables), *paths)))}")
     return 0
 

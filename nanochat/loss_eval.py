@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.common import StopAsked
+from nanochat.dist import gather_all
 
 NO_BYTES = ("nothing to evaluate: no target stands for bytes of text; "
             "check the validation data and `steps`")
@@ -91,10 +91,7 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
     # the device is waited for here and not in the loop, where it would wait for the next batch
     row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
     num_bytes = sum(map(int, sizes))
-    everyone: list[Any] = [(row_nats, num_bytes, stopped)]
-    if dist.is_available() and dist.is_initialized():
-        everyone = everyone * dist.get_world_size()
-        dist.all_gather_object(everyone, everyone[0])
+    everyone = gather_all((row_nats, num_bytes, stopped))
     for _, _, why in everyone:
         if why:
             raise StopAsked(why)

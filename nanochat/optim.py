@@ -120,12 +120,6 @@ def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
     return param * (param * update >= 0)
 
 
-def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor,
-                second_momentum_buffer: Tensor, **given: Any) -> None:
-    """`muon_updates` of a single matrix: the same bits however many others there are."""
-    muon_updates([(param, grad, momentum_buffer, second_momentum_buffer)], **given)
-
-
 def muon_updates(matrices: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, lr: float | Tensor,
                  momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
                  grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
@@ -220,15 +214,17 @@ def muon_batch(shape: Sequence[int]) -> int:
 
 
 def in_batches(messages: Sequence[Message], batched: bool) -> list[list[int]]:
-    """Which messages are updated together, as runs of their indices: of matrices with equally many
-    elements as many neighbours as `muon_batch` allows, any other message alone."""
-    def kind(i: int) -> tuple[int, int]:
-        sizes = [muon_batch(part.param.shape) for part in messages[i].parts
-                 if batched and part and part.group["kind"] == "muon"]
-        return (min(sizes), messages[i].chunk) if sizes else (1, i)
+    """Which messages are updated together, as runs of their indices: of matrices of one group and
+    shape as many neighbours as `muon_batch` allows, any other message alone."""
+    def kind(i: int) -> Any:
+        first = messages[i].first
+        return (id(first.group), first.param.shape) if batched and first.group["kind"] == "muon" else i
 
-    runs = [(size, list(run)) for (size, _), run in groupby(range(len(messages)), key=kind)]
-    return [run[at:at + size] for size, run in runs for at in range(0, len(run), size)]
+    found = []
+    for key, same in groupby(range(len(messages)), key=kind):
+        run, size = list(same), 1 if isinstance(key, int) else muon_batch(key[1])
+        found += [run[at:at + size] for at in range(0, len(run), size)]
+    return found
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -277,11 +273,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """All non-empty parameters in order; checks and completes the groups."""
         found: dict[str, Part] = {}
         for index, group in enumerate(self.param_groups):
-            kind, params = group.get("kind"), group["params"]
-            if kind not in NEEDED:
-                raise ValueError(f"parameter group {index}: kind is {kind!r}, "
-                                 f"expected one of {sorted(NEEDED)}")
-            if missing := [key for key in NEEDED[kind] if key not in group]:
+            kind, params = group.get("kind", ""), group["params"]
+            if missing := [key for key in NEEDED.get(kind, ["a kind that is known"]) if key not in group]:
                 raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
             group.setdefault("names", [f"param_{len(found) + i}" for i in range(len(params))])
             group.setdefault("initial_lr", group["lr"])
@@ -309,8 +302,6 @@ class MuonAdamW(torch.optim.Optimizer):
         gradient of None counts as zeros.
         """
         rank, world_size = self._rank, self._world_size
-        if get_rank_and_world_size() != (rank, world_size):
-            raise RuntimeError("the process group has changed since this optimizer was made")
         reductions = [self._reduce(m.gradients(), rank, world_size) for m in self._messages]
         # what has arrived is let go as it is added
         chunks = [reductions.pop(0)() for _ in self._messages]
@@ -323,16 +314,14 @@ class MuonAdamW(torch.optim.Optimizer):
         gathers = []
         for together in self._together:
             packed = {i: self._messages[i].parameters() for i in together}
-            matrices: dict[tuple[int, torch.Size], list[tuple[Part, Tensor, Tensor]]] = {}
-            for i in together:
+            parts = []
+            for i, message in packed.items():
                 if (part := self._mine[i]) is not None:
-                    chunk = self._messages[i].chunk
                     size = part.stop - part.start
-                    param = packed[i].split(chunk)[rank][:size]
-                    same = matrices.setdefault((id(part.group), part.param.shape), [])
-                    same.append((part, param, chunks[i][:size]))
-            for (group, _), parts in matrices.items():
-                self._update(parts, grad_scale=grad_scale, live=live, **scalars[group])
+                    param = message.split(self._messages[i].chunk)[rank][:size]
+                    parts.append((part, param, chunks[i][:size]))
+            if parts:
+                self._update(parts, grad_scale=grad_scale, live=live, **scalars[id(parts[0][0].group)])
             gathers += [self._messages[i].gather(packed[i], rank) for i in together]
         for finish in gathers:
             finish()

@@ -251,23 +251,24 @@ class Message:
     def gradients(self) -> Tensor:
         """(W * chunk,), to be read only; of the parameters' type, or float32 where a `.grad` may be a
         sum of leaves, which bfloat16 would round. A missing gradient is zeros."""
-        return self._pack(lambda param: param.grad, self._first.grad_dtype or torch.float32)
+        return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
         """(W * chunk,), of the parameters' type."""
-        return self._pack(lambda param: param, self._first.dtype)
+        return self._pack(lambda param: param, self.first.param.dtype)
 
     @property
-    def _first(self) -> Tensor:
-        return next(part.param for part in self.parts if part)
+    def first(self) -> Part:
+        """The first part that there is; all are alike in kind and type, matrices in group and shape."""
+        return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
         """All chunks. Where that is one tensor and nothing else it is that tensor, not a copy."""
-        numel = self.chunk * len(self.parts)
-        alone = of(self._first) if self._first.numel() == numel else None
+        numel, first = self.chunk * len(self.parts), self.first.param
+        alone = of(first) if first.numel() == numel else None
         if alone is not None:
             return alone.detach().reshape(-1)
-        message = torch.zeros(numel, dtype=dtype, device=self._first.device)
+        message = torch.zeros(numel, dtype=dtype, device=first.device)
         for part, place in self.placed(message):
             if (tensor := of(part.param)) is not None:
                 place.copy_(part.of(tensor))
@@ -298,15 +299,17 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
     """The messages of whole parameters, the largest first: so only a small one's all-gather has no
     update to hide behind.
 
-    Parameters of a single grain, alike in kind and type, are dealt: the W largest, one to each rank,
-    then the next W, and so on; of each deal the larger goes to the rank that has fewer elements so
-    far. The others are cut: each is a message, with as many grains for each rank (the last: fewer).
+    Parameters of a single grain are dealt, matrices of one group and shape by themselves: the W
+    largest, one to each rank, then the next W, and so on; of each deal the larger goes to the rank
+    that has fewer elements so far. The others are cut: each is a message, with as many grains for
+    each rank (the last: fewer).
     """
     messages = []
     decks: dict[Any, list[Part]] = {}
     for whole in sorted(params, key=lambda part: -part.stop):
         if whole.grain == whole.stop:
-            decks.setdefault((whole.group["kind"], whole.param.dtype), []).append(whole)
+            same = (id(whole.group), whole.param.shape) if whole.group["kind"] == "muon" else None
+            decks.setdefault((same, whole.param.dtype), []).append(whole)
             continue
         grains = -(-whole.stop // whole.grain)
         chunk = whole.stop if world_size == 1 else -(-grains // world_size) * whole.grain
@@ -314,8 +317,8 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
         for rank, at in enumerate(range(0, whole.stop, chunk)):
             cut[rank] = replace(whole, start=at, stop=min(at + chunk, whole.stop))
         messages.append(Message(cut, chunk))
+    load = [0] * world_size
     for deck in decks.values():
-        load = [0] * world_size
         for first in range(0, len(deck), world_size):
             deal: list[Part | None] = [None] * world_size
             owners = sorted(range(world_size), key=load.__getitem__)

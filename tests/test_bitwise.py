@@ -225,7 +225,7 @@ def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Te
 
 
 def in_parameters_dtype(self: reduce.Message) -> Tensor:
-    return GRADIENTS(self).to(self._first.dtype)
+    return GRADIENTS(self).to(self.first.param.dtype)
 
 
 def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:

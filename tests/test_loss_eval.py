@@ -1,6 +1,7 @@
 """Bits per byte: the definition, and what it must not depend on."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -85,6 +86,7 @@ def test_a_fresh_model_needs_the_bits_of_a_uniform_guess():
 
 
 def evaluate_as_rank(rank, share, folder):
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         (folder / f"rank_{rank}").write_text(evaluate_bpb(table_model, share, None, TOKEN_BYTES).hex())
@@ -94,7 +96,9 @@ def evaluate_as_rank(rank, share, folder):
         dist.destroy_process_group()
 
 
-def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path):
+def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # which are put back
     x, y = make_rows(4, 7, 30)
     batches = in_batches(x, y, 2)
     other = training.server().Process(target=evaluate_as_rank, args=(1, [], tmp_path))
@@ -102,6 +106,7 @@ def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path):
     evaluate_as_rank(0, batches, tmp_path)
     other.join(60)
     assert other.exitcode == 0
+    monkeypatch.undo()
     expected = evaluate_bpb(table_model, batches, None, TOKEN_BYTES).hex()
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [expected, expected]
 

@@ -261,11 +261,11 @@ def read_store(_: Path, seed: int) -> None:
         return [[{"path": odd("x/a.bin"), "size": len(whole), "e_tag": rng.choice(("tag", None))}]]
 
     obs = SimpleNamespace(list=listing, get=answer, head=lambda *_: listing()[0][0])
-    patience = store.Patience(first_answer_s=0.02, give_up_s=0.02, max_backoff_s=0.01)
+    patience = store.Patience(first_answer_s=0.02, give_up_s=0.02)
     with mock.patch.object(store, "PATIENCE", patience), mock.patch.object(store.Bucket, "_open"):
         begin_data()
-        bucket = store.open_bucket("s3", "b", patience.silence_s)
-        bucket.obs, bucket.answered = obs, True
+        bucket = store.open_bucket("s3", "b", patience.silence_s, patience.first_answer_s)
+        bucket.obs = obs
         try:
             store.list_files("s3://b/x")
             pinned = store.Stat("s3://b/x/a.bin", len(whole), "tag")

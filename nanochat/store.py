@@ -15,11 +15,11 @@ for with If-Match, and the size, ETag, range and length of the answer are held a
 asked. So bytes of two versions of an object never mix, not even where a proxy drops If-Match: an
 object that changed is an error that names it.
 
-**Waiting.** All that is asked of a store goes through `request`: a thread of its own, a daemon, asks
-until there is an answer, and whoever needs it looks ten times a second whether the launch should
-stop. So a store that stalls holds up neither a signal nor the end of Python. What another try
-cannot help fails at once. The rest is asked again for 300 s; but for 9 s only while the store has
-never answered, because then the endpoint is wrong.
+**Waiting.** All that is asked of a store goes through `request`. obstore asks again by itself where
+that may help: for 300 s, but for 9 s only while the store has never answered, because then the
+endpoint is wrong. It does so in a thread of its own, a daemon, and whoever needs the answer looks
+ten times a second whether the launch should stop. So a store that stalls holds up neither a signal
+nor the end of Python.
 
 **Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
 on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
@@ -61,9 +61,6 @@ ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-TROUBLES = {  # what an error without a status shows, and our words for it
-    "Received non-partial|Requested": "it sent another range", "Time": "no answer in time",
-    "error sending request": "no connection", "": "its answer broke off"}
 # No path can name such an object: a part of its key is empty, . or .., or could be a secret.
 ODD = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
@@ -77,7 +74,6 @@ class Patience:
     upload_s: float = 300.0  # for a part to be sent and acknowledged
     first_answer_s: float = 9.0  # of failures, while the store has never answered
     give_up_s: float = 300.0  # of failures
-    max_backoff_s: float = 5.0  # between two tries; after the first an eighth of a second
     log_every_s: float = 15.0
 
 
@@ -116,32 +112,26 @@ def split(path: str) -> tuple[str, str, str]:
 
 # ---- clients ------------------------------------------------------------------------------------
 
-class Passing(Exception):
-    """What went wrong, and may not go wrong the next time."""
-
-
 class Changed(ValueError):
-    """An object is not what it was."""
+    """An object is not what it was, or came otherwise than it was asked for."""
 
 
 class Bucket:
     """The client of one bucket. Credentials come from the environment. ValueError where that makes
     no sense or a package is missing."""
 
-    def __init__(self, scheme: str, bucket: str, silence_s: float):
+    def __init__(self, scheme: str, bucket: str, silence_s: float, give_up_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
         self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
         self.endpoint = ""  # of S3, "" for AWS's own
-        self.answered = False  # whether the store ever said anything
-        self.trouble, self.told_at = "no answer yet", -math.inf  # the last one; when a wait was told
         self.obs: Any = None  # what has obstore's functions
         self.store: Any = None
         if scheme == "msc":
             self.obs = Msc(bucket)
         else:
-            self._open(silence_s)
+            self._open(silence_s, give_up_s)
 
-    def _open(self, silence_s: float) -> None:
+    def _open(self, silence_s: float, give_up_s: float) -> None:
         try:
             import obstore
             from obstore.store import from_url
@@ -160,9 +150,11 @@ class Bucket:
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
         more: Any = {"endpoint": self.endpoint} if self.endpoint else {}
+        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+        more["retry_config"] = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s),
+                                "backoff": backoff}
         try:
-            self.obs, self.store = obstore, from_url(self.name, client_options=options,  # type: ignore
-                                                     retry_config={"max_retries": 0}, **more)
+            self.obs, self.store = obstore, from_url(self.name, client_options=options, **more)  # type: ignore
         except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
                              f"{self.where}") from None
@@ -176,7 +168,6 @@ class Bucket:
         try:
             return self.stat(self.obs.head(self.store, key))
         except FileNotFoundError:
-            self.list(key)  # raises for a missing bucket, which looks like a missing object
             return None
 
     def list(self, prefix: str) -> list[Stat]:
@@ -219,23 +210,21 @@ class Bucket:
                           f"with ETag {pinned.etag} then, {found.size:,} with {found.etag} now); "
                           f"{GONE}")
         if (first, len(data)) != (begin, end - begin):
-            raise Passing(f"it sent {len(data):,} bytes from {first:,} for {end - begin:,} from "
-                          f"{begin:,}")
+            raise Changed(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for "
+                          f"{end - begin:,} from {begin:,}; what stands between changes requests")
         return data
 
     def explain(self, e: BaseException, path: str) -> Exception:
-        """What became of a request, without a word of the store's own; Passing where another try
-        may help."""
-        if isinstance(e, (Passing, Changed)):
+        """What became of a request, without a word of the store's own."""
+        if isinstance(e, Changed):
             return e
         text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
         said, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
-        asks_metadata = re.search(r"169\.254\.169\.254|metadata\.google\.internal", text)
-        passes = status in (0, 408, 429) or status >= 500 or code == "RequestTimeout"
+        away = status in (408, 429) or status >= 500 or (status == 0 and "redirect" not in text)
         answers: list[tuple[object, type[Exception], str]] = [  # the first that fits
-            (asks_metadata and not self.answered, PermissionError,
+            (re.search(r"169\.254\.169\.254|metadata\.google\.internal", text), PermissionError,
              f"no credentials; set {keys}; for a public bucket of S3 AWS_SKIP_SIGNATURE=true"),
             (code == "NoSuchBucket", FileNotFoundError,
              f"there is no bucket {self.bucket}; check the path and {self.where}"),
@@ -244,25 +233,15 @@ class Bucket:
              f"it changed since this run began (another ETag); {GONE}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
              "no key may have an empty, . or .. part, here or below; name such objects anew"),
-            ("redirect" in text.split("\n")[0], ValueError,
-             "the bucket lies in another region; set AWS_DEFAULT_REGION"),
-            (isinstance(e, PermissionError) or not passes, PermissionError,
-             f"the store refuses it ({said}); check {keys} and what they may do, and {self.where}")]
-        self.answered |= status > 0
-        for fits, kind, sentence in answers:
-            if fits:
-                return kind(f"{path}: {sentence}")
-        trouble = next(words for shown, words in TROUBLES.items() if re.search(shown, text))
-        return Passing(said if status else trouble)
+            (away and not isinstance(e, PermissionError), OSError,
+             f"no whole answer from {self.host} ({said if status else 'no connection, or it broke off'}); check "
+             f"the network and {self.where}, then start again: a run goes on from its last checkpoint"),
+            (True, PermissionError, f"the store refuses it ({said}); check {keys} and what they may do, "
+                                    f"{self.where} and AWS_DEFAULT_REGION")]
+        return next(kind(f"{path}: {sentence}") for fits, kind, sentence in answers if fits)
 
 
-OPENING = threading.Lock()
-
-
-@functools.cache
-def open_bucket(scheme: str, bucket: str, silence_s: float) -> Bucket:
-    """The client of a bucket, one for all who ask."""
-    return Bucket(scheme, bucket, silence_s)
+open_bucket = functools.cache(Bucket)  # one client for all who ask alike
 
 
 class Msc:
@@ -306,44 +285,35 @@ class Msc:
 
 # ---- requests -----------------------------------------------------------------------------------
 
+ANSWERED: set[tuple[str, str]] = set()  # stores that ever answered, (scheme, bucket)
+TOLD = [-math.inf]  # when somebody was told of a wait
+
+
 def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
             upload: bool = False) -> T:
-    """The answer of `ask`, with the client of a path's bucket and the key. It is asked again and
-    again in a thread of its own, while whoever called waits here."""
+    """The answer of `ask`, with the client of a path's bucket and the key. It is asked in a thread
+    of its own, while whoever called waits here."""
     scheme, name, key = split(path)
-    with OPENING:  # else threads that come first at once have a client each
-        bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s)
-    began, what = time.monotonic(), what or path
+    known, began, what = (scheme, name), time.monotonic(), what or path
 
     def insist(_: None) -> T:
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                answer = ask(bucket, key)
-                bucket.answered = True
-                return answer
-            except BaseException as e:  # a panic of obstore's is no Exception
-                error = bucket.explain(e, path)
-            if not isinstance(error, Passing):
-                raise error from None
-            bucket.trouble, away_s = str(error), time.monotonic() - began
-            if away_s > (PATIENCE.give_up_s if bucket.answered else PATIENCE.first_answer_s):
-                raise OSError(f"{what}: no answer from {bucket.host} in {away_s:,.0f} s "
-                              f"({tries} tries; the last: {error}); check the network and "
-                              f"{bucket.where}, then start again: a run goes on from its last "
-                              f"checkpoint") from None
-            time.sleep(min(tries / 8, PATIENCE.max_backoff_s))
+        bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
+                             PATIENCE.give_up_s if known in ANSWERED else PATIENCE.first_answer_s)
+        try:
+            answer = ask(bucket, key)
+        except BaseException as e:  # a panic of obstore's is no Exception
+            raise bucket.explain(e, path) from None
+        ANSWERED.add(known)
+        return answer
 
     def look() -> None:
         # a pool's threads are joined when Python ends, before anybody could tell them to stop
         if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
             raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
         now = time.monotonic()
-        if now - max(began, bucket.told_at) > PATIENCE.log_every_s:
-            bucket.told_at = now  # one line for all that wait
-            log.warning("%s: waiting for the store for %.0f s (the last trouble: %s)", what,
-                        now - began, bucket.trouble)
+        if now - max(began, TOLD[0]) > PATIENCE.log_every_s:
+            TOLD[0] = now  # one line for all that wait
+            log.warning("%s: waiting for the store for %.0f s", what, now - began)
 
     return next(each(insist, [None], look=look))
 
@@ -443,6 +413,7 @@ def forget() -> None:
         _listed.clear()
     kept_range.cache_clear()
     open_bucket.cache_clear()
+    ANSWERED.clear()
 
 
 def open_path(path: str) -> "StorePath":

@@ -33,7 +33,7 @@ import pytest
 
 from nanochat.store import Patience
 
-QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0, max_backoff_s=0.02,
+QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0,
                  first_answer_s=30.0, give_up_s=30.0)  # a busy machine is not a silent store
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
 HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "server"}

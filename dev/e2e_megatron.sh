@@ -93,7 +93,7 @@ kill -KILL "${workers[@]}"
 wait "$launcher" || true
 [[ ! -e $NANOCHAT_BASE_DIR/runs/bucket/checkpoints/final ]]
 expect 0 python "${from_bucket[@]}"
-expect 0 python -m scripts.inspect_data digest bucket --steps 0:24 --world-size 2
+expect 0 python -m scripts.inspect_data digest bucket --steps 0:24
 expect 0 python -m scripts.inspect_data ledger bucket
 
 python - <<'PY'

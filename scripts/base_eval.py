@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, get_dist_info, print0, run_main, setup_logging, table, write_json
+from nanochat.common import Parser, get_dist_info, print0, run_main, table, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
-from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, on_rank0
+from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats, unigram_bpb
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.tokenizer import Tokenizer
-from scripts.sample import ask_for_model, own_prompts
+from scripts.sample import ask_for_model, device_of, own_prompts
 
 MODES = ("core", "bpb", "sample")
 
@@ -156,10 +156,9 @@ def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]
     return summary(scores)
 
 
-def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device) -> dict[str, Any]:
+def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Collective. What --eval asks for."""
     began, run_dir = time.perf_counter(), checkpoint.parent.parent
-    dtype = get_compute_dtype(device, args.dtype)
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     _, rank, _, world_size = get_dist_info()
     result: dict[str, Any] = {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
@@ -207,16 +206,12 @@ def report(result: dict[str, Any], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, write. ValueError and OSError for bad flags and what cannot be opened."""
     args = parse_args(argv)
-    setup_logging()
-    *_, device = compute_init(args.device_type or autodetect_device_type())
-    try:
+    with device_of(args) as (device, dtype):
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
-        result = evaluate(args, checkpoint, device)
+        result = evaluate(args, checkpoint, device, dtype)
         on_rank0(lambda: write(path, result))
         report(result, path)
-    finally:
-        compute_cleanup()
     return 0
 
 

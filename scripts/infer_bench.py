@@ -2,7 +2,6 @@
 Measure how fast a model generates, and how much memory that takes.
 
     python -m scripts.infer_bench d12
-    python -m scripts.infer_bench --depth 12 --max-seq-len 2048        # random weights: as fast as trained ones
 
 Two very different things are timed. *Prefill* computes the whole prompt at once, as large products:
 it is bound by arithmetic, and what one waits for before the first token is this. *Decoding* computes
@@ -24,21 +23,18 @@ from typing import Any
 import torch
 
 from nanochat.attention import KVCache
-from nanochat.common import Parser, run_main, setup_logging, table
-from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype, peak_memory
+from nanochat.common import Parser, run_main, table
+from nanochat.dist import peak_memory
 from nanochat.engine import Engine, load_model
-from nanochat.gpt import GPT, GPTConfig
-from scripts.sample import ask_for_model
+from nanochat.gpt import GPT
+from scripts.sample import ask_for_model, device_of
 
 ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)  # a tokenizer without a stop token
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
-    ask_for_model(p).add_argument("--depth", type=int, help="a model of random weights instead, of so many layers")
-    p.add_argument("--max-seq-len", type=int, default=2048, help="with --depth: tokens of a row")
-    p.add_argument("--vocab-size", type=int, default=32768, help="with --depth: of the tokenizer")
-    p.add_argument("--head-dim", type=int, default=128, help="with --depth: size of an attention head")
+    ask_for_model(p)
     p.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="rows that are decoded")
     p.add_argument("--prompt-tokens", type=int, default=-1, help="-1: half a row of training")
     p.add_argument("--decode-tokens", type=int, default=128, help="drawn for each row")
@@ -82,36 +78,22 @@ def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, ro
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print. Raises ValueError for bad flags and what `load_model` raises."""
     args = parse_args(argv)
-    setup_logging()
-    *_, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        dtype = get_compute_dtype(device, args.dtype)
-        if args.depth is None:
-            model, _, meta = load_model(args.run, device, compute_dtype=dtype)
-            name = str(meta["path"])
-        else:
-            config = GPTConfig.from_depth(args.depth, vocab_size=args.vocab_size, sequence_len=args.max_seq_len,
-                                          head_dim=args.head_dim)
-            with torch.device("meta"):
-                model = GPT(config).eval()
-            model.to_empty(device=device).init_weights(seed=0, compute_dtype=dtype)
-            name = f"random weights, depth {args.depth}"
+    with device_of(args) as (device, dtype):
+        model, _, meta = load_model(args.run, device, compute_dtype=dtype)
         prompt_tokens = model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{name}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of {prompt_tokens:,} "
-              f"tokens, then {args.decode_tokens:,} a row", flush=True)
+        print(f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
+              f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} a row", flush=True)
         found = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
                  for rows in args.batch_sizes]
         shown = [(one["rows"], one["first_token_s"] * 1e3, one["prefill_tokens_per_s"], one["decode_step_s"] * 1e3,
                   one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in found]
         header = "B", "first token, ms", "prefill tok/s", "a step, ms", "decode tok/s", "cache, MB"
         print(*table(header, shown), sep="\n")
-        print(json.dumps({"model": name, "parameters": parameters, "device": hardware, "dtype": str(dtype),
-                          "torch": torch.__version__, "prompt_tokens": prompt_tokens,
+        print(json.dumps({"model": str(meta["path"]), "parameters": parameters, "device": hardware,
+                          "dtype": str(dtype), "torch": torch.__version__, "prompt_tokens": prompt_tokens,
                           "decode_tokens": args.decode_tokens, "rounds": args.rounds, "batches": found}))
-    finally:
-        compute_cleanup()
     return 0
 
 

@@ -2,7 +2,7 @@
 Show what data any step of a run sees: documents, digests, counts of tokens. No model, no GPU.
 
     python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
-    python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
+    python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5
     python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
     python -m scripts.inspect_data ledger d12
 
@@ -13,8 +13,7 @@ nearest cursors that the run kept, so any step of a long run is near:
     step 1234:                     restore 1000, pack 234 steps, look
 
 Without RUN the flags are those of scripts.base_train, and the stream is the one that it would
-train on. With --world-size W there is a stream for each of W ranks, and each one's part of the
-digest is told.
+train on.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,13 @@ from tqdm import tqdm
 
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.config import add_flags, flag, from_flags
-from nanochat.dataloader import Layout
 from nanochat.run_data import open_run, stream_config
 from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
 from nanochat.sources import Source
 from nanochat.start_run import command, find_data, look
-from nanochat.stream import LEDGER, Cursor, Row, Stream, ledger, open_stream, share
+from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
 from nanochat.tokenizer import Tokenizer
+from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
 
@@ -114,20 +113,14 @@ def open_it(args: argparse.Namespace) -> Opened:
 
 # ---- the commands -------------------------------------------------------------------------------
 
-def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
-    """(step, each rank's part of its digest). ValueError where the data end before."""
-    lanes = [Layout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
-    cursors, n = opened.cursors_at(steps.start), opened.rows_per_lane
-    with ExitStack() as stack:
-        streams = [stack.enter_context(closing(opened.stream(mine, cursors))) for mine in lanes]
+def step_digests(opened: Opened, steps: range) -> Iterator[tuple[int, str]]:
+    """(step, its digest). ValueError where the data end before."""
+    with closing(opened.stream(range(opened.config.V), opened.cursors_at(steps.start))) as stream:
         for step in steps:
-            parts = []
-            for mine, stream in zip(lanes, streams):
-                rows = stream.next_rows(n)
-                if len(rows) < n * len(mine):
-                    raise ValueError(f"step {step}: the data end before it does")
-                parts.append(sum(row.digest(i) for i, row in enumerate(rows, mine.start * n)))
-            yield step, [part % 2**64 for part in parts]
+            rows = stream.next_rows(opened.rows_per_lane)
+            if len(rows) < opened.rows_per_step:
+                raise ValueError(f"step {step}: the data end before it does")
+            yield step, f"{sum(row.digest(i) for i, row in enumerate(rows)) % 2**64:016x}"
 
 
 def tell_untrained(opened: Opened, last: int) -> None:
@@ -145,12 +138,10 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     logged = {record["step"]: record["digest"] for record in records if "digest" in record}
     wrong = []
     tell_untrained(opened, args.steps[-1])
-    for step, parts in step_digests(opened, args.steps, args.ranks or 1):
-        line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
-        if args.ranks:
-            line["ranks"] = [f"{part:016x}" for part in parts]
+    for step, digest in step_digests(opened, args.steps):
+        line: dict[str, Any] = {"step": step, "digest": digest}
         if step in logged:
-            line |= {"logged": logged[step], "match": logged[step] == line["digest"]}
+            line |= {"logged": logged[step], "match": logged[step] == digest}
             wrong += [] if line["match"] else [step]
         print(json.dumps(line), flush=True)
     if wrong:
@@ -186,8 +177,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     tell_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
-    lanes = range(opened.config.V)
-    with closing(opened.stream(lanes, opened.cursors_at(args.step))) as stream:
+    with closing(opened.stream(range(opened.config.V), opened.cursors_at(args.step))) as stream:
         for number, row in enumerate(stream.next_rows(opened.rows_per_lane)):
             if args.row not in (None, number):
                 continue
@@ -205,8 +195,11 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not args.json:
         heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
         print(heading)
+        most = 1 if args.row is None else None  # lines of a document's text
         for line, text in zip(body, texts):
-            print(line, *(text.splitlines() if args.text else ()), sep="\n    | ")
+            print(line, *(text.splitlines()[:most] if args.text else ()), sep="\n    | ")
+        if args.text and most:
+            print("of each text the first line; --row=N shows all of a row, --json all of a step")
     return 0
 
 
@@ -215,15 +208,10 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     if args.step is None and not opened.kept:
         raise ValueError("--step: needed, there are no kept cursors to take the accounts from")
     step = max(opened.kept) if args.step is None else args.step
-    header = ("bucket", "read", "+ bos", "+ repeated", "= emitted", "+ cropped", "+ pending",
-              *LEDGER[6:], "balance", "cropped %")
-    rows = []
-    for bucket, a in ledger(opened.cursors_at(step), opened.config.T).items():
-        off = a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-        rows.append([bucket, *(a[name] for name in LEDGER), off, f"{100 * share(a, 'cropped'):.2f}"])
-    print(f"tokens after {step:,} steps, in rows of T + 1 = {opened.config.T + 1:,} (inputs and targets overlap); the "
-          "balance must be 0, cropped % is of emitted + cropped", *table(header, rows), sep="\n")
-    return EXIT_FAILED if any(row[-2] for row in rows) else 0
+    accounts = ledger(opened.cursors_at(step), opened.config.T)
+    told, header, rows = told_ledger(step, accounts, opened.config.T)
+    print(told, *table(header, rows), sep="\n")
+    return EXIT_FAILED if unbalanced(accounts) else 0
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -249,12 +237,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     digest = commands.add_parser("digest", help="one JSON line a step: its batch digest")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B",
                         help="steps A to B - 1, from 0")
-    digest.add_argument("--world-size", dest="ranks", type=integer, metavar="W",
-                        help="add up W ranks' parts, and list them")
     rows = commands.add_parser("rows", help="which documents are in each row of a step")
     rows.add_argument("--step", type=integer, required=True, help="from 0")
     rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
-    rows.add_argument("--text", action="store_true", help="decode them")
+    rows.add_argument("--text", action="store_true", help="decode them; without --row or --json their first lines")
     rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=integer,

@@ -254,9 +254,8 @@ def headline(run: Run) -> str:
 
 def account(run: Run) -> str:
     """The ledger of a run, nothing before its first save."""
-    told, header, rows = told_ledger(run.facts)
-    words = re.sub("[*`]", "", " ".join(told))
-    content = table(header, rows, "numbers") + f'<p class="soft">{escape(words)}</p>'
+    told, header, rows = told_ledger(*run.facts.accounts())
+    content = table(header, rows, "numbers") + f'<p class="soft">{escape(told)}</p>'
     return card(f"Ledger of {run.name}", content) if rows else ""
 
 

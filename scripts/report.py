@@ -32,10 +32,8 @@ from nanochat.common import Parser, atomic_open, check_shape, duration, read_jso
 from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
 from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
-from nanochat.stream import ledger, share
+from nanochat.stream import LEDGER, ledger, share
 
-LEDGER_COLUMNS = ("documents", "rows", "read", "bos", "repeated", "emitted", "cropped", "pending",
-                  "epochs")
 # the shape of what is computed with, in the lines of the log
 STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
         **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None)}
@@ -70,12 +68,12 @@ class Facts:
         """{steps done: bits per byte on validation}."""
         return {event["step"]: event["bpb"] for event in self.named("val")}
 
-    def accounts(self) -> tuple[int, dict[str, dict[str, int]]]:
-        """(step, ledger) of the newest save; at step 0, and empty, before the first. ValueError for
+    def accounts(self) -> tuple[int, dict[str, dict[str, int]], int]:
+        """(step, ledger, T) of the newest save; at step 0, and empty, before the first. ValueError for
         broken cursors."""
-        step, cursors = self.cursors or (0, [])
+        (step, cursors), T = self.cursors or (0, []), self.config["max_seq_len"]
         try:
-            return step, ledger(cursors, self.config["max_seq_len"])
+            return step, ledger(cursors, T), T
         except ValueError as e:
             raise ValueError(f"{cursor_files(self.run_dir)[step]}: {e}") from None
 
@@ -288,44 +286,31 @@ def machine_part(facts: Facts) -> list[str]:
     return markdown(("machine", "of this report"), rows)
 
 
-def balance(accounts: Mapping[str, Mapping[str, int]]) -> str:
-    """Whether the accounts of every bucket balance, in words."""
+def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """{bucket: by how many tokens} of the accounts that do not balance, which is a bug of ours."""
     off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
            for name, a in accounts.items()}
-    wrong = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items() if tokens)
-    law = "read + bos + repeated = emitted + cropped + pending"
-    return f"**It does not balance** ({law}): off in {wrong}." if wrong else f"It balances: {law}."
+    return {name: tokens for name, tokens in off.items() if tokens}
 
 
-def passes(facts: Facts, bucket: str, documents: int) -> float:
-    """How many times the documents of a bucket are used up, on average: of those that were read,
-    some wait in buffers. 0 for Megatron's order, which counts samples."""
-    there = sum(sum(f["groups"]) for f in facts.manifest.get("train", {}).get(bucket, {}).get("files", []))
-    _, cursors = facts.cursors or (0, [])
-    waiting = sum(len(cursor["buckets"].get(bucket, {}).get("waiting", ())) for cursor in cursors)
-    return max(0, documents - waiting) / max(1, there)
-
-
-def told_ledger(facts: Facts) -> tuple[list[str], tuple[str, ...], list[tuple[Any, ...]]]:
-    """The ledger of the newest save for people: sentences, and heading and rows of a table; no rows
-    before the first."""
-    step, accounts = facts.accounts()
-    rows = [(bucket, *(a[name] for name in LEDGER_COLUMNS), f"{100 * share(a, 'cropped'):.2f}")
+def told_ledger(step: int, accounts: Mapping[str, Mapping[str, int]], T: int
+                ) -> tuple[str, tuple[str, ...], list[tuple[Any, ...]]]:
+    """The ledger after some steps for people: a paragraph, and heading and rows of a table."""
+    law, wrong = "read + bos + repeated = emitted + cropped + pending", unbalanced(accounts)
+    off = ", ".join(f"{name} by {tokens:,}" for name, tokens in wrong.items())
+    verdict = f"IT DOES NOT BALANCE ({law}): off in {off}." if off else f"It balances: {law}."
+    rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}")
             for bucket, a in accounts.items()]
-    told = [f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {facts.config['max_seq_len'] + 1:,} of them, "
-            f"for inputs and targets overlap. {balance(accounts)}",
-            "`cropped %` is of emitted + cropped; `epochs` are those that a lane has read into its buffer."]
-    for bucket, a in accounts.items():
-        if (times := passes(facts, bucket, a["documents"])) > 1:
-            told.append(f"The documents of `{bucket}` were used {times:.1f} times on average.")
-    return told, ("bucket", *LEDGER_COLUMNS, "cropped %"), rows
+    told = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, for inputs and targets "
+            f"overlap. {verdict} 'cropped %' is of emitted + cropped, 'epochs' are those that a lane has begun.")
+    return told, ("bucket", *LEDGER, "cropped %"), rows
 
 
 def data_part(facts: Facts) -> list[str]:
     """What was read, and the accounts of every token of it."""
     lines = markdown(("files", "where", "number", "bytes", "documents"), facts.files())
-    told, header, rows = told_ledger(facts)
-    return [*lines, *told, "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
+    told, header, rows = told_ledger(*facts.accounts())
+    return [*lines, told, "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
 
 
 def samples_part(facts: Facts) -> list[str]:

@@ -13,7 +13,10 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from nanochat.common import Parser, run_main, setup_logging
 from nanochat.dataloader import validation_loader
@@ -36,6 +39,17 @@ def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
     parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
     return which
+
+
+@contextmanager
+def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dtype]]:
+    """What `ask_for_model` has asked for: a device, and the type that it computes in."""
+    setup_logging()
+    *_, device = compute_init(args.device_type or autodetect_device_type())
+    try:
+        yield device, get_compute_dtype(device, args.dtype)
+    finally:
+        compute_cleanup()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -76,11 +90,8 @@ def marked(prompt: str, text: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, sample, print. Raises ValueError for bad flags and what `load_model` raises."""
     args = parse_args(argv)
-    setup_logging()
-    *_, device = compute_init(args.device_type or autodetect_device_type())
-    try:
-        model, tokenizer, meta = load_model(
-            args.run, device, compute_dtype=get_compute_dtype(device, args.dtype))
+    with device_of(args) as (device, dtype):
+        model, tokenizer, meta = load_model(args.run, device, compute_dtype=dtype)
         bos = tokenizer.get_bos_token_id()
         prompts = [tokenizer.encode(text, prepend=bos) for text in args.prompt or ()]
         if not prompts:
@@ -97,8 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for result in results:
                 begun, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))  # without <|bos|>
                 print(f"{'-' * 80}\n{marked(begun, text)}", flush=True)
-    finally:
-        compute_cleanup()
     return 0
 
 

@@ -11,8 +11,7 @@ What else is looked at:
     pairs         .bin and .idx, a file of ids with an index (GPTS, or Megatron's): no empty entry,
                   prefixes and windows as long as they may be, ids inside the vocabulary,
                   end-of-document ids at the ends of documents and nowhere else, and what
-                  manifest.json says. Then a table: how long entries are, and how many tokens lie
-                  beyond a row of T + 1
+                  manifest.json says. Then how much is in each folder
     checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
                   list. Nothing is unpickled
     cursors       those that a run keeps in logs/
@@ -26,6 +25,7 @@ id of a GPTS file is taken for the latter (Megatron's need not have any: only --
 import argparse
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table
+from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -53,35 +53,7 @@ class Problem(str):
 
 # ---- pairs --------------------------------------------------------------------------------------
 
-class Counts:
-    """What the pairs of a folder hold."""
-
-    def __init__(self, T: int) -> None:
-        self.T = T
-        self.shards = self.documents = self.beyond = 0
-        self.entries, self.tokens = np.zeros((2, 64), np.int64)  # [k]: from 2**k ids to 2**(k + 1)
-
-    def add(self, lengths: np.ndarray) -> None:
-        """Count entries by their lengths (n,)."""
-        power = np.frexp(np.maximum(lengths, 1))[1] - 1
-        np.add.at(self.entries, power, 1)
-        np.add.at(self.tokens, power, lengths)
-        self.beyond += int(np.maximum(lengths - (self.T + 1), 0).sum())
-
-    def lines(self, folder: Path) -> list[str]:
-        """The table for people."""
-        entries, tokens = int(self.entries.sum()), int(self.tokens.sum())
-        rows = [(f"{1 << k:,} .. {(2 << k) - 1:,}", int(self.entries[k]),
-                 f"{self.entries[k] / entries:.2%}", f"{self.tokens[k] / max(1, tokens):.2%}")
-                for k in np.flatnonzero(self.entries).tolist()]
-        header = ("ids", "entries", "of entries", "of tokens")
-        return [f"{folder}: {self.shards:,} shards, {self.documents:,} documents, {entries:,} "
-                f"entries, {tokens:,} tokens", *(f"  {line}" for line in table(header, rows)),
-                f"  beyond T + 1 = {self.T + 1:,}: {self.beyond:,} tokens, "
-                f"{self.beyond / max(1, tokens):.2%}"]
-
-
-def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) -> Iterator[str]:
+def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], bar: tqdm) -> Iterator[str]:
     """The problems of one pair, given by its .bin; what it holds is added to `counts`."""
     try:
         pair = open_tokens(path)
@@ -102,7 +74,7 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) 
             "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path)), "documents": 0}
         for first in range(0, len(pair), BLOCK_ENTRIES):
             try:
-                ended = yield from check_entries(pair, first, max_length, eod, vocab_size, counts)
+                ended = yield from check_entries(pair, first, max_length, eod, vocab_size)
                 found["documents"] += ended
             except ValueError as e:
                 found["documents"] = None
@@ -111,8 +83,7 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) 
     except (ValueError, OSError) as e:
         yield str(e)
         return
-    counts.shards += 1
-    counts.documents += found["documents"] or 0
+    counts.update({"shards": 1, "documents": found["documents"] or 0, "entries": len(pair), "tokens": pair.num_tokens})
     if record is not None:
         for key, value in found.items():
             if value not in (None, record[key]):
@@ -123,12 +94,11 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counts, bar: tqdm) 
 
 
 def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
-                  vocab_size: int | None, counts: Counts) -> Generator[str, None, int]:
+                  vocab_size: int | None) -> Generator[str, None, int]:
     """Yield the problems of a block of entries from number `first` on; gives back how many
     documents end in it."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
-    counts.add(lengths)
 
     def tell(wrong: np.ndarray, what: str) -> Iterator[str]:
         places = np.flatnonzero(wrong).tolist()
@@ -186,13 +156,13 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
         there = {path.stem for path in paths} if whole else listed
         yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there")
                     for name in listed if name not in there)
-    counts = Counts(args.sequence_len)
+    counts = Counter[str]()
     for path in paths:
         found = list(check_pair(path, args, counts, bar))
         yield from map(Problem, found[:LISTED])
         if len(found) > LISTED:
             yield Problem(f"{path}: {len(found) - LISTED:,} more problems")
-    yield from counts.lines(folder)
+    yield f"{folder}: {', '.join(f'{number:,} {what}' for what, number in counts.items()) or 'nothing could be read'}"
     if manifest is None and args.vocab_size is None:
         yield "  ids have no known bound: give --tokenizer or --vocab-size to check it"
 
@@ -300,8 +270,6 @@ def is_manifest(path: Path) -> bool:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH", help="a run, or what lies on disk")
-    parser.add_argument("--sequence-len", type=int, default=2048, metavar="T",
-                        help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N",

@@ -181,8 +181,7 @@ def test_validate_tells_samples_and_writes_nothing(workplace, capsys, monkeypatc
 
 def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     path = run_dir("whole")
-    lines = [json.loads(x) for x in looked(capsys, "digest", f"{path}", "--steps=3:10", "--world-size=3"
-                                           ).splitlines()]
+    lines = [json.loads(x) for x in looked(capsys, "digest", f"{path}", "--steps=3:10").splitlines()]
     assert [line["match"] for line in lines] == [True] * 7
     (row,) = [json.loads(x) for x in looked(capsys, "rows", f"{path}", "--step=7", "--row=5", "--json", "--text"
                                             ).splitlines()]
@@ -194,4 +193,4 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
     assert "document" in looked(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
-    assert looked(capsys, "ledger", f"{path}").splitlines()[2].split()[-2] == "0", "it balances"
+    assert "It balances" in looked(capsys, "ledger", f"{path}")

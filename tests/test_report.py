@@ -10,8 +10,9 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors
+from nanochat.stream import LEDGER
 from scripts import report
-from scripts.report import balance, make_report, markdown, quoted, read_facts
+from scripts.report import make_report, markdown, quoted, read_facts, told_ledger, unbalanced
 from tests import training
 
 T, STEPS = 15, 40
@@ -89,7 +90,7 @@ def test_every_figure_is_the_one_on_disk(run: Path) -> None:
     assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0, commit not known"]
     assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
     assert found["data (train)"] == ["/data", "4", "4,900", "52"], "bytes of the user's own files"
-    assert found["data"] == ["8", "10", "192", "8", "0", "160", "26", "14", "1", "13.98"]
+    assert found["data"] == ["192", "8", "0", "160", "26", "14", "0", "10", "8", "1", "13.98"]
     assert "It balances" in text and "after 40 steps, in tokens" in text
     assert found["depth"] == ["2", "20"] and found["model_tag"] == ['"tiny"', "null"] and "train --fast" in text
     assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
@@ -158,9 +159,9 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run: Path, monkeypat
 
 
 def test_accounts_that_do_not_balance_are_said_not_to() -> None:
-    right = {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
-    assert balance({"data": right}).startswith("It balances")
-    assert "off in code by -2" in balance({"data": right, "code": {**right, "read": 94}})
+    right = dict.fromkeys(LEDGER, 0) | {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
+    assert unbalanced({"data": right}) == {}
+    assert "off in code by -2." in told_ledger(1, {"data": right, "code": {**right, "read": 94}}, T)[0]
 
 
 def test_tables_and_texts_stay_whole_whatever_is_in_them() -> None:

@@ -1,23 +1,21 @@
 """
 The data's way to the model against what others do with the same data in the same run: how fast, and how lean.
 
-    python -m dev.bench_loader [--part text|tokens|store] [--megatron-python VENV/bin/python]
+    python -m dev.bench_loader [--part text|tokens] [--megatron-python VENV/bin/python]
 
     text      tokens per second of processor time of bare tiktoken, of `encode_flat`, of scripts.tok_shards and of the
               loader with all its threads (`split`, 64 lanes, 64 rows a step); anonymous memory along a run over that
               of the bare process
     tokens    tokens per second of processor time from token files of Megatron's format: megatron-core's GPTDataset
               behind a DataLoader without workers, and our lanes: bestfit with and without digests, and concat
-    store     tokens per second by the clock, from the same files here and in a store that waits 50 ms before each
-              answer; what is asked of the store for a million tokens, and bytes fetched for a byte used
 
 `tokens` runs with the Python of an environment that has megatron-core beside our packages; `dev/compare_megatron.sh`
 makes one and says where. Without it our layouts are told alone. Token files lie in /dev/shm, because some machines take
 the page cache away. Both sides make batches of 16 rows of 2,048 inputs and targets, int64, on the CPU. Megatron's adds
 a loss mask and position ids; ours packs whole documents, takes a copy of its state at each step and hands batches over
 from a thread, all on the same core. What waits is longest in files of long documents, so memory is told best with
-`--part text --data-path=FOLDER_OF_CODE`. Each part is a process of its own, `tokens` and `text` on one core. The last
-line is one JSON object.
+`--part text --data-path=FOLDER_OF_CODE`. Each part is a process of its own, on one core. The last line is one JSON
+object.
 """
 
 import argparse
@@ -25,7 +23,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +31,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -51,8 +47,7 @@ from dev.measure import (
     tell_about,
     tell_ratios,
 )
-from nanochat import store
-from nanochat.common import begin_data, quiet_gc, run_main
+from nanochat.common import quiet_gc, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
@@ -60,22 +55,20 @@ from nanochat.sources import open_source, scan
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
-from tests.object_store import environment
 
 T, B, LANES = 2048, 16, 64
 STEP = 16  # micro-batches a step of what reads token files
 COPIES = 8  # of the corpus, as token files
 LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "concat"}}
-LATENCY_MS = 50
 
 
-def open_loader(args: argparse.Namespace, path: Path | str, data_format: str, *, micro: int = STEP,
-                digest: bool = True, threads: int = 1, **settings: Any) -> DataLoader:
+def open_loader(args: argparse.Namespace, path: Path, data_format: str, *, micro: int = STEP,
+                digest: bool = True, **settings: Any) -> DataLoader:
     """The loader on all files below a folder, with `micro` micro-batches a step."""
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
     source = open_source(scan(path, find_files(path, data_format)), tokenizer)
     return DataLoader(StreamConfig(T=T, V=LANES, **settings), {"data": source}, tokenizer=tokenizer,
-                      rows_per_step=micro * B, device_batch_size=B, num_threads=threads, with_digest=digest)
+                      rows_per_step=micro * B, device_batch_size=B, num_threads=1, with_digest=digest)
 
 
 def take(batches: Iterator[Any], num: int) -> None:
@@ -193,41 +186,7 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def bench_store(args: argparse.Namespace) -> dict[str, Any]:
-    """Each round opens loaders with nothing kept, and times the steps behind the first."""
-    asked: dict[str, list[float]] = {}
-
-    def rate(where: Path | str, layout: str) -> float:
-        with tempfile.TemporaryDirectory() as cache, mock.patch.object(
-                store.Bucket, "get", autospec=True, side_effect=store.Bucket.get) as get:
-            begin_data(cache)
-            loader = open_loader(args, where, "megatron", threads=4, **LAYOUTS[layout])
-            take(loader, STEP)
-            get.reset_mock()
-            spent, tokens = seconds(lambda: take(loader, args.steps * STEP)), args.steps * STEP * B * T
-            loader.close()
-        if get.call_count:
-            fetched = sum(call.args[3] - call.args[2] for call in get.call_args_list)
-            asked.setdefault(f"{layout}, requests a million tokens", []).append(1e6 * get.call_count / tokens)
-            asked.setdefault(f"{layout}, bytes a byte", []).append(fetched / tokens / 2)
-        return tokens / spent
-
-    command = [sys.executable, "-m", "tests.object_store", str(LATENCY_MS)]
-    with many_shards(args) as folder, \
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None and server.stdin is not None
-        os.environ.update(environment(server.stdout.readline().split()[0]))
-        for path in sorted(folder.rglob("*.*")):
-            store.write(f"s3://bucket/{path.relative_to(folder).as_posix()}", path)
-        found = in_turns({"files here": lambda: rate(folder, "bestfit"),
-                          "bestfit": lambda: rate("s3://bucket", "bestfit"),
-                          "concat": lambda: rate("s3://bucket", "concat")}, args.rounds)
-        server.stdin.close()
-    told = {name: tell(name, values, "") for name, values in asked.items()}
-    return {"tokens_per_s": tell_ratios(found, "tokens/s"), **told}
-
-
-PARTS = {"text": bench_text, "tokens": bench_tokens, "store": bench_store}
+PARTS = {"text": bench_text, "tokens": bench_tokens}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,7 +197,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--megatron-python", default=sys.executable, help="of an environment that has megatron-core")
     p.add_argument("--part", choices=PARTS, help="only this one")
     p.add_argument("--rounds", type=int, default=7)
-    p.add_argument("--steps", type=int, default=40, help="of a round of the store")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.inside:
@@ -251,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{part}:", flush=True)
             result[part] = in_process(
                 "dev.bench_loader", "--inside", f"--part={part}", f"--tokenizer-dir={tokenizer_dir}",
-                f"--data-path={args.data_path}", f"--rounds={args.rounds}", f"--steps={args.steps}",
+                f"--data-path={args.data_path}", f"--rounds={args.rounds}",
                 python=args.megatron_python if part == "tokens" else sys.executable)
     print(json.dumps(result))
     return 0

@@ -214,14 +214,15 @@ told() { # why the job's n-th start ended, by its log
 flags=(--data-format=shards --data-path="$work/shards/train" --val-path="$work/shards/val" --depth=2 --aspect-ratio=32
     --head-dim=32 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=8 --device-type=cpu --eval-every=-1
     --sample-every=-1 --save-every=20)
-alone() { # a run that nothing happens to: two processes, no SLURM; prints the last line, with the seconds of its steps
+alone() { # a run that nothing happens to: two processes, no SLURM
     "$python" -m torch.distributed.run --standalone --nproc-per-node=2 -m scripts.base_train -- --model-tag="$1" \
         "${flags[@]}" --num-iterations="$2" >"$work/$1.log" 2>&1 || tail "$work/$1.log" >&2
-    tail -n 1 "$work/$1.log"
 }
 
 # As many steps as this machine makes in about 110 s: enough for all that happens to the chain, on any machine.
-seconds=$(alone probe 20 | grep -oP '\d+(?=\.\d+ s of steps)')
+alone probe 20
+seconds=$("$python" -c 'import json, sys; print(int(sum(json.loads(line).get("step_s", 0) for line in sys.stdin)))' \
+    <"$NANOCHAT_BASE_DIR/runs/probe/logs/train.jsonl")
 steps=$((110 * 20 / (seconds + 1)))
 alone alone "$steps"
 flags+=(--num-iterations="$steps")

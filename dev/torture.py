@@ -28,14 +28,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dev.measure import new_parser
 from nanochat.common import run_main
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
-from tests import faults, training
+from tests import training
 
 EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # of a step's line
 SETTINGS: dict[str, Any] = {
@@ -44,18 +43,16 @@ SETTINGS: dict[str, Any] = {
 STEPS_PER_KILL = 7  # more than a launch gets done on average before it is killed
 REACH = 10  # steps that it may get done
 SETUP_S = 0.5  # about what a launch takes to its first step
-SINCE = r"^mkdir checkpoints/\.tmp-"
 
 
 @dataclass
 class Kill:
-    """One kill: what is planned, and what came of it. `change`: the number of the change to the disk before which the
-    process dies; else it is signalled from outside, `after_s` from its start or, `running`, from its first step."""
+    """One kill: what is planned, and what came of it. The signal comes `after_s` from the start of the launch or,
+    `running`, from its first step."""
 
     number: int
     signal: int = signal.SIGKILL
     sync_save: bool = False
-    change: int | None = None
     running: bool = True
     after_s: float = 0.0
     began: int | None = None  # the step at which the launch that was killed had begun, None if it had not
@@ -69,7 +66,7 @@ class Kill:
     @property
     def row(self) -> str:
         """The kill in the table."""
-        where = "change" if self.change is not None else "running" if self.running else "set-up"
+        where = "running" if self.running else "set-up"
         cells = (self.number, signal.Signals(self.signal).name, where, "sync" if self.sync_save else "async",
                  "-" if self.last_step is None else self.last_step, "-" if self.resumed is None else self.resumed)
         return "{:>5} {:8} {:8} {:6} {:>6} {:>8}".format(*cells) + f" {self.seconds:8.2f}  " + (
@@ -92,31 +89,19 @@ def at_random(number: int, step_s: float, rng: random.Random) -> list[Kill]:
     return kills
 
 
-def at_each_change() -> list[Kill]:
-    """A kill before each change that a save and its deletions make, in a thread and without one."""
-    with faults.watching(training.run_dir("count"), since=SINCE, repeats=False) as changes:
-        training.succeed(model_tag="count", **{**SETTINGS, "sync_save": True, "num_iterations": 10})
-    third, fourth = (next(i for i, change in enumerate(changes.made) if name in change)
-                     for name in (".tmp-checkpoint-9", ".tmp-final"))
-    number = fourth - third  # the third is the first that deletes one
-    return [Kill(1 + 2 * at + sync, change=at, sync_save=bool(sync)) for at in range(number) for sync in (0, 1)]
-
-
 # ---- doing it -------------------------------------------------------------------------------------------------------
 
 def launch(kill: Kill, settings: dict[str, Any]) -> None:
     """Start the command, kill it as planned, and note what it left."""
     log = training.run_dir() / "logs" / "train.jsonl"
     known = len(list(iter_log(log)))
-    hook = None if kill.change is None else partial(faults.dying_at, kill.change, below=training.run_dir(), since=SINCE)
     began = time.monotonic()
-    group = training.start(hook=hook, sync_save=kill.sync_save or None, **settings)
-    if kill.change is None:
-        if kill.running:
-            training.wait_for(lambda: group.processes[0].exitcode is not None or "\nstep 0" in group.text())
-        time.sleep(kill.after_s)
-        if group.processes[0].exitcode is None:
-            os.kill(group.processes[0].pid, kill.signal)
+    group = training.start(sync_save=kill.sync_save or None, **settings)
+    if kill.running:
+        training.wait_for(lambda: group.processes[0].exitcode is not None or "\nstep 0" in group.text())
+    time.sleep(kill.after_s)
+    if group.processes[0].exitcode is None:
+        os.kill(group.processes[0].pid, kill.signal)
     code = group.wait()[0]
     kill.seconds = time.monotonic() - began
     everything = list(iter_log(log))
@@ -182,7 +167,7 @@ def judge_final() -> list[str]:
 def compare(args: argparse.Namespace) -> bool:
     """Both runs and the verdict."""
     rng = random.Random(args.seed)
-    steps = 360 if args.each_change else max(60, STEPS_PER_KILL * args.kills)
+    steps = max(60, STEPS_PER_KILL * args.kills)
     settings = {**SETTINGS, "num_iterations": steps}
     began = time.monotonic()
     training.finish(model_tag="whole", **settings)
@@ -190,7 +175,7 @@ def compare(args: argparse.Namespace) -> bool:
     step_s = statistics.median(record["step_s"] for record in whole.values())
     print(f"the whole run: {steps} steps in {time.monotonic() - began:.1f} s, {step_s * 1000:.1f} ms a step; seed "
           f"{args.seed}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    kills = at_each_change() if args.each_change else at_random(args.kills, step_s, rng)
+    kills = at_random(args.kills, step_s, rng)
     torture(kills, settings, whole)
     final = judge_final()
     equal = sum(not kill.wrong for kill in kills) if not final else 0
@@ -205,7 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Torture a run in a temporary folder; 0 if it did not mind."""
     parser = new_parser(__doc__)
     parser.add_argument("kills", type=int, nargs="?", default=50)
-    parser.add_argument("--each-change", action="store_true", help="kill before each change of a save to the disk")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the choices, not of the moments")
     args = parser.parse_args(argv)
     if args.kills < 1:

@@ -33,7 +33,7 @@ from typing import Any, get_args, get_type_hints
 from nanochat.attention import MODES
 from nanochat.common import Parser, check_shape, setting
 from nanochat.curriculum import Curriculum, load
-from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
@@ -109,7 +109,7 @@ class DataSettings:
 
     data_path: str | None = setting(
         None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
-        f"without .bin, with commas between them (default: the {DEFAULT_DATASET.name} download)")
+        f"without .bin, with commas between them (default: the {DATASET_NAME} download)")
     val_path: str | None = setting(
         None, "validation files (default: the last file below --data-path; with --order=megatron "
         "the whole documents of the valid split)")

@@ -1,7 +1,7 @@
 """
-Download text to train on, and tell which files are data and which of them validate.
+Which files are data, which of them validate, and the data set that we know: climbmix, nanochat's.
 
-    known data set --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket: files}}
+    climbmix --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket: files}}
 
 Where a file lies says whether it trains or validates, and its suffix says its format:
 
@@ -11,10 +11,10 @@ Where a file lies says whether it trains or validates, and its suffix says its f
 
 Hidden files are never data. Any of these paths may lie in object storage.
 
-A known data set is a run of parquet shards with a `text` column. Its last shard is validation and
-is pinned by name: it is always fetched, and it is an error where it is missing. Taking "the last
-file that is here" instead would turn a failed download into a silent change of every number
-computed on validation.
+climbmix is a run of parquet shards with a `text` column. Its last shard is validation and is pinned
+by name: it is always fetched, and it is an error where it is missing. Taking "the last file that is
+here" instead would turn a failed download into a silent change of every number computed on
+validation.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
@@ -26,11 +26,9 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
+from nanochat.common import get_base_dir, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)
@@ -42,8 +40,10 @@ FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart w
 }
 BUCKET = "data"  # the name of the bucket where there is only one
 
-HUB = "https://huggingface.co"
-MARKER = "dataset.json"  # beside downloaded shards: which data set they are
+NAME = "climbmix"
+BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
+MAX_SHARD = 6542  # shards 0 to this one lie there; it is the one that validates
+MARKER = "dataset.json"  # beside downloaded shards: which of them validates
 
 
 # ---- which files are data ------------------------------------------------------------------------
@@ -58,15 +58,12 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
                              f"--data-format {data_format}; rename it, or take another --data-format")
         return [path]
-    if prefixes := find_prefixes(path):
-        if data_format == "text":
-            raise ValueError(f"{path}: the path of a pair of token files, and --data-format is text; take "
-                             f"--data-format shards or megatron, whichever they are, or name a folder of text")
+    if data_format != "text" and (prefixes := find_prefixes(path)):
         return prefixes
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m "
-                                f"nanochat.dataset, make some with python -m "
-                                f"dev.make_sample_corpus, or point --data-path at yours")
+        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
+                                f"some with python -m dev.make_sample_corpus, or point --data-path at yours (of a "
+                                f"pair of token files also without .bin, with --data-format)")
     known = (".idx", *itertools.chain(suffixes, *FORMATS.values()))
     there = [file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
              and not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -100,9 +97,6 @@ def find_prefixes(path: Path | str) -> list[Path]:
         raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
                          f"--data-path={','.join(parts[1::2])} --order=megatron "
                          f"--blend-weights={','.join(parts[::2])}")
-    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
-        raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
-                         f"this machine; the data of a run lie in one of them")
     files = [place(f"{place(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():
@@ -142,8 +136,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
                              f"({root / 'val' if val_path is None else val_path}); leave out one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
-    if pinned_dataset(root):
-        list_parquet_files(root)  # insists on the validation shard of a known data set
+    if pinned_validation(root):
+        list_parquet_files(root)  # insists on the validation shard
     laid_out = (root / "train").is_dir()
     if laid_out and val_path is None:
         val_path = root / "val"
@@ -181,68 +175,45 @@ def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) 
     return buckets
 
 
-# ---- known data sets -----------------------------------------------------------------------------
+# ---- the known data set --------------------------------------------------------------------------
 
 def index_to_filename(index: int) -> str:
     """The name of shard `index`."""
     return f"shard_{index:05d}.parquet"
 
 
-@dataclass(frozen=True)
-class Dataset:
-    """A known data set: shards 0 to last_shard lie under base_url; the last one is validation."""
-
-    name: str
-    base_url: str
-    last_shard: int
-
-    @property
-    def val_filename(self) -> str:
-        return index_to_filename(self.last_shard)
-
-    @property
-    def data_dir(self) -> Path:
-        """Where it is, or is downloaded to: data/NAME, or where nanochat's own downloads are."""
-        ours, theirs = get_base_dir() / "data" / self.name, get_base_dir() / f"base_data_{self.name}"
-        return theirs if theirs.is_dir() and not ours.is_dir() else ours
+def default_data_dir() -> Path:
+    """Where climbmix is, or is downloaded to: data/climbmix, or where nanochat's own downloads are."""
+    ours, theirs = get_base_dir() / "data" / NAME, get_base_dir() / f"base_data_{NAME}"
+    return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
 
-DEFAULT_DATASET = Dataset("climbmix", f"{HUB}/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542)
-FINEWEB_EDU = Dataset("fineweb-edu", f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822)
-DATASETS = {d.name: d for d in (DEFAULT_DATASET, FINEWEB_EDU)}
-
-
-def pinned_dataset(data_dir: Path | str) -> Dataset | None:
-    """The known data set that a folder holds, by the marker that the downloader left there or by
-    its place; None for any other folder, in which simply the last file is validation."""
+def pinned_validation(data_dir: Path | str) -> str | None:
+    """The name of the shard that validates in a folder of downloaded ones, which is known by the
+    marker that the downloader left there or by its place; None for any other folder, in which
+    simply the last file is validation."""
     folder = place(data_dir)
-    if not (folder / MARKER).exists():
-        return next((d for d in DATASETS.values() if d.data_dir.resolve() == folder.resolve()), None)
-    name = read_json(local(folder / MARKER), {"name": str})["name"]
-    if name not in DATASETS:
-        raise ValueError(f"{folder / MARKER}: unknown data set {name[:80]!r}, expected "
-                         f"{' or '.join(DATASETS)}")
-    return DATASETS[name]
+    if (folder / MARKER).exists():
+        return read_json(local(folder / MARKER), {"validation": str})["validation"]
+    return index_to_filename(MAX_SHARD) if folder.resolve() == default_data_dir().resolve() else None
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
-    """Full paths of the parquet files below a folder (default: the default data set's) in the
-    order of their relative paths; the last one is validation. FileNotFoundError where there is
-    none, or where the folder holds a known data set without its validation shard; ValueError where
-    that shard would not be the last."""
-    root = place(data_dir) if data_dir is not None else DEFAULT_DATASET.data_dir
+    """Full paths of the parquet files below a folder (default: the download's) in the order of
+    their relative paths; the last one is validation. FileNotFoundError where there is none, or
+    where the folder holds a download without its validation shard; ValueError where that shard
+    would not be the last."""
+    root = place(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")
-    pinned = pinned_dataset(root)
-    if pinned and root / pinned.val_filename not in files:
-        raise FileNotFoundError(f"{root}: {pinned.name}'s validation shard {pinned.val_filename} "
-                                f"is missing, {len(files)} other files are there; run `python -m "
-                                f"nanochat.dataset --dataset {pinned.name} -n 8 --data-dir {root}`")
-    if pinned and files[-1] != root / pinned.val_filename:
-        raise ValueError(f"{root}: last file is {files[-1].relative_to(root)}, expected "
-                         f"{pinned.name}'s validation shard {pinned.val_filename}; move what is "
-                         f"not {pinned.name} elsewhere")
+    pinned = pinned_validation(root)
+    if pinned and root / pinned not in files:
+        raise FileNotFoundError(f"{root}: the validation shard {pinned} is missing, {len(files)} other files are "
+                                f"there; run `python -m nanochat.dataset -n 8 --data-dir {root}`")
+    if pinned and files[-1] != root / pinned:
+        raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected the validation shard "
+                         f"{pinned}; move what was not downloaded elsewhere")
     return [str(file) for file in files]
 
 
@@ -265,13 +236,13 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
 
 # ---- downloads, behind a door: nobody who trains loads an HTTP library ---------------------------
 
-def download_single_file(index: int, *, dataset: Dataset = DEFAULT_DATASET, **where: Any) -> bool:
-    """Fetch one shard of a known data set unless it is here (`where`: see
-    `download.make_downloader`); True when it is. The reason for a False is logged."""
-    from nanochat.download import make_downloader
+def download_single_file(index: int) -> bool:
+    """Fetch one shard of climbmix unless it is here; True when it is. The reason for a False is
+    logged."""
+    from nanochat.download import Downloader
 
     try:
-        make_downloader(dataset, **where).fetch(index)
+        Downloader(BASE_URL, default_data_dir()).fetch(index)
     except OSError as e:
         log.error("%s: %s", index_to_filename(index), e)
         return False

@@ -1,26 +1,25 @@
 """
-Downloads: the shards of a known data set over HTTP, and whether those that are here are whole; and
-the tasks of the CORE metric.
+Downloads: the shards of climbmix over HTTP, and whether those that are here are whole; and the tasks
+of the CORE metric.
 
     shard_00007.parquet.part   grows; whatever breaks off begins again
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
     shard_00007.parquet        whole, or not there
 
 One loop tries again, whatever went wrong, and says so: no answer, an answer of a busy server (429,
-5xx, with its Retry-After), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
+5xx), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
 the proof that it is still the same object, is not worth its code.
 """
 
 import fcntl
 import logging
 import os
-import re
 import tempfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,14 +29,13 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
 from nanochat.dataset import (
-    DATASETS,
-    DEFAULT_DATASET,
-    HUB,
+    BASE_URL,
     MARKER,
-    Dataset,
+    MAX_SHARD,
+    NAME,
+    default_data_dir,
     index_to_filename,
     list_parquet_files,
-    pinned_dataset,
 )
 from nanochat.text import open_parquet
 from nanochat.text_kinds import read_texts
@@ -48,17 +46,20 @@ ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
 BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where nanochat's lies
-HINT = "check the network, --dataset, --base-url and HF_ENDPOINT, and HF_TOKEN where the answer is 401 or 403"
 
 
 @dataclass(frozen=True)
 class Downloader:
-    """Where shards come from and go to; `make_downloader` fills it from the command line and the
-    environment."""
+    """Where shards come from and go to: a folder, which is made and marked. ValueError for what is no
+    address."""
 
     base_url: str
     data_dir: Path
-    token: str = field(default="", repr=False)  # for that server alone
+
+    def __post_init__(self) -> None:
+        check_url(self.base_url)
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.data_dir / MARKER, {"name": NAME, "validation": index_to_filename(MAX_SHARD)})
 
     def fetch(self, index: int) -> None:
         """Bring shard `index` here unless it is. Raises OSError, and then leaves nothing under the
@@ -68,9 +69,9 @@ class Downloader:
         if final.exists():
             return
         try:
-            copy(url, part, self.token)
+            copy(url, part)
         except OSError as e:
-            raise OSError(f"{url}: {e}; {HINT}") from e
+            raise OSError(f"{url}: {e}; check the network, or name a mirror with --base-url") from e
         try:
             open_parquet(part).close()
         except ValueError as e:
@@ -80,18 +81,13 @@ class Downloader:
         fsync_dir(self.data_dir)
 
 
-def copy(url: str, part: Path, token: str = "") -> None:
+def copy(url: str, part: Path) -> None:
     """Copy what lies at `url` whole. OSError after an answer that another try will not change, or
     after the last try; each try but the first is told before it."""
-    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # a plain header would lose against an entry in ~/.netrc; requests drops this when it is sent elsewhere
-        request.headers["Authorization"] = f"Bearer {token}"
-        return request
-
     for attempt in range(1, ATTEMPTS + 1):
         pause = BACKOFF_S * 2**(attempt - 1)
         try:
-            with requests.get(url, auth=sign if token else None, stream=True, timeout=TIMEOUT_S) as response:
+            with requests.get(url, stream=True, timeout=TIMEOUT_S) as response:
                 code = response.status_code
                 problem = f"got HTTP {code} {response.reason}"
                 if code == 200:
@@ -103,8 +99,6 @@ def copy(url: str, part: Path, token: str = "") -> None:
                     return
                 if code != 429 and code < 500:
                     raise OSError(problem)
-                wish = response.headers.get("Retry-After", "")
-                pause = max(pause, int(wish) if wish.isdecimal() else 0)
         except requests.RequestException as e:
             cause: BaseException = e
             while cause.__context__ is not None:  # the first says what happened, the others where it passed
@@ -116,33 +110,10 @@ def copy(url: str, part: Path, token: str = "") -> None:
     raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
 
 
-def check_url(flag: str, url: str) -> str:
-    """The URL, if it is one of HTTP; else a ValueError that names the flag which gave it."""
+def check_url(url: str) -> None:
+    """ValueError unless it is an address of HTTP."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ValueError(f"{flag}: got {url!r}, expected a URL such as {HUB}")
-    return url
-
-
-def make_downloader(dataset: Dataset, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
-    """A Downloader that honours HF_ENDPOINT (stands in for the hub) and HF_TOKEN (for that
-    endpoint only); makes the folder and notes there which data set it holds. ValueError where one
-    of these is unusable or the folder holds another data set."""
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
-    url = (base_url or dataset.base_url).rstrip("/")
-    url = endpoint + url.removeprefix(HUB) if url.startswith(HUB + "/") else url
-    check_url("HF_ENDPOINT", endpoint)
-    check_url("--base-url", url)
-    token = os.environ.get("HF_TOKEN", "").strip()
-    if not re.fullmatch(r"[!-~]*", token):  # caught here, for the HTTP library's own complaint would print it
-        raise ValueError("HF_TOKEN: has characters that a header cannot carry; set it again")
-    data_dir = data_dir or dataset.data_dir
-    data_dir.mkdir(parents=True, exist_ok=True)
-    there = pinned_dataset(data_dir) or dataset
-    if there != dataset:
-        raise ValueError(f"{data_dir}: holds {there.name}, got --dataset {dataset.name}; use "
-                         f"another --data-dir")
-    write_json(data_dir / MARKER, {"name": dataset.name, "validation": dataset.val_filename})
-    return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
+        raise ValueError(f"--base-url: got {url!r}, expected an address such as {BASE_URL}")
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
@@ -173,13 +144,14 @@ def verify(data_dir: Path, *, num_workers: int) -> dict[str, str]:
     return dict(zip(paths, problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=num_workers)))
 
 
-def fetch_bundle(base_url: str | None, folder: Path) -> None:
+def fetch_bundle(base_url: str, folder: Path) -> None:
     """Bring the tasks of the CORE metric into `folder`, or read those that are there already. Nobody
     publishes a checksum of the archive: it is good if its own sums are right and all its items can
     be read. OSError, and then there is no folder, for what does not arrive or is no good."""
     from nanochat.core_eval import read_bundle
 
-    url = check_url("--base-url", (base_url or BUNDLE_URL).rstrip("/")) + f"/{BUNDLE_NAME}.zip"
+    check_url(base_url)
+    url = f"{base_url}/{BUNDLE_NAME}.zip"
     if not folder.exists():
         print(f"fetching {url} -> {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -218,9 +190,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-n", "--num-files", type=int, default=-1,
                         help="shards for training, some 100 MB each, from the first on; -1: all, which are thousands")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
-    parser.add_argument("--dataset", choices=DATASETS, default=DEFAULT_DATASET.name, help="which data set")
     parser.add_argument("--base-url", help="address of the folder of shards, or of eval_bundle.zip, that stands in")
-    parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
+    parser.add_argument("--data-dir", type=Path, help=f"folder to use instead of $NANOCHAT_BASE_DIR/data/{NAME}")
     parser.add_argument("--eval-bundle", action="store_true",
                         help="fetch the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
     parser.add_argument("--verify", action="store_true", help="download nothing; read all that is here")
@@ -229,19 +200,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.num_files < -1 or args.num_workers < 1:
         raise ValueError(f"got -n {args.num_files} -w {args.num_workers}, expected -n of at least "
                          f"-1 (all), -w of at least 1")
+    base_url, data_dir = (args.base_url or (BUNDLE_URL if args.eval_bundle else BASE_URL)).rstrip("/"), args.data_dir
     if args.eval_bundle:
-        return fetch_bundle(args.base_url, args.data_dir or get_base_dir() / BUNDLE_NAME)
-    dataset = DATASETS[args.dataset]
+        return fetch_bundle(base_url, data_dir or get_base_dir() / BUNDLE_NAME)
+    data_dir = data_dir or default_data_dir()
     if args.verify:
-        found = verify(args.data_dir or dataset.data_dir, num_workers=args.num_workers)
+        found = verify(data_dir, num_workers=args.num_workers)
         way_out = "Delete them and run this again without --verify."
     else:
-        job = make_downloader(dataset, base_url=args.base_url, data_dir=args.data_dir)
-        num_train = dataset.last_shard if args.num_files == -1 else min(args.num_files, dataset.last_shard)
-        print(f"{dataset.name}: {num_train} training shards and {dataset.val_filename} for "
-              f"validation -> {job.data_dir}")
-        indices = [dataset.last_shard, *range(num_train)]  # validation first: nothing works without it
-        found = download(job, indices, num_workers=args.num_workers)
+        num_train = MAX_SHARD if args.num_files == -1 else min(args.num_files, MAX_SHARD)
+        indices = [MAX_SHARD, *range(num_train)]  # validation first: nothing works without it
+        print(f"{NAME}: {num_train} training shards and {index_to_filename(MAX_SHARD)} for validation -> {data_dir}")
+        found = download(Downloader(base_url, data_dir), indices, num_workers=args.num_workers)
         way_out = "What has arrived is kept: run the same command again to go on."
     if failed := {name: why for name, why in found.items() if why}:
         lines = "".join(f"  {name}: {why}\n" for name, why in sorted(failed.items()))

@@ -35,7 +35,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, l
 from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
-from nanochat.dataset import DEFAULT_DATASET, data_folder
+from nanochat.dataset import data_folder, default_data_dir
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
@@ -128,7 +128,7 @@ def command(settings: Settings, world_size: int, device_type: str
             ) -> tuple[Settings, Tokenizer]:
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
     begin_data(settings.object_storage_cache)
-    data_path = str(place(settings.data_path or DEFAULT_DATASET.data_dir).expanduser())
+    data_path = str(place(settings.data_path or default_data_dir()).expanduser())
     folder = data_folder(data_path)
     if len(folder.parts) == 1:  # prefixes that have no folder in common
         folder = data_folder(data_path.partition(",")[0])

@@ -62,7 +62,8 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import FIELDS, Settings, flag
-from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dataset import NAME as DATASET_NAME
+from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
@@ -90,7 +91,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     way.add_argument("--from", choices=("nanochat",), dest="origin", help="whose files are read")
     parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's)")
     parser.add_argument("--data-path", help="with --from: folder of text for base_eval to read "
-                        f"(default: where {DEFAULT_DATASET.name} is downloaded to)")
+                        f"(default: where {DATASET_NAME} is downloaded to)")
     parser.add_argument("--tokenizer", type=Path, help="with --from: folder or file of its tokenizer "
                         "(default: tokenizer/ beside base_checkpoints/)")
     args = parser.parse_args(argv)
@@ -397,7 +398,7 @@ def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTCo
     settings = Settings(
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
-        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or DEFAULT_DATASET.data_dir),
+        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_dir()),
         model_tag=args.model_tag or (args.out or found.folder).name, num_iterations=max(1, found.step),
         **found.batch)
     check_shapes(found, shape, build_model(settings))

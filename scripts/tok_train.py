@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
-from nanochat.dataset import BUCKET, DEFAULT_DATASET, FORMATS, data_folder, split_train_val
+from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
 from nanochat.text import Reading
 from nanochat.text_kinds import add_text_flags, read_texts
 from nanochat.tokenizer import RustBPETokenizer, read_description
@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--doc-cap", type=int, default=10_000, help="of a document, at most")
     parser.add_argument("--vocab-size", type=int, default=32_768, help="special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
-                                            f"(default: the {DEFAULT_DATASET.name} download)")
+                                            f"(default: the {NAME} download)")
     add_text_flags(parser)
     parser.add_argument("--val-path", help="files not to train on (default: the last one)")
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
-    data_path = args.data_path or DEFAULT_DATASET.data_dir
+    data_path = args.data_path or default_data_dir()
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Reading.of(vars(args)).named()

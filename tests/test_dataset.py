@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset, text, text_kinds
+from nanochat import text, text_kinds
 from nanochat.config import Settings
-from nanochat.dataset import find_files, list_parquet_files, parquets_iter_batched, split_train_val
+from nanochat.dataset import default_data_dir, find_files, list_parquet_files, parquets_iter_batched, split_train_val
 from nanochat.run_data import find_manifests, open_data
 from nanochat.sources import check_format, scan
 from nanochat.text import as_parquet, open_parquet, read_batches
@@ -38,11 +38,6 @@ def write(folder, *names, **kwargs):
         (folder / name).write_bytes(parquet_bytes(name, **kwargs))
 
 
-def test_the_table_holds_the_published_last_shards():
-    assert {d.name: d.val_filename for d in dataset.DATASETS.values() if d.name != "tiny"} == {
-        "climbmix": "shard_06542.parquet", "fineweb-edu": "shard_01822.parquet"}
-
-
 def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(tmp_path):
     write(tmp_path, "b/x.parquet", "a/z.parquet", "c.parquet", ".tmp/q.parquet", ".h.parquet", "d.parquet.part")
     assert list_parquet_files(tmp_path) == [str(tmp_path / n) for n in ("a/z.parquet", "b/x.parquet", "c.parquet")]
@@ -54,13 +49,13 @@ def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(
 
 
 def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
-    default = dataset.DEFAULT_DATASET
-    write(default.data_dir, "shard_00000.parquet", "shard_00001.parquet")  # no marker: known by its place
-    with pytest.raises(FileNotFoundError, match=r"shard_06542.parquet is missing.*run `python -m nanochat.dataset"):
+    folder = default_data_dir()
+    write(folder, "shard_00000.parquet", "shard_00001.parquet")  # no marker: known by its place
+    with pytest.raises(FileNotFoundError, match=r"shard_06542\.parquet is missing.*run `python -m nanochat.dataset"):
         list_parquet_files()
-    write(default.data_dir, "shard_06542.parquet")
+    write(folder, "shard_06542.parquet")
     assert list_parquet_files()[-1].endswith("shard_06542.parquet")
-    write(default.data_dir, "zzz.parquet")
+    write(folder, "zzz.parquet")
     with pytest.raises(ValueError, match=r"zzz\.parquet"):
         list_parquet_files()
 
@@ -158,7 +153,7 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
     (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
     (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
-    (lambda p: tiny(p / "a"), "a", "text", r"a: the path of a pair of token files.*take --data-format shards or"),
+    (lambda p: tiny(p / "a"), "a", "text", r"a: no such data folder.*without \.bin, with --data-format"),
     (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx is there; --data-path takes"),
     (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
      r"a\.bin: not there, but a\.idx needs it"),

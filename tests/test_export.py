@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import get_base_dir
-from nanochat.dataset import DEFAULT_DATASET
+from nanochat.dataset import default_data_dir
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample
 from tests import training
@@ -152,11 +152,11 @@ def copy_of(made: Path, name: str) -> Path:
 
 
 def test_the_data_that_nanochat_downloaded_are_found(base):
-    assert DEFAULT_DATASET.data_dir == base / "data" / "climbmix"
+    assert default_data_dir() == base / "data" / "climbmix"
     write_parquet(base / "base_data_climbmix" / "shard_00000.parquet", ["a"])
-    assert DEFAULT_DATASET.data_dir == base / "base_data_climbmix"
+    assert default_data_dir() == base / "base_data_climbmix"
     (base / "data" / "climbmix").mkdir()
-    assert DEFAULT_DATASET.data_dir == base / "data" / "climbmix", "where both are, ours"
+    assert default_data_dir() == base / "data" / "climbmix", "where both are, ours"
     (base / "data" / "climbmix").rmdir()
     shutil.rmtree(base / "base_data_climbmix")
 

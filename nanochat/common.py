@@ -363,6 +363,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(given, namespace)
         if "config" in found:
             del found.config
+        if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
+            self.error(f"{rest[0]}: this word has no place here; a run is named by --model-tag={rest[0]}")
         return found, rest
 
     def known(self, name: str, where: str = "") -> argparse.Action:

@@ -333,6 +333,7 @@ class Parser(argparse.ArgumentParser):
 
     instead: Mapping[str, str] = {}  # flags that people know from elsewhere, and what to do here
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # what a run's config.json says of our flags
+    where = ""  # what an error begins with
 
     def __init__(self, **kwargs: Any):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
@@ -342,24 +343,13 @@ class Parser(argparse.ArgumentParser):
         meant for. Those of a subcommand are known to its own parser. A path that may hold a secret
         is refused by `place` before anybody shows it."""
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        takes_file = self._subparsers is None  # else the parser of the subcommand does
-        if takes_file and "--config" not in self._option_string_actions:
-            of_run = "" if self.of_run is dict else ", such as a run's config.json"
-            self.add_argument("--config", metavar="FILE", help=f"take flags from a .yaml, .toml or .json file{of_run}; "
-                              "those of the command line win")
+        if self._subparsers is None:  # else the parser of the subcommand does it
+            given = self._with_file(given)
         for word in given:
             for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
                 place(word[found.start(1):])
-            name = word.partition("=")[0]
-            if takes_file and re.match("--.", name):
-                self.known(name)
-        if takes_file and any(word.partition("=")[0] == "--config" for word in given):
-            finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-            finder.add_argument("--config", nargs="?")
-            if path := finder.parse_known_args(given)[0].config:
-                from nanochat.flag_file import configure
-
-                configure(self, path)
+            if self._subparsers is None and re.match("--.", word):
+                self.known(word.partition("=")[0])
         found, rest = super().parse_known_args(given, namespace)
         if "config" in found:
             del found.config
@@ -367,7 +357,21 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{rest[0]}: this word has no place here; a run is named by --model-tag={rest[0]}")
         return found, rest
 
-    def known(self, name: str, where: str = "") -> argparse.Action:
+    def _with_file(self, given: list[str]) -> list[str]:
+        """The words of a command line, behind those of the file that its --config names."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", nargs="?")
+        if path := finder.parse_known_args(given)[0].config:
+            from nanochat.flag_file import read_words
+
+            self.where = f"--config {path}: "
+            given = [*read_words(self, path), f"--config={path}", *given]
+        if "--config" not in self._option_string_actions:  # the file itself can name none
+            self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, such as "
+                              "a run's config.json; those of the command line win")
+        return given
+
+    def known(self, name: str) -> argparse.Action:
         """The action of a flag. One that is unknown ends the program, with a guess at what is meant."""
         known = self._option_string_actions
         if name not in known:
@@ -376,11 +380,11 @@ class Parser(argparse.ArgumentParser):
             takes_run = any(action.dest == "run" for action in self._get_positional_actions())
             if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
                 guess = f"a run is named without a flag, as in d12 and not {name}=d12"
-            self.error(f"{where}{name}: {self.instead.get(name, guess)}")
+            self.error(f"{name}: {self.instead.get(name, guess)}")
         return known[name]
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message} (all flags: --help)\n")
+        self.exit(2, f"error: {self.where}{message} (all flags: --help)\n")
 
 
 def _dashed(word: str) -> str:

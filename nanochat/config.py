@@ -24,6 +24,7 @@ nobody reads the log of a job that restarts at night.
 """
 
 import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -402,7 +403,8 @@ def from_flags(args: argparse.Namespace) -> Settings:
     what it mixes. ValueError or FileNotFoundError for what cannot be."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.curriculum is not None:
-        mix = load(args.curriculum)
+        # what begins so is the curriculum itself, from a file of flags
+        mix = load(json.loads(args.curriculum) if args.curriculum.startswith("{") else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] = mix.allow_budget_mismatch

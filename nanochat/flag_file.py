@@ -1,16 +1,15 @@
 """
 Flags from a file: `--config=FILE`, which every command takes.
 
-    a.yaml:  depth: 12                    as --depth=12 --matrix-lr=0.01 --no-deterministic; a flag of the
-             matrix-lr: 0.01              command line wins over the file
+    a.yaml:  depth: 12                    as --depth=12 --matrix-lr=0.01 --no-deterministic in front of the
+             matrix-lr: 0.01              command line, whose own flags win
              deterministic: false
 
-What the file says becomes the default of the parser's flag, after the same conversion and the same
-checks that a word of the command line goes through. A run's config.json is such a file, too:
-`Parser.of_run` says which of its settings are flags.
+So a value goes through the conversion and the checks that a word of the command line goes through. A
+run's config.json is such a file, too: `Parser.of_run` says which of its settings are flags.
 """
 
-import argparse
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,46 +19,34 @@ import yaml
 from nanochat.common import Parser
 
 
-def configure(parser: Parser, path: str) -> None:
-    """Make what a file says of our flags their defaults. null is as if the key were not there."""
+def read_words(parser: Parser, path: str) -> list[str]:
+    """What a file says of the parser's flags, as words of a command line. null is as if the key were not
+    there. What cannot be ends the program with a sentence."""
     try:
         values = _read(path)
         values = parser.of_run(values) if "derived" in values else values
     except OSError as e:
-        parser.error(f"--config {path}: {e.strerror}; expected a file of flags")
+        parser.error(f"{e.strerror}; expected a file of flags")
     except ValueError as e:
-        parser.error(f"--config {e}")
-    seen: set[str] = set()
+        parser.error(str(e))
+    words: list[str] = []
     for key, value in values.items():
         name = "--" + str(key).replace("_", "-")
-        action = parser.known(name, f"--config {path}: ")
-        if action.dest in seen or action.dest == "config":
-            parser.error(f"--config {path}: {name}: it may be there once, and no file names another one")
-        seen.add(action.dest)
-        if value is not None:
-            parser.set_defaults(**{action.dest: _convert(parser, path, name, action, value)})
-            action.required = False
-
-
-def _convert(parser: Parser, path: str, name: str, action: argparse.Action, value: Any) -> Any:
-    """The value of a flag as its words on a command line would give it."""
-    try:
-        if action.nargs == 0:
-            if not isinstance(value, bool):
-                raise argparse.ArgumentError(None, "expected true or false")
-            return value is not name.startswith("--no-")
-        if isinstance(value, dict) and action.metavar == "YAML":
-            return value  # what else is a file of its own may stand here
-        if isinstance(value, bool | dict):
-            raise argparse.ArgumentError(None, "expected text or a number")
-        if isinstance(value, list) and action.nargs is None:
-            value = ",".join(map(str, value))
-        converted = [parser._get_value(action, str(part)) for part in (value if isinstance(value, list) else [value])]
-        for part in converted:
-            parser._check_value(action, part)
-        return converted if action.nargs in ("*", "+") else converted[0]
-    except argparse.ArgumentError as e:
-        parser.error(f"--config {path}: {name}: got {value!r}, {e.message}")
+        action = parser.known(name)
+        is_switch = action.nargs == 0
+        if value is None:
+            continue
+        if isinstance(value, bool) != is_switch:
+            parser.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
+        if is_switch:
+            name = name if value else f"--no-{name[2:]}"
+            words += [name] if name in action.option_strings else []  # what is off by itself has no word
+        elif isinstance(value, list) and action.nargs is not None:
+            words += [name, *map(str, value)]
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"{name}={json.dumps(text) if isinstance(text, dict) else text}")
+    return words
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -69,9 +56,8 @@ def _read(path: str) -> dict[str, Any]:
     try:
         value = tomllib.loads(data.decode()) if kind == ".toml" else yaml.safe_load(data)  # JSON is YAML, too
     except (ValueError, yaml.YAMLError, RecursionError) as e:
-        raise ValueError(f"{path}: it cannot be read ({' '.join(str(e).split())[:150]}); expected YAML, or TOML "
-                         f"in a .toml") from e
+        raise ValueError(f"it cannot be read ({' '.join(str(e).split())[:150]}); expected YAML, or TOML in a "
+                         f".toml") from e
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: got {str(value)[:50]!r}, expected a mapping of flags' names to values, "
-                         f"such as depth: 12")
+        raise ValueError(f"got {str(value)[:50]!r}, expected a mapping of flags' names to values, such as depth: 12")
     return value

@@ -84,7 +84,7 @@ def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str
 
 def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("depth: 4\nmatrix-lr: 1e-2\nno_deterministic: true\nblend_weights: [1, 2]\n"
-                                     "data-format: megatron\norder: megatron\nrun: null\nmodel_tag: 7\n")
+                                     "data-format: megatron\norder: megatron\nrun: null\npack: null\nmodel_tag: 7\n")
     (tmp_path / "a.toml").write_text('depth = 4\nmatrix_lr = 0.01\ndeterministic = false\nblend-weights = "1,2"\n'
                                      'data_format = "megatron"\norder = "megatron"\nmodel_tag = "7"\n')
     by_flags = parse("--depth=4", "--matrix-lr=.01", "--no-deterministic", "--blend-weights=1,2", "--model-tag=7",
@@ -106,11 +106,10 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text, told", [
     ("depht: 3", "--depht: did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
-    ("depth: x", "--depth: got 'x', invalid int value"), ("depth: {a: 1}", "--depth: got {'a': 1}, expected text or"),
+    ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
-    ("long_docs: foo", "--long-docs: got 'foo', invalid choice"), ("- a", "expected a mapping of flags' names"),
-    ("deterministic: no\nno-deterministic: yes", "--no-deterministic: it may be there once"),
-    ("config: b", "--config: it may be there once"), ("a: b: c", "it cannot be read (mapping values are not"),
+    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
+    ("config: b", "--config: there is no such flag"), ("a: b: c", "it cannot be read (mapping values are not"),
     (None, "No such file or directory; expected a file of flags")])
 def test_a_bad_file_of_flags_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
                                              told: str) -> None:
@@ -158,7 +157,7 @@ def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
 @pytest.mark.parametrize(("name", "value", "told"), [
     ("depth", "4", "depth: expected a whole number, got a text"), ("pack", 1, "pack: expected true or false"),
     ("seed", None, "seed: expected a whole number, got null"), ("blend_weights", 3, "expected a list or null"),
-    ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "expected a list of phases"),
+    ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "phases: expected a list"),
     ("warmup_steps", 2.5, "warmup_steps: expected a whole number, got a number")])
 def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name: str, value: Any, told: str) -> None:
     """Regression: it was a TypeError in whatever computed with it first."""

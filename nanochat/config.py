@@ -247,7 +247,7 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "stop in time, saved (default: the end of the SLURM job, else NANOCHAT_MAX_RUNTIME)")
+        -1.0, "stop in time, saved (default: the end of the SLURM job)")
     walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least")
     collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run")
     init_from: str | None = setting(
@@ -357,9 +357,6 @@ TYPES = get_type_hints(Settings)
 ELSEWHERE = {  # flags that people know from other programs
     "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
                           "from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
-                                 "with another one: --init-from=RUN --init-optimizer "
-                                 "--init-data=continue",
 }
 
 

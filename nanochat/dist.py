@@ -172,27 +172,17 @@ def on_rank0(function: Callable[[], T]) -> T:
     """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises,
     rank 0 raises that and the others leave with exit code 1 and no noise."""
     _, rank, _, world_size = get_dist_info()
-    if world_size == 1:
-        return function()
-    box: list[Any] = []
-    error: Exception | None = None
-    if rank == 0:
-        try:
-            box = [function(), True]
-        except Exception as e:
-            error = e
-    box = box or [None, False]
-    dist.broadcast_object_list(box, src=0)
-    if not box[1]:
-        raise error or SystemExit(1)
+    box: list[Any] = [agree(function if rank == 0 else lambda: None)]
+    if world_size > 1:
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def agree(function: Callable[[], T]) -> T:
     """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag
-    or a missing file. Where it raises, all leave: rank 0 with its own error, or with a ValueError
-    that names rank and host; the others with exit code 1. What is neither ValueError nor OSError
-    is raised by the first rank that has it."""
+    or a missing file. Where it raises, all leave: rank 0 with its own error, if it is everyone's or
+    its own alone, or with a ValueError that names rank and host; the others with exit code 1. What
+    is neither ValueError nor OSError is raised by the first rank that has it."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -208,7 +198,7 @@ def agree(function: Callable[[], T]) -> T:
     speaker = next((r for r, (is_bug, _, _) in failed.items() if is_bug), 0)
     if rank != speaker:
         raise SystemExit(1)
-    if error is not None and (failed[rank][0] or len(failed) == world_size):
+    if error is not None and (failed[rank][0] or len(failed) in (1, world_size)):
         raise error
     first, (_, host, text) = next(iter(failed.items()))
     more = f" ({len(failed)} of {world_size} ranks failed)" if len(failed) > 1 else ""

@@ -102,17 +102,15 @@ def slurm_end(env: Mapping[str, str]) -> str:
 
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
     """When this process must have ended, on the monotonic clock, of which `started` is a time too.
-    None without a walltime. The first that is set counts, and is logged: `max_runtime_seconds` (-1:
-    not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for
-    what is no such number, and for an end that has passed."""
+    None without a walltime: `max_runtime_seconds`, and where that is -1 the end of the SLURM job
+    (`slurm_end`). It is logged. ValueError for what is no such number, and for an end that has
+    passed."""
     name, text = "--max-runtime-seconds", str(max_runtime_seconds)
     if max_runtime_seconds == -1:
         name, text = SLURM_END, slurm_end(env)
     if not text:
-        name, text = "NANOCHAT_MAX_RUNTIME", env.get("NANOCHAT_MAX_RUNTIME", "")
-    if not text:
         return None
-    # the end of a job is a time of the wall clock; the others count from the start
+    # the end of a job is a time of the wall clock
     passed_s, began, expected = (time.time(), time.monotonic(), "the unix time at which this job ends"
                                  ) if name == SLURM_END else (0.0, started, "a positive number of seconds")
     try:

@@ -227,18 +227,12 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     """What --init-from names. `known`: what it was when the run began, before it had a checkpoint
     of its own; ValueError if that cannot be had any more."""
     checkpoint = find_checkpoint(init_from)
-    if known is None or known["checksum"] == checkpoint.trainer_state["checksum"]:
-        return checkpoint
-    before = checkpoint.path.with_name(known["checkpoint"])  # that run has gone on since
-    problem = f"{before} is another checkpoint now"
-    try:
-        checkpoint = load_checkpoint(before)
-    except (OSError, ValueError) as e:
-        problem = str(e)
-    if known["checksum"] != checkpoint.trainer_state["checksum"]:
-        raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} "
-                         f"of {known['run']}, which cannot be had any more ({problem}); put it "
-                         f"back, or start a new run with --model-tag NAME")
+    if known is not None:  # that run may have gone on since
+        checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
+        if known["checksum"] != checkpoint.trainer_state["checksum"]:
+            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
+                             f"and {checkpoint.path} is another checkpoint now; put it back, or start a new run with "
+                             f"--model-tag NAME")
     return checkpoint
 
 

@@ -68,13 +68,14 @@ BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 DRY, FLAGS = 4, 7  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
 
 
-class Halt(Exception):
-    """The run cannot take its next step, and a person must decide how it goes on. All ranks raise
-    it together."""
-
-
 class Stop(Exception):
-    """The run was asked to stop. All ranks raise it together, after the same step."""
+    """The run ends before its horizon. All ranks raise it together, after the same step. `status`:
+    stopped, where it was asked to; halted, where a person must decide how it goes on. `more`: what
+    else its last checkpoint should tell."""
+
+    def __init__(self, reason: str, status: str = "stopped", **more: Any) -> None:
+        super().__init__(reason)
+        self.reason, self.status, self.more = reason, status, more
 
 
 # ---- a step of all ranks -------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
 from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own
-from nanochat.trainer import LONG_S, Halt, Journal, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
+from nanochat.trainer import LONG_S, Journal, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
 
@@ -75,18 +75,14 @@ def loop(run: Trainer) -> int:
             if p.step == run.start.step + 1:
                 quiet_gc()
     except Stop as e:
-        run.journal.ending(str(e))
-        run.save(f"checkpoint-{p.step}-shutdown", "stopped", last=True, stopped=str(e))
-        run.journal.end("stopped", str(e))
-        print0(f"stopped: {e}; step {p.step:,} of {last:,} is saved, the same command goes on")
-        return 0
-    except Halt as e:
-        why, all_dry = e.args
-        run.journal.ending(why)
-        run.save(f"checkpoint-{p.step}-shutdown", "halted", last=True, halted=why, all_dry=all_dry)
-        run.journal.end("halted", why)
-        print0(f"halted: {why}; {WAY_ON.format(tag=run.start.run_dir.name)}")
-        return EXIT_HALTED
+        run.journal.ending(e.reason)
+        run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
+        run.journal.end(e.status, e.reason)
+        halted = e.status == "halted"
+        print0(f"{e.status}: {e.reason}; " + (
+            WAY_ON.format(tag=run.start.run_dir.name) if halted else
+            f"step {p.step:,} of {last:,} is saved, the same command goes on"))
+        return EXIT_HALTED if halted else 0
     except ArithmeticError as e:
         run.told_save(wait=True)
         run.journal.end("failed", str(e))
@@ -131,7 +127,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
 
 
 def one_step(run: Trainer) -> None:
-    """One optimizer step. Raises Halt on all ranks where one has no rows, Stop where asked to."""
+    """One optimizer step. Raises Stop on all ranks where one has no rows, and where asked to."""
     p, loader = run.progress, run.loader
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
@@ -146,7 +142,8 @@ def one_step(run: Trainer) -> None:
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        raise Halt(*next(told for told in gather_all(dry) if told[0]))
+        why, all_dry = next(told for told in gather_all(dry) if told[0])
+        raise Stop(why, "halted", all_dry=all_dry)
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.journal.check_digest(totals.digest)

@@ -123,11 +123,10 @@ def test_a_second_sigint_ends_the_process_at_once_with_130():
 # ---- walltime and the flag file ---------------------------------------------------------------------
 
 def test_the_first_limit_that_is_set_counts_and_a_wall_clock_that_jumps_moves_nothing(monkeypatch):
-    env = {"SLURM_JOB_END_TIME": "5000", "NANOCHAT_MAX_RUNTIME": "70"}
+    env = {"SLURM_JOB_END_TIME": "5000"}
     monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
     assert deadline(60, env, 100.0) == 160.0
-    assert deadline(-1, {**env, "SLURM_JOB_END_TIME": ""}, 100.0) == 170.0
     assert deadline(-1, {}, 100.0) is None
     assert deadline(-1, env, 100.0) == 1130.0
     stop = StopWatch(deadline(-1, env, 100.0), reserve_s=10)
@@ -140,7 +139,7 @@ def test_the_first_limit_that_is_set_counts_and_a_wall_clock_that_jumps_moves_no
     ("echo 5000", {}, 1130.0, "walltime: 16 min 40 s left (SLURM_JOB_END_TIME)"),
     ("echo 5000", {"RANK": "1"}, None, ""), ("echo 5000", {"SLURM_JOB_END_TIME": "4500"}, 630.0, "8 min 20 s left"),
     ("echo N/A", {}, None, "did not tell when job 17 ends"), ("exit 1", {}, None, "did not tell"),
-    ("sleep 9", {}, None, "timed out"), ("echo x", {"NANOCHAT_MAX_RUNTIME": "70"}, 170.0, "(NANOCHAT_MAX_RUNTIME)"),
+    ("sleep 9", {}, None, "timed out"), ("echo x", {}, None, "did not tell"),
     ("", {"SLURM_JOB_ID": ""}, None, "")])
 def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
         tmp_path, monkeypatch, caplog, answer, env, at, told):
@@ -155,14 +154,12 @@ def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
         found = deadline(-1, {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", **env}, 100.0)
     assert found == at and told in caplog.text
     asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else None
-    assert asked == (None if env and "NANOCHAT_MAX_RUNTIME" not in env else
-                     ["%s", "--noheader", "--format=%e", "--jobs=17"])
+    assert asked == (None if env else ["%s", "--noheader", "--format=%e", "--jobs=17"])
 
 
 @pytest.mark.parametrize("seconds, env, told", [
     *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
-    (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),
-    (-1, {"NANOCHAT_MAX_RUNTIME": "-5"}, "NANOCHAT_MAX_RUNTIME"), (-1, {"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END"),
+    (-1, {"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END"),
     (-1, {"SLURM_JOB_END_TIME": "10"}, "SLURM_JOB_END_TIME: got '10', expected the unix time")])
 def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
     with pytest.raises(ValueError, match=told):

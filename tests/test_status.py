@@ -30,7 +30,7 @@ from nanochat.lifecycle import RunState, acquire, identify
 from nanochat.lifecycle import StopWatch, deadline
 started = time.monotonic()
 env = os.environ
-with StopWatch(deadline(-1, env, started)) as stop:
+with StopWatch(deadline(float(env.get("RUNTIME_S", -1)), env, started)) as stop:
     run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
     owner = acquire(run_dir)
     stop.clear(run_dir)
@@ -300,7 +300,7 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
 
 
 def test_the_loop_goes_on_through_walltimes_until_the_run_is_completed(base):
-    code, told = ended(loop(base, NANOCHAT_MAX_RUNTIME=0.3, STEP_S=0.04))
+    code, told = ended(loop(base, RUNTIME_S=0.3, STEP_S=0.04))
     assert code == 0, told
     assert "d1 is stopped (walltime" in told and "d1 is completed" in told
     assert read_state(run_dir(base))["step"] == 20

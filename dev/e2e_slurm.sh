@@ -232,7 +232,7 @@ chain=(sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --signal=B:USR1@10 
 job=$("${chain[@]:0:2}" --time=3 "${chain[@]:2}") # of which --walltime-reserve-seconds keeps 2 by itself
 trains_again
 check "train_chain.sbatch: two nodes under one srun" "n1,n2" "$(nodes_of_ranks)"
-check "the deadline that is in force" "*the end of the SLURM job)" "$(grep -oh 'walltime: .*' "train_chain-$job.log")"
+check "the deadline that is in force" "*SLURM_JOB_END_TIME)" "$(grep -oh 'walltime: .*' "train_chain-$job.log")"
 code=0
 said=$("$python" -m scripts.status chain --exit-code) || code=$?
 check "scripts.status beside it" "20: 2 process(es) on *" "$code: $(grep -oP '\d+ process\(es\).*(?=;)' <<<"$said")"

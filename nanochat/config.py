@@ -67,8 +67,8 @@ class RunSettings:
         "wandb", "where values are drawn, with commas between: wandb (where --run names its run), tensorboard")
     model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
-        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path")
-    force: bool = setting(False, "with --resume=scratch: delete the run that is there")
+        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path or RUN@STEP")
+    force: bool = setting(False, "with --resume=scratch: move the run that is there aside")
     device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
                                note=ROUNDING + "other devices round differently")
     dtype: str = setting(

@@ -2,7 +2,7 @@
 needed to go on with it.
 
     runs/d12/
-      config.json                 the resolved configuration; written once, removed last
+      config.json                 the resolved configuration; written once
       data_manifest.json          which files it reads
       tokenizer/                  written once
       logs/train.jsonl            one JSON object per step and per event
@@ -33,6 +33,7 @@ writer makes them anew and says so; where the run directory itself is gone, writ
 
 import contextlib
 import gzip
+import itertools
 import json
 import logging
 import math
@@ -53,12 +54,6 @@ CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
 FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
-# What a run writes beside its checkpoints, in the order in which a wipe removes it: without its
-# log a run begins anew, and as long as config.json is there nobody begins another one in its
-# place.
-WRITTEN = ("logs/cursors/step-*.json.gz", "logs/train.jsonl", "tokenizer/tokenizer.json",
-           "tokenizer/ranks.tiktoken", "tokenizer/hf_tokenizer.json", "tokenizer/sentencepiece.model", "tensorboard",
-           "profile", "report.md", "report-*.png", ".shutdown_requested", PLAN_NAME, "data_manifest.json", CONFIG_NAME)
 
 
 # ---- finding runs -------------------------------------------------------------------------------
@@ -114,10 +109,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         found = ", ".join(checkpoint_folders(run_dir))
         raise FileNotFoundError(
-            f"{path}: missing, so nobody knows which settings {found} belong to; put it back, delete "
-            f"the run with --resume scratch --force, or start a new one with --model-tag NAME" if found else
+            f"{path}: missing, so nobody knows which settings {found} belong to; put it back, begin "
+            f"anew with --resume scratch --force, or start another run with --model-tag NAME" if found else
             f"{path}: missing, so {run_dir} is no run directory or its run never started")
-    return read_json(path, dict, way_out="put it back, or delete the run with --resume scratch --force")
+    return read_json(path, dict, way_out="put it back, or begin anew with --resume scratch --force")
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------
@@ -187,27 +182,13 @@ def remake_folder(folder: Path) -> None:
         log.warning("%s was removed while the run trains; it is made anew, empty", folder)
 
 
-def wipe(run_dir: Path) -> None:
-    """Delete what a run wrote, and nothing else that may lie there; links are removed, never
-    followed.
-
-    The checkpoints lose their names first and config.json goes last. So a wipe that is cut short
-    leaves a run with its own settings that begins at step 0, and never old weights under new
-    settings. """
-    log.warning("%s: deleting the run as asked", run_dir)
-    folders = [run_dir / name for name in FOLDERS]
-    for folder in folders:
-        if folder.is_symlink():
-            folder.unlink()
-    for name, path in checkpoint_folders(run_dir).items():
-        os.rename(path, path.with_name(f".del-{name}-{os.getpid()}"))
-    for pattern in WRITTEN:
-        for path in run_dir.glob(pattern):
-            remove_tree(path)
-    clean_stale(run_dir)
-    for folder in reversed(folders):
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+def set_aside(run_dir: Path) -> None:
+    """Give a run, or whatever lies in its place, another name, so that a new one can begin there.
+    Nothing is deleted: that is left to a person."""
+    others = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
+    aside = next(path for path in others if not os.path.lexists(path))
+    os.rename(run_dir, aside)
+    log.warning("%s: what was there is %s now; delete it if you do not need it", run_dir, aside)
 
 
 # ---- the log ------------------------------------------------------------------------------------

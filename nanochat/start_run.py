@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, list_checkpoints, load_checkpoint, newest_good
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, newest_good
 from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
@@ -58,7 +58,7 @@ from nanochat.run_dir import (
     pack_cursors,
     read_config,
     run_path,
-    wipe,
+    set_aside,
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.stream import carry_on, open_stream, stream_identity
@@ -175,14 +175,10 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     """Rank 0's part of `look`."""
     exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
     if exists and scratch and not settings.force:
-        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to delete "
-                         f"it, or name a new one with --model-tag")
+        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to move "
+                         f"it aside, or name a new one with --model-tag")
     # before any look: a launch that ends while it is watched may leave a newer save
     generation = check_free(run_dir)
-    if exists and scratch and generation == 0:
-        raise ValueError(f"--resume scratch: {run_dir} looks like a run, but no launch of this "
-                         f"program ever owned it, so nothing is deleted; move it away, or name a "
-                         f"new run with --model-tag")
     if settings.core_metric_every > 0:  # a bundle that is not there is an error now, and not after hours
         from nanochat.core_eval import read_bundle
 
@@ -194,7 +190,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         config = read_config(run_dir)
         settings, notices = go_on(config, settings, run_dir=run_dir)
     if not scratch:
-        checkpoint = _own_checkpoint(run_dir, settings.resume)
+        checkpoint = newest_good(run_dir) if settings.resume == "auto" else find_checkpoint(settings.resume)
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
@@ -208,19 +204,6 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         cursors=None if goes_on_from is None else goes_on_from.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation)
     return start if settings.order == "lanes" else _settle_samples(start)
-
-
-def _own_checkpoint(run_dir: Path, resume: str) -> Checkpoint | None:
-    """The checkpoint that --resume means."""
-    if resume == "auto":
-        return newest_good(run_dir)
-    path = Path(resume).expanduser()
-    if not path.is_dir():
-        there = ", ".join(path.name for path in list_checkpoints(run_dir)) or "none"
-        raise FileNotFoundError(f"--resume {resume}: no such folder, expected auto, scratch or a "
-                                f"checkpoint's path; checkpoints in {run_dir / 'checkpoints'}: "
-                                f"{there}")
-    return load_checkpoint(path)
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
@@ -420,9 +403,10 @@ def own(start: Start, data: RunData) -> Owner:
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.generation)
+    if settings.resume == "scratch" and is_run_dir(run_dir):
+        set_aside(run_dir)
+        owner = claim(run_dir, 0)
     try:
-        if settings.resume == "scratch" and is_run_dir(run_dir):
-            wipe(run_dir)
         open_folders(run_dir)
         write_json(run_dir / MANIFEST_NAME, data.manifests)
         data.tokenizer.save(run_dir / "tokenizer")

@@ -105,7 +105,7 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace: Path) -> None:
     ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),
     ({"window_pattern": "SXL"}, ("window_pattern", "letters S")),
     ({"depth": 0}, ("depth", "expected >= 1")),
-    ({"resume": "nowhere/checkpoint-3"}, ("--resume nowhere/checkpoint-3", "no such folder", "none")),
+    ({"resume": "nowhere/checkpoint-3"}, ("no run 'nowhere/checkpoint-3'", "neither a tag")),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else "")
 def test_a_flag_that_cannot_be(settings: dict[str, Any], words: tuple[str, ...]) -> None:
     refuse_new(*words, **settings)
@@ -134,8 +134,8 @@ def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> N
 
 def test_a_checkpoint_that_is_not_there(half_done: Path) -> None:
     wrong = half_done / "checkpoints" / "checkpoint-5"
-    refuse_old(str(wrong), "no such folder", "checkpoint-4, checkpoint-2", resume=wrong)
-    refuse_old(str(half_done / "logs"), "trainer_state.json", resume=half_done / "logs")
+    refuse_old(str(wrong), "trainer_state.json: missing", resume=wrong)
+    refuse_old("no run", str(half_done / "logs"), resume=half_done / "logs")
 
 
 def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace: Path, half_done: Path) -> None:

@@ -251,7 +251,7 @@ def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -
     assert len(training.events("started")) == 1 and len(steps()) == len(training.all_steps())
 
 
-# ---- removed and wiped ------------------------------------------------------------------------------
+# ---- removed, and set aside ------------------------------------------------------------------------------
 
 def stop_itself(watched: bool) -> None:
     """A hook: rank 0 is stopped after step 5, until SIGCONT. Not watched: nobody looks who owns the run."""
@@ -278,7 +278,7 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
     assert_equal(reference)
 
 
-def test_what_is_no_whole_run_is_neither_wiped_nor_gone_on_with(reference: dict[str, Any]) -> None:
+def test_what_is_no_whole_run_is_not_gone_on_with_and_never_deleted(reference: dict[str, Any]) -> None:
     take_over(reference, 6)
     (training.run_dir() / "config.json").unlink()
     assert re.search(r"config\.json: missing, so nobody knows which settings .* belong to; put it back", refuse())
@@ -286,6 +286,6 @@ def test_what_is_no_whole_run_is_neither_wiped_nor_gone_on_with(reference: dict[
     for name in ("config.json", "logs/train.jsonl", "tokenizer/tokenizer.json"):  # somebody's
         (training.run_dir() / name).parent.mkdir(parents=True, exist_ok=True)
         (training.run_dir() / name).write_text("{}")
-    before = training.fingerprint(training.run_dir())
-    assert "no launch of this program ever owned it" in refuse(resume="scratch", force=True)
-    assert training.fingerprint(training.run_dir()) == before
+    succeed(resume="scratch", force=True, num_iterations=1)
+    old = training.run_dir("run.old-1")
+    assert [(old / name).read_text() for name in ("config.json", "logs/train.jsonl")] == ["{}", "{}"]

@@ -1,5 +1,4 @@
-"""Run directories: found by tag and path; a log that outlives any crash; a wipe that removes what a run wrote, in an
-order that never leaves old weights under new settings."""
+"""Run directories: found by tag and path; a log that outlives any crash; a run that is set aside is whole."""
 
 import errno
 import json
@@ -42,7 +41,7 @@ def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path: Path) -> None
         rd.read_config(tmp_path)
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json: .*put it back, or delete the run"):
+        with pytest.raises(ValueError, match=r"config\.json: .*put it back, or begin anew"):
             rd.read_config(tmp_path)
 
 
@@ -117,7 +116,7 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
     assert not run.exists()
 
 
-# ---- wiping -----------------------------------------------------------------------------------------
+# ---- set aside --------------------------------------------------------------------------------------
 
 def fill(run: Path) -> Path:
     """A run directory with some of all that a run writes, and a person's notes."""
@@ -136,40 +135,15 @@ def files_of(run: Path) -> set[str]:
     return {str(p.relative_to(run)) for p in run.rglob("*") if not p.is_dir()}
 
 
-NOT_OURS = {".owner-000001.json", "notes.txt", "logs/notes.txt", "checkpoints/mine/e"}
-
-
-def test_a_wipe_that_is_cut_short_never_leaves_weights_without_their_settings(tmp_path: Path) -> None:
-    """At every change: as long as one checkpoint counts all else is there, config.json is the last to go, and a second
-    wipe ends what the first began."""
-    whole = files_of(fill(tmp_path / "whole"))
-    seen = set()
-    for at in range(100):
-        run = fill(tmp_path / str(at))
-        with faults.crashing_at(at, below=run) as changes:
-            rd.wipe(run)
-        kept = (run / "config.json").exists()
-        assert kept or (files_of(run) - NOT_OURS == set() and not rd.is_run_dir(run)) or not rd.checkpoint_folders(run)
-        if rd.checkpoint_folders(run):
-            gone = whole - files_of(run)
-            assert kept and all(name.startswith("checkpoints/") for name in gone)
-        seen.add((kept, len(rd.checkpoint_folders(run))))
-        rd.wipe(run)
-        assert files_of(run) == NOT_OURS and not (run / "tokenizer").exists() and not rd.is_run_dir(run)
-        if len(changes.made) <= at:
-            break
-    assert 15 < at < 99 and seen == {(True, 2), (True, 1), (True, 0), (False, 0)}
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "logs", "tokenizer", "checkpoints/final", "logs/cursors"])
-def test_a_wipe_removes_links_and_follows_none(tmp_path: Path, name: str) -> None:
-    run, elsewhere = fill(tmp_path / "run"), tmp_path / "elsewhere"
-    (run / name).rename(elsewhere)
-    (run / name).symlink_to(elsewhere)
-    before = files_of(elsewhere)
-    rd.wipe(run)
-    assert not (run / name).is_symlink() and not rd.is_run_dir(run)
-    assert files_of(elsewhere) == before and before
+def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (1, 2):
+        run, elsewhere = fill(tmp_path / "run"), tmp_path / f"elsewhere-{number}"
+        (run / "logs").rename(elsewhere)
+        (run / "logs").symlink_to(elsewhere)
+        before = files_of(run)
+        rd.set_aside(run)
+        assert not run.exists() and files_of(tmp_path / f"run.old-{number}") == before and before
+        assert f"run.old-{number} now" in caplog.text
 
 
 def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ python -m scripts.base_train --data-path "$work/shards" --data-format shards --m
     --matrix-lr 0.16 --embedding-lr 2.4 --unembedding-lr 0.064
 stage "training"
 
-python -m scripts.base_eval interop --eval-tokens 32768 --unigram-tokens 65536 --device-type cpu
+python -m scripts.base_eval interop --eval-tokens 32768 --device-type cpu
 python -m scripts.report interop
 stage "evaluation and report"
 

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,19 +96,3 @@ def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list
             raise StopAsked(why)
     return ([nats for rows, _, _ in everyone for nats in rows],
             sum(of_rank for _, of_rank, _ in everyone))
-
-
-def unigram_bpb(counts: np.ndarray, targets: np.ndarray, token_bytes: np.ndarray) -> float:
-    """Bits per byte of a model that knows only how often each token occurs: the floor that a
-    trained one must beat. Raises ValueError where no target stands for bytes.
-
-    counts: (vocab_size,) integers, occurrences of each token in the training text; every token gets
-    one more, so that none is impossible. targets: token ids, any shape; negative ones are off.
-    token_bytes: (vocab_size,) as above.
-    """
-    weights = np.asarray(counts, dtype=np.int64) + 1
-    nats = np.log(weights.sum()) - np.log(weights)
-    sizes = np.asarray(token_bytes, dtype=np.int64)
-    live = np.asarray(targets)[np.asarray(targets) >= 0]
-    occurrences = np.bincount(live.ravel(), minlength=len(weights)) * (sizes > 0)
-    return _bits_per_byte(occurrences * nats, int((occurrences * sizes).sum()))

@@ -8,31 +8,26 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 
 Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
 the run's own --eval-tokens, the default, the validation result is the one that training printed at
-that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
-training, and nothing else. CORE needs the eval_bundle folder, and nothing of the run but model and
-tokenizer (nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
+that step. CORE needs the eval_bundle folder, and nothing of the run but model and tokenizer
+(nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
 """
 
 import argparse
-import contextlib
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Parser, get_dist_info, print0, run_main, table, write_json
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataloader import validation_loader
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
-from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats, unigram_bpb
+from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.run_data import RunData, open_data, open_run, pinned_data
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of, own_prompts
@@ -49,45 +44,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
     p.add_argument("--eval-tokens", type=int, default=-1,
                    help="tokens of each split; -1: as the run did")
-    p.add_argument("--unigram-tokens", type=int, default=2**22,
-                   help="training tokens of which the unigram model knows how often each occurs")
     p.add_argument("--device-batch-size", type=int, default=-1,
                    help="rows in one forward pass; -1: as the run did")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
     args = p.parse_args(argv)
-    for flag, allowed in (("eval_tokens", -1), ("device_batch_size", -1), ("unigram_tokens", 1)):
-        given = getattr(args, flag)
-        if given < 1 and given != allowed:
-            raise ValueError(f"--{flag.replace('_', '-')}: got {given}, expected at least 1"
-                             + ", or -1" * (allowed < 0))
+    for flag, given in (("--eval-tokens", args.eval_tokens), ("--device-batch-size", args.device_batch_size)):
+        if given < 1 and given != -1:
+            raise ValueError(f"{flag}: got {given}, expected at least 1, or -1")
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     if unknown := set(args.eval) - set(MODES):
         raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected some of {', '.join(MODES)}, "
                          f"with commas between them")
     return args
-
-
-# ---- bits per byte ------------------------------------------------------------------------------
-
-def counting(batches: Iterable[Any], counts: np.ndarray) -> Iterator[Any]:
-    """Hand batches through, adding their live targets to `counts` (vocab_size,) int64."""
-    for batch in batches:
-        ids = batch.targets.cpu().numpy().ravel()
-        counts += np.bincount(ids[ids >= 0], minlength=len(counts))
-        yield batch
-
-
-def count_training_tokens(data: RunData, config: Any, num_tokens: int) -> np.ndarray:
-    """How often each token is a target in the first rows of the run's stream, as many from each
-    lane, together at least `num_tokens` tokens: (vocab_size,) int64."""
-    counts = np.zeros(data.tokenizer.get_vocab_size(), np.int64)
-    steps = -(-num_tokens // (config.V * config.T))
-    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
-                    device_batch_size=config.V, with_digest=False, drop_dry=True) as loader, \
-            contextlib.suppress(Dry):
-        for _ in itertools.islice(counting(loader, counts), steps):
-            pass
-    return counts
 
 
 def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
@@ -101,47 +69,34 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
             "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
 
 
-# ---- the script ---------------------------------------------------------------------------------
-
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
                   ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation and on as much of each training bucket,
-    and of a unigram model on the same validation tokens; nats per token, under names of their own,
-    where the tokenizer does not know bytes."""
+    """Collective. Bits per byte of the model on validation and on as much of each training bucket;
+    nats per token, under names of their own, where the tokenizer does not know bytes."""
     _, rank, _, world_size = get_dist_info()
-    stored, config, settings = opened
-    device, tokenizer = model.get_device(), stored.tokenizer
-    data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
+    data, config, settings = opened
+    tokenizer = data.tokenizer
+    if not config.framed:
+        data = open_data(pinned_data(run_dir), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
-    seen = np.zeros(tokenizer.get_vocab_size(), np.int64)
     B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
     num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
 
     def batches(source: Any, num_tokens: int) -> Iterator[Any]:
         return validation_loader(
-            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device,
+            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=model.get_device(),
             rank=rank, device_batch_size=B, world_size=world_size, num_leaves=settings.leaves,
             with_doc_ids=model.attention_mode != "causal")
 
-    val, buckets = evaluate_buckets(
-        model, {name: counting(batches(source, num_tokens // len(data.val)), seen)
-                for name, source in data.val.items()}, token_bytes)
+    val, buckets = evaluate_buckets(model, {name: batches(source, num_tokens // len(data.val))
+                                            for name, source in data.val.items()}, token_bytes)
     train = {name: evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
-    if dist.is_initialized():
-        total = torch.from_numpy(seen).to(device)
-        dist.all_reduce(total)
-        seen = total.cpu().numpy()
-    trained = on_rank0(lambda: count_training_tokens(stored, config, args.unigram_tokens))
-    targets = np.repeat(np.arange(len(seen), dtype=tokenizer.token_dtype), seen)
-    floor = unigram_bpb(trained, targets, token_bytes.numpy())
-    if not tokenizer.knows_bytes:
-        val, floor = in_nats(val), in_nats(floor)
-        buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
-    key = "bpb" if tokenizer.knows_bytes else "loss"
-    return {f"val_{key}": val, "val_buckets": buckets, f"train_{key}": train, f"unigram_{key}": floor,
-            "val_targets": int(seen.sum()), "unigram_targets": int(trained.sum())}
+    if tokenizer.knows_bytes:
+        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train}
+    buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
+    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train}
 
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
@@ -194,8 +149,7 @@ def report(result: dict[str, Any], path: Path) -> None:
         buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
         rows = [("validation", result[f"val_{key}"]),
                 *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
-                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items()),
-                ("validation, unigram model", result[f"unigram_{key}"])]
+                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items())]
     heading = f"{result['checkpoint']}, step {result['step']:,}", unit
     lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]) if rows else [heading[0]]
     if "core" in result:

@@ -1,7 +1,6 @@
 """Evaluation of a run: its bits per byte are training's, and neither batch size nor processes move them."""
 
 import json
-import math
 import os
 import pydoc_data.topics
 import shutil
@@ -9,15 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
-from nanochat.loss_eval import evaluate_bpb
-from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_eval, base_train, infer_bench, sample
@@ -68,7 +64,7 @@ def first_result(base: Path) -> dict[str, Any]:
 
 def evaluate(*flags: str) -> dict[str, Any]:
     """The result of an evaluation."""
-    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
+    argv = ["tiny", "--device-type=cpu", f"--eval={MODES}", *flags]
     assert base_eval.main(argv) == 0
     return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
 
@@ -88,7 +84,7 @@ def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> 
 def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result: dict[str, Any], B: int,
                                                         processes: int) -> None:
     path = base / f"other-{B}.json"
-    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
+    argv = ["tiny", "--device-type=cpu", f"--eval={MODES}", f"--device-batch-size={B}",
             f"--json={path}"]
     if processes == 1:
         assert base_eval.main(argv) == 0
@@ -100,29 +96,9 @@ def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
     assert len(other["core"]["results"]) == 3
-    for exact in ("unigram_bpb", "val_targets", "unigram_targets", "samples", "core"):
+    for exact in ("samples", "core"):
         assert other[exact] == first_result[exact]
     assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "tiny" / "eval.csv").read_bytes()
-
-
-def test_the_unigram_model_is_the_one_of_the_first_training_rows(run: Path, first_result: dict[str, Any]) -> None:
-    data, config, _ = open_run(run)
-    counts = base_eval.count_training_tokens(data, config, 2000)
-    rows = -(-2000 // (config.V * T)) * config.V
-    assert counts.sum() == rows * T == first_result["unigram_targets"]
-    batch = type("Batch", (), {"targets": torch.tensor([[1, -100], [4, 1]])})
-    few = np.zeros(5, np.int64)
-    assert list(base_eval.counting([batch], few)) == [batch] and few.tolist() == [0, 2, 0, 0, 1]
-
-    class Unigram:  # as a model: the same distribution wherever it stands
-        def __call__(self, x: torch.Tensor, y: torch.Tensor, loss_reduction: str) -> torch.Tensor:
-            weights = torch.from_numpy(counts + 1.0)
-            return -(weights / weights.sum()).log()[y.clamp(min=0)]
-
-    batches = base_eval.validation_loader(data.val["data"], tokenizer=data.tokenizer, T=T, device_batch_size=3,
-                                          num_tokens=EVAL_TOKENS, device="cpu")
-    expected = evaluate_bpb(Unigram(), batches, None, data.tokenizer.token_bytes())
-    assert math.isclose(expected, first_result["unigram_bpb"], rel_tol=1e-12)
 
 
 def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(
@@ -153,7 +129,7 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
 
 def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, first_result: dict[str, Any]) -> None:
     path = base / "named.json"
-    assert base_eval.main([f"{run / 'checkpoints' / 'final'}", "--unigram-tokens=2000", f"--json={path}",
+    assert base_eval.main([f"{run / 'checkpoints' / 'final'}", f"--json={path}",
                            "--device-type=cpu", "--device-batch-size=8"]) == 0
     assert figures(json.loads(path.read_text())) == figures(first_result)
     model, _, meta = load_model(run / "checkpoints" / "final", "cpu")
@@ -162,7 +138,7 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, 
 
 @pytest.mark.parametrize("flags, message", [
     (["other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
-    (["--unigram-tokens=0"], "--unigram-tokens"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
+    (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
     (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
 def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
     with pytest.raises((ValueError, OSError), match=message):

@@ -22,7 +22,6 @@ from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
-from nanochat.loss_eval import unigram_bpb
 from nanochat.run_dir import read_config
 from scripts import base_train, sample
 from tests import training
@@ -49,10 +48,6 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
     bpb = [event["bpb"] for event in events("val")]
     assert [event["step"] for event in events("val")] == [0, 20, 40]
     assert bpb[0] > 3 > bpb[1] > bpb[2] and bpb[2] < 0.5
-    tokenizer = run_data.open_run(training.run_dir())[0].tokenizer
-    ids = tokenizer.encode(sentence * 3)
-    counts = np.bincount(ids, minlength=training.VOCAB_SIZE)
-    assert bpb[2] < 0.3 * unigram_bpb(counts, np.array(ids), tokenizer.token_bytes().numpy())
     assert 1 <= outcome.out.count("  > ") <= sample.NUM_PROMPTS
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 

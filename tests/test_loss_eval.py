@@ -3,7 +3,6 @@
 import math
 import os
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.loss_eval import evaluate_bpb, unigram_bpb
+from nanochat.loss_eval import evaluate_bpb
 from tests import training
 from tests.toy import examples
 
@@ -73,8 +72,6 @@ def test_steps_count_batches_and_never_draw_one_too_many():
 def test_no_bytes_at_all_is_an_error(y):
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate_bpb(table_model, [(torch.zeros_like(y), y)], None, TOKEN_BYTES)
-    with pytest.raises(ValueError, match="nothing to evaluate"):
-        unigram_bpb(np.zeros(8, dtype=np.int64), y.numpy(), TOKEN_BYTES.numpy())
 
 
 def test_a_fresh_model_needs_the_bits_of_a_uniform_guess():
@@ -109,12 +106,3 @@ def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path, monkeyp
     monkeypatch.undo()
     expected = evaluate_bpb(table_model, batches, None, TOKEN_BYTES).hex()
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [expected, expected]
-
-
-def test_unigram_is_the_cross_entropy_of_smoothed_counts():
-    counts = np.array([5, 0, 2, 1, 0, 0, 9, 3])
-    targets = np.array([[0, 0, 1, -100], [3, 6, 2, 7]])
-    probability = (counts + 1) / (counts + 1).sum()
-    text = [0, 0, 1, 3, 2]  # without what is off and what is special
-    expected = -sum(math.log2(probability[t]) for t in text) / sum(TOKEN_BYTES[t].item() for t in text)
-    assert unigram_bpb(counts, targets, TOKEN_BYTES.numpy()) == pytest.approx(expected, rel=1e-13)

@@ -145,7 +145,7 @@ class Comparison:
             self.sample(f"{what} sample {i}", ours, theirs, i)
 
     def sample(self, what: str, ours: Any, theirs: Any, i: int) -> None:
-        """All tensors of a sample, and `row`."""
+        """All tensors of a sample."""
         for part in getattr(theirs, "datasets", [theirs]):
             part.masks_and_position_ids_are_cached = False  # theirs are spoiled by a padded first sample
         a, b = ours[i], theirs[i]
@@ -153,11 +153,6 @@ class Comparison:
             raise ValueError(f"{what}: ours has {sorted(a)}, theirs {sorted(b)}")
         for name in b:
             self.same(f"{what} {name}", a[name], b[name], "tensors")
-        ids, live = ours.row(i)
-        self.same(f"{what} row", ids[:-1].astype(np.int64), b["tokens"], "rows")
-        self.same(f"{what} row", ids[1:].astype(np.int64), b["labels"], "rows")
-        mask = np.ones(len(ids) - 1, bool) if live is None else live[1:] > 0
-        self.same(f"{what} mask", mask, b["loss_mask"] > 0, "rows")
 
     def corpus(self, number: int, rng: np.random.Generator, folder: Path) -> str:
         """One random corpus; a line about it."""

@@ -20,7 +20,7 @@ outside a compiled model, and one for all layers of equal window; padding is a d
 A model is in one of four modes:
 
 - `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full
-  windows, and takes a boolean band (cached) for short ones. The band costs what the full square
+  windows, and takes a boolean band for short ones. The band costs what the full square
   costs: fine on a CPU and for a few decoded tokens. On CUDA short windows take `varlen_attn`
   (`flash`) instead: the FlashAttention-2 kernels of the PyTorch wheel. They take the window as a
   number and skip the blocks outside it, in bfloat16 and float16 only.
@@ -124,9 +124,7 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         return _sdpa(q, k, v, None)
     if window < 0 and Tq == Tk:
         return _sdpa(q, k, v, None, is_causal=True)
-    # a tensor that is traced must not outlive its trace
-    band = _band if torch.compiler.is_compiling() else _cached_band
-    return _sdpa(q, k, v, band(Tq, Tk, window, q.device))
+    return _sdpa(q, k, v, _band(Tq, Tk, window, q.device))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *,
@@ -144,7 +142,7 @@ def _doc_band(doc_ids: Tensor, window: int) -> Tensor:
     """(B, 1, T, T) bool, True where a query may look."""
     T = doc_ids.size(1)
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
-    return _cached_band(T, T, window, doc_ids.device) & same
+    return _band(T, T, window, doc_ids.device) & same
 
 
 def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
@@ -152,12 +150,6 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
     queries = torch.arange(Tk - Tq, Tk, device=device)
     back = queries[:, None] - torch.arange(Tk, device=device)
     return (back >= 0) & (back <= window) if window >= 0 else back >= 0
-
-
-@functools.lru_cache(maxsize=16)
-def _cached_band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # made while sampling, it may serve a backward pass later
-        return _band(Tq, Tk, window, device)
 
 
 # ---- flash ---------------------------------------------------------------------------------------

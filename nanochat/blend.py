@@ -56,8 +56,8 @@ SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation h
 
 class BlendedDataset:
     """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights`
-    being how many each gives. `dataset[i]` is a dict of tensors and `dataset_id`; `row(i)` is for
-    training. ValueError for a data set that would have to give more samples than it has."""
+    being how many each gives. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError for a
+    data set that would have to give more samples than it has."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
@@ -97,11 +97,6 @@ class BlendedDataset:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}, there are {len(self):,}")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """As `GPTDataset.row`."""
-        source, sample = self.locate(i)
-        return self.datasets[source].row(sample)
 
     def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
         source, sample = self.locate(int(idx) + len(self) * (int(idx) < 0))
@@ -338,16 +333,16 @@ class SampleStream:
         step = num_rows * self.config.V
         if self.taken + step > self.config.num_samples:
             return []
-        wanted = [lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
-        row_of, samples = self.samples.row, [self.taken + i for i in wanted]
-        read = each(row_of, samples, at_once=64) if self.far else map(row_of, samples)
+        wanted = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
+        get: Any = self.samples.__getitem__
         rows: list[Row] = []
-        for i, (ids, live) in zip(wanted, read):
-            number, _ = self.samples.locate(self.taken + i)
-            row = SampleRow(i // num_rows, self.row + i % num_rows, self.buckets[number], ids, live,
-                            [], self.taken + i, self.eod)
-            self.counts[len(rows) // num_rows, number] += 1
-            rows.append(row)
+        for number, sample in zip(wanted, each(get, wanted, at_once=64) if self.far else map(get, wanted)):
+            lane, j = divmod(number - self.taken, num_rows)
+            bucket = int(sample.get("dataset_id", 0))
+            ids = np.append(sample["tokens"], sample["labels"][-1:])
+            live = np.append(1, sample["loss_mask"]).astype(np.uint8)
+            rows.append(SampleRow(lane, self.row + j, self.buckets[bucket], ids, live, [], number, self.eod))
+            self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
         self.row += num_rows
         return rows

@@ -288,7 +288,7 @@ class IndexedDatasetBuilder:
 
 class GPTDataset:
     """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of
-    tensors, `row(i)` the same for training. It is also a blend of one data set, itself.
+    tensors. It is also a blend of one data set, itself.
 
     `num_samples`: at least so many, over as many epochs as it takes; None: one epoch. ValueError
     for data that cannot give them. Reads no token and computes no index yet.
@@ -396,26 +396,6 @@ class GPTDataset:
         return [(sequence, begin, end - begin)
                 for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
 
-    def _ids(self, i: int) -> np.ndarray:
-        """The ids of sample i: (T + extra,), or fewer if it is a partial one."""
-        return np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Sample i for training: (ids (T + 1,) of the type on disk, live (T + 1,) uint8 or None).
-
-        Inputs are ids[:-1] and targets ids[1:]. `live` is 0 where a target does not count; None
-        says that all do. Where there is no token, the id is 0.
-        """
-        found = self._ids(i)
-        ids = np.zeros(self._T + 1, found.dtype)
-        ids[:len(found)] = found
-        padding = (np.arange(len(ids)) >= len(found)) | (ids == self._pad)
-        live = (~padding).astype(np.uint8)
-        if self.config.eod_mask_loss:
-            live[1:] &= ids[:-1] != self.config.eod
-        ids[padding] = 0
-        return ids, None if live.all() else live
-
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32,
         and attention_mask (1, T, T) bool, True where attention is barred, if the configuration asks
@@ -423,7 +403,8 @@ class GPTDataset:
         import torch
 
         config, places = self.config, np.arange(self._T)
-        found = self._ids(0 if idx is None else int(idx) + len(self) * (int(idx) < 0))
+        number = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
+        found = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(number)])  # fewer: a partial one
         text = np.full(self._T + 1, self._pad, np.int64)
         text[:len(found)] = found
         ends = np.zeros(self._T, bool) if config.eod is None else text[:-1] == config.eod

@@ -304,12 +304,10 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
             told = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
             raise ValueError(f"cursor of lane {lane} is of another stream ({told}); start a new run "
                              f"(--model-tag)")
-    found = [cursor["lane"] for cursor in cursors]
-    if missing := set(lanes) - set(found):
-        raise ValueError(f"there is no cursor of lanes {sorted(missing)}; give those of all ranks of a "
-                         f"checkpoint")
-    if len(found) > len(set(found)):
-        raise ValueError(f"there are two cursors of a lane; give those of one checkpoint, got lanes {found}")
+    found = sorted(cursor["lane"] for cursor in cursors)
+    if len(found) > len(set(found)) or not set(lanes) <= set(found):
+        raise ValueError(f"cursors of lanes {found}, expected one of each of {[*lanes]}; give those of all "
+                         f"ranks of one checkpoint")
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:

@@ -155,15 +155,6 @@ def test_cuda_takes_flash_only_where_its_kernel_runs():
     assert not any([fits(window=-1), fits(dtype=torch.float32), fits(T=1), fits(D=12), fits(D=512)])
 
 
-def test_a_mask_cached_while_sampling_still_serves_training():
-    q, k, v, _ = make(5, 1, 23, 2, 2, 8)
-    with torch.inference_mode():
-        attention(q, k, v, window=3)
-    attention(q.requires_grad_(), k, v, window=3).sum().backward()
-    assert q.grad is not None
-    assert not attention_module._cached_band(23, 23, 3, q.device).is_inference()
-
-
 def test_what_does_not_fit_is_refused():
     q, k, v, documents = make(0, 1, 6, 4, 2, 8)
     with pytest.raises(ValueError, match="expected Tk >= Tq"):

@@ -90,8 +90,8 @@ def test_samples_of_a_blend_are_those_of_its_sources(prefixes: list[str]) -> Non
     assert train.counts(501) == np.bincount(train.dataset_index).tolist() and train.counts(1) == [1, 0, 0]
     for i in range(0, 501, 7):
         source, sample = train.locate(i)
-        assert (train.row(i)[0] == train.datasets[source].row(sample)[0]).all()
-        assert train[i]["dataset_id"] == source and train[i]["tokens"].tolist() == train.row(i)[0][:-1].tolist()
+        assert train[i].pop("dataset_id") == source
+        assert all(value.equal(train[i][name]) for name, value in train.datasets[source][sample].items())
     assert train[-1]["tokens"].equal(train[500]["tokens"])
     for i in (-502, 501):
         with pytest.raises(IndexError, match="there are 501"):
@@ -230,8 +230,8 @@ def digests_of(config: SampleConfig, sources: Sources, first: int, rows: int) ->
     for at in range(first, config.num_samples - rows + 1, rows):
         total = 0
         for i in range(rows):
-            ids, live = samples.row(at + i)
-            total += digest_of_row(i, ids.tolist(), [1] * T if live is None else live[1:].tolist())
+            s = samples[at + i]
+            total += digest_of_row(i, [*s["tokens"].tolist(), int(s["labels"][-1])], s["loss_mask"].int().tolist())
         found.append(total % 2**64)
     return found
 
@@ -273,7 +273,7 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
     a, b, c = pairs.split(",")
     for those, data, message in (
             ([*cursors[:2], *stream.cursors()[2:]], pairs, r"of different steps, after 0 and 8 samples"),
-            (cursors[:3], pairs, r"no cursor of lanes \[3\]"),
+            (cursors[:3], pairs, r"cursors of lanes \[0, 1, 2\], expected one of each of \[0, 1, 2, 3\]"),
             (cursors, f"{b},{a},{c}", r"prefixes: \['a', 'b', 'c'\] there, \['b', 'a', 'c'\] here")):
         with pytest.raises(ValueError, match=message):
             stream_of(config_of(), sources_of(data), cursors=those)

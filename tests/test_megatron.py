@@ -56,9 +56,8 @@ class Memory:
 
 def rows_of(dataset: Any, n: int) -> tuple[list[list[int]], list[list[int]]]:
     """(ids, live targets) of the first rows."""
-    rows = [dataset.row(i) for i in range(n)]
-    return [ids.tolist() for ids, _ in rows], [[1] * (len(ids) - 1) if live is None else live[1:].tolist()
-                                               for ids, live in rows]
+    samples = [dataset[i] for i in range(n)]
+    return [[*s["tokens"].tolist(), int(s["labels"][-1])] for s in samples], [s["loss_mask"].tolist() for s in samples]
 
 
 def make(dataset: Any, num_samples: int | None = None, *, documents: range | None = None, split: Split = Split.train,
@@ -126,7 +125,6 @@ def test_shared_golden_cases(case: str) -> None:
             assert (len(part), part.num_samples) == (indices["length"], indices["num_samples_asked"])
             for name, dtype in indices["dtypes"].items():
                 assert equal(getattr(part, name), dtype, indices[name])
-        assert dataset.row(0)[0].dtype == np.uint16
         assert rows_of(dataset, len(expected["first64"]))[0] == expected["first64"]
 
 
@@ -222,15 +220,14 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int, monkeypatc
        tokenizer=st.sampled_from([{}, {"pad": 5}, {"pad": EOD}]))
 def test_tensors_of_a_sample_and_rows_agree(ids: list[int], T: int, options: dict[str, bool],
                                             tokenizer: dict[str, int]) -> None:
-    """Masks and positions token by token; `rows` gives the same ids, and the loss where `loss_mask` is 1."""
+    """Masks and positions token by token."""
     dataset = make(Memory([len(ids)], np.array(ids, np.int32)), split=Split.valid, T=T, tokenizer=tokenizer, **options)
-    rows, live = rows_of(dataset, len(dataset))
     for i in range(len(dataset)):
         sample = dataset[i]
         assert sorted(sample) == sorted({"tokens", "labels", "loss_mask", "position_ids"} |
                                         ({"attention_mask"} if options["create_attention_mask"] else set()))
-        tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
-        assert rows[i] == [*tokens, labels[-1]] and live[i] == sample["loss_mask"].tolist()
+        tokens = sample["tokens"].tolist()
+        assert sample["labels"].tolist()[:-1] == tokens[1:]
         begin, position = 0, []
         for at in range(T):
             position.append(at - begin if options["reset_position_ids"] else at)
@@ -261,8 +258,8 @@ def test_made_up_data() -> None:
     train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, 10, None], lambda: True, config).build()
     assert config.mock and train is not None and valid is not None and test is not None
     assert [len(d.indices) for d in (train, valid, test)] == [33333, 33334, 33333]
-    ids, _ = train.row(5)
-    assert ids.shape == (513,) and ids.max() == 49 and (train[5]["tokens"].numpy() == ids[:-1]).all()
+    ids = train[5]["tokens"]
+    assert ids.shape == (512,) and ids.max() == 49
     assert train[None]["tokens"].equal(train[0]["tokens"]) and not train[None]["loss_mask"].any()
 
 
@@ -374,7 +371,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
 
 def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80), ([9] * 10 + [5, 13], 0, 40)]
-    make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path)).row(0)
+    make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path))[0]
     assert not list(tmp_path.iterdir()), "too small to be worth a file"
     monkeypatch.setattr(sample_index, "WORTH_STORING", 0)
     for lengths, seed, num_samples in cases * 2:

@@ -170,7 +170,7 @@ def looked(capsys: pytest.CaptureFixture[str], *argv: Any, code: int = 0) -> str
 
 
 def test_validate_tells_samples_and_writes_nothing(workplace, capsys, monkeypatch):
-    monkeypatch.setattr(GPTDataset, "row", None)
+    monkeypatch.setattr(GPTDataset, "__getitem__", None)
     monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it is shuffled")))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))

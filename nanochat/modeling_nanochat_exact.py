@@ -29,12 +29,15 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTra
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+SHAPE = {  # of the model, and the constants of its architecture; what config.json says comes first
+    "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
+    "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
+    "window_sizes": [-1] * 12,  # for each layer how many tokens back it sees, -1 for all
+    "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
+
 
 class NanochatExactConfig(PreTrainedConfig):
-    """The shape of the model, and the constants of its architecture.
-
-    `window_sizes`: for each layer how many tokens back it sees, -1 for all.
-    """
+    """The fields of SHAPE."""
 
     model_type = "nanochat_exact"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -42,24 +45,9 @@ class NanochatExactConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
         "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len"}
 
-    def __init__(self, *, vocab_size: int = 32768, padded_vocab_size: int = 32768,
-                 sequence_len: int = 2048, n_layer: int = 12, n_head: int = 6, n_kv_head: int = 6,
-                 n_embd: int = 768, window_sizes: list[int] | None = None, rope_base: float = 100_000.0,
-                 ve_gate_channels: int = 12, smear_channels: int = 24, qk_scale: float = 1.2,
-                 logit_cap: float = 15.0, **kwargs: Any) -> None:
-        self.vocab_size = vocab_size
-        self.padded_vocab_size = padded_vocab_size
-        self.sequence_len = sequence_len
-        self.n_layer = n_layer
-        self.n_head = n_head
-        self.n_kv_head = n_kv_head
-        self.n_embd = n_embd
-        self.window_sizes = window_sizes or [-1] * n_layer
-        self.rope_base = rope_base
-        self.ve_gate_channels = ve_gate_channels
-        self.smear_channels = smear_channels
-        self.qk_scale = qk_scale
-        self.logit_cap = logit_cap
+    def __init__(self, **kwargs: Any) -> None:
+        for name, value in SHAPE.items():
+            setattr(self, name, kwargs.pop(name, value))
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     def has_value_embedding(self, layer: int) -> bool:

@@ -1,7 +1,7 @@
 """
 Shards of gpt-simple 0.1.2 are read here, and ours are read there: with gpt-simple itself, in its own environment.
 
-    python -m dev.compare_gpt_simple --python VENV/bin/python [--golden DIR]
+    python -m dev.compare_gpt_simple --python VENV/bin/python
 
 1. There: `tokenize_shard` turns some texts into shards (short documents, overlapping windows, windows without
    overlap, ids of 16 and of 32 bits). Its own `read_idx` says what is in them.
@@ -182,15 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="of an environment with gpt-simple")
-    parser.add_argument("--golden", type=Path, help="also put the tiny pair and what it holds there")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        code = compare(args.python, Path(folder))
-        if args.golden is not None:
-            args.golden.mkdir(parents=True, exist_ok=True)
-            for ending in (".bin", ".idx", ".json"):
-                (args.golden / f"tiny{ending}").write_bytes((Path(folder) / "there" / f"tiny{ending}").read_bytes())
-    return code
+        return compare(args.python, Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 Samples and blends are those of megatron-core: both are asked for them, on fresh random corpora, in one process.
 
     bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
-    bash dev/compare_megatron.sh --golden tests/golden/megatron/golden.json   # a few cases, for where it is not
 
 For each corpus: 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens), a random
 configuration (split, extra token, partial samples, what EOD does, sizes over several epochs, or none), and for each
@@ -239,53 +238,12 @@ class Comparison:
         self.same("steps of a run on text that was tokenized there", streamed, found, "digests")
 
 
-# ---- a small case to keep -------------------------------------------------------------------------------------------
-
-def write_golden(path: Path) -> None:
-    """Fill in what megatron-core makes of the cases of a golden.json: their "settings" and "sizes" stand there, and the
-    pairs beside it."""
-    told = json.loads(path.read_text())
-    for case in told["cases"].values():
-        settings = {key: _absolute(value, path.parent) for key, value in case["settings"].items()}
-        with tempfile.TemporaryDirectory() as cache:
-            built = build_theirs({**settings, "tokenizer": Tokenizer(told["eod"], 100)}, case["sizes"], Path(cache))
-            case["splits"] = [_describe(dataset) for dataset in built]
-    path.write_text(json.dumps(told, separators=(",", ":")) + "\n")
-
-
-def _absolute(value: Any, folder: Path) -> Any:
-    """Prefixes of a blend, or of several, as paths."""
-    if not isinstance(value, list):
-        return value
-    if value and isinstance(value[0], str):
-        return [str(folder / name) for name in value]
-    return [_absolute(part, folder) for part in value]
-
-
-def _describe(dataset: Any) -> Any:
-    if dataset is None:
-        return None
-    about: dict[str, Any] = {name: [np.asarray(getattr(dataset, name)).dtype.name, getattr(dataset, name).tolist()]
-                             for name in INDICES if hasattr(dataset, name)}
-    about["datasets"] = [_describe(part) for part in getattr(dataset, "datasets", ())]
-    samples = []
-    for i in range(min(4, len(dataset))):
-        for part in getattr(dataset, "datasets", [dataset]):
-            part.masks_and_position_ids_are_cached = False
-        samples.append({name: np.asarray(value).astype(int).tolist() for name, value in dataset[i].items()})
-    return {**about, "samples": samples}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--corpora", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--golden", type=Path, metavar="JSON", help="fill in its results instead")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
-    if args.golden:
-        write_golden(args.golden.absolute())
-        return 0
     rng, comparison = np.random.default_rng(args.seed), Comparison()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.corpora):

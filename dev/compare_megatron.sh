@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compare our samples and blends with those of megatron-core itself, live, on random corpora.
 #
-#   bash dev/compare_megatron.sh [--corpora 20] [--seed 0] [--golden DIR]
+#   bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
 #
 # megatron-core needs no GPU for this, but it wants to be installed: it goes, without its dependencies, into a virtual
 # environment of its own (VENV, default: megatron-core in the base directory) that sees our torch and NumPy. A package

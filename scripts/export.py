@@ -23,7 +23,6 @@ trained on with --init-from. It counts as completed.
 
 import argparse
 import importlib.util
-import json
 import logging
 import os
 import pickle
@@ -39,35 +38,15 @@ import torch
 from torch import Tensor
 
 from nanochat import gpt
-from nanochat.checkpoint import (
-    CURSORS_NAME,
-    FORMAT_VERSION,
-    MODEL_CONFIG_NAME,
-    MODEL_NAME,
-    Checkpoint,
-    find_checkpoint,
-    json_bytes,
-    load_plain,
-    write_sealed,
-)
-from nanochat.common import (
-    Parser,
-    begin_data,
-    fsync_dir,
-    hash_json,
-    here,
-    read_json,
-    run_main,
-    setup_logging,
-    write_json,
-)
-from nanochat.config import FIELDS, Settings, flag
+from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
+from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
+from nanochat.config import Settings
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
-from nanochat.run_dir import CONFIG_NAME, open_folders, pack_cursors, remove_tree, run_path
+from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.report import Facts, markdown, read_facts
@@ -239,35 +218,41 @@ def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> byt
     """README.md: what the model is, what it was trained on and how, and how to use it. Where things lay
     on the machine that trained it is left out."""
     step, tag = checkpoint.step, facts.config.get("model_tag") or facts.run_dir.name
-    settings = Settings.from_json(facts.config)
     done = [record for record in facts.steps if record["step"] == step - 1]
-    started = [event for event in facts.named("started") if event["step"] <= step]
+    launches = [launch for launch in facts.launches if launch["first"] <= step]
     vals = [event for event in facts.named("val") if event["step"] <= step]
     measured = "bits per byte" if not vals or vals[-1]["bpb"] is not None else "loss"
     files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in facts.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
             (f"validation {measured}", f"{vals[-1]['bpb'] or vals[-1]['loss']:.6f}" if vals else "not measured"),
-            ("digest of the last step's batch", f"`{done[0]['digest']}`" if done else "not known"),
-            ("seal of the checkpoint", f"`{checkpoint.trainer_state['checksum']}`"),
-            ("tokenizer", f"`{settings.tokenizer_fingerprint}`"),
-            ("code, commit", (started[-1].get("code") if started else None) or "not known"),
-            ("PyTorch", started[-1]["torch"] if started else "not known")]
-    chosen = {name: value for name, value in settings.differing().items()
-              if FIELDS[name].metadata["fixed"] or name == "num_iterations"}
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "",
-             f"# {tag}, step {step:,}", "", "A language model, pretrained and not tuned: it continues text.", "",
-             *markdown(("fact", "value"), rows),
-             *markdown(("data", "documents", "bytes", "folder"), files),
-             "Settings that differ from their defaults:", "", "```",
-             *(f"{flag(name)} {json.dumps(value)}" for name, value in chosen.items()), "```", "",
-             f"The architecture is in `{CODE}.py`, which transformers runs when it is told to trust it. Every text",
-             "begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.",
-             "", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-             'model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)',
-             'tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)',
-             'tokens = model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=64)',
-             "print(tokenizer.decode(tokens[0], skip_special_tokens=True))", "```", ""]
-    return "\n".join(lines).encode()
+            ("digest of the last step's batch", done[0]["digest"] if done else "not known"),
+            ("seal of the checkpoint", checkpoint.trainer_state["checksum"]),
+            ("code, commit", (launches[-1]["code"] if launches else None) or "not known")]
+    about, data = ("\n".join(markdown(*table)) for table in (
+        (("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files)))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {tag}, step {step:,}
+
+A language model, pretrained and not tuned: it continues text.
+
+{about}
+{data}
+The architecture is in `{CODE}.py`, which transformers runs when it is told to trust it. Every text
+begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
+tokens = model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=64)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+```
+""".encode()
 
 
 def to_hf(source: str, out: Path) -> str:
@@ -414,9 +399,8 @@ def bring_in(args: argparse.Namespace) -> str:
     out = args.out or run_path(settings.model_tag or "")
     way_out = "name a new folder" if args.out else "name another run with --model-tag"
     begin_data()
-    head = {"format_version": FORMAT_VERSION, "step": found.step, "architecture_hash": hash_json(asdict(shape)),
-            "status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
-            "tokenizer_fingerprint": tokenizer.fingerprint}
+    state = {"status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
+             "tokenizer_fingerprint": tokenizer.fingerprint}
     with new_folder(out, way_out) as run_dir:
         open_folders(run_dir)
         if args.data_path or Path(settings.data_path or "").is_dir():
@@ -424,9 +408,8 @@ def bring_in(args: argparse.Namespace) -> str:
         else:
             log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path",
                         settings.data_path)
-        write_sealed(run_dir / "checkpoints" / "final", head, {
-            CURSORS_NAME: pack_cursors(found.step, []), MODEL_CONFIG_NAME: json_bytes(asdict(shape)),
-            MODEL_NAME: found.state})
+        save_checkpoint(run_dir, "final", step=found.step, states={MODEL_NAME: found.state},
+                        model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")
         tell_completed(run_dir, found.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())

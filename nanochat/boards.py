@@ -63,8 +63,8 @@ def open_wandb(settings: Settings, run_dir: Path, wandb_id: str | None) -> Any:
 
 
 class Boards:
-    """All boards that a run asks for. `wandb_id`: that of the wandb run to go on with; afterwards that of
-    the run which was begun. `step`: from which this launch goes on."""
+    """All boards that a run asks for, and its profile. `wandb_id`: that of the wandb run to go on with;
+    afterwards that of the run which was begun. `step`: from which this launch goes on."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
@@ -76,6 +76,7 @@ class Boards:
         if "tensorboard" in settings.boards:
             with self._guard("tensorboard"):
                 self._open["tensorboard"] = TensorBoard(run_dir, step)
+        self._profile = Profile(run_dir, *settings.profiled) if settings.profiled else None
 
     @contextlib.contextmanager
     def _guard(self, name: str) -> Iterator[None]:
@@ -92,8 +93,15 @@ class Boards:
             with self._guard(name):
                 board.log(values)
 
+    def at(self, step: int) -> None:
+        """So many steps are done."""
+        if self._profile is not None:
+            self._profile.at(step)
+
     def finish(self) -> None:
         """The run has ended."""
+        if self._profile is not None:
+            self._profile.finish()
         for name, board in list(self._open.items()):
             with self._guard(name):
                 board.finish()

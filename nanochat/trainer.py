@@ -47,7 +47,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, DummyWandb, duration, get_dist_info, print0, show
+from nanochat.common import LAUNCH, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dist import gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -237,7 +237,7 @@ class Trainer:
     schedule: Schedule
     loader: DataLoader
     progress: Progress
-    journal: "Journal"
+    journal: Any  # of rank 0; Silence elsewhere
     dog: Any  # the watchdog
     stop: StopWatch
     saver: Saver
@@ -286,7 +286,6 @@ class Trainer:
                                "wandb_id": self.journal.wandb_id, **more})
 
             def write(step: int = p.step) -> Path:
-                assert self.journal.state is not None
                 if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
                     raise ValueError(lost)
                 path = save()
@@ -312,6 +311,28 @@ class Trainer:
             log.warning("%s", outcome.message)
             self.journal.event("save_failed", reason=outcome.message)
         return outcome.fatal
+
+    def note(self, totals: StepTotals, grad_norm: float) -> None:
+        """Keep what the next step is judged by, and tell of what is odd in this one: lanes that have
+        dropped a bucket, and a spike, which was not applied. ArithmeticError where too many in a row
+        were not."""
+        p = self.progress
+        for bucket, lanes in zip(self.loader.buckets, totals.dropped):
+            if lanes > p.dropped.get(bucket, 0):
+                p.dropped[bucket] = lanes
+                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
+                self.journal.event("dropped", bucket=bucket, lanes=lanes)
+        p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
+        if not totals.spiked:
+            p.window = remember(p.window, totals.loss, grad_norm) if self.settings.skip_spikes is not None else []
+            return
+        p.skipped += 1
+        print0(f"warning: step {p.step} is not applied: its loss is {totals.loss:.6f}, its gradient norm "
+               f"{grad_norm:.4f}, beyond --skip-spikes; that makes {p.skipped}")
+        self.journal.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
+        if p.skipped_in_a_row == MOST_IN_A_ROW:
+            raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
+                                  f"run has diverged")
 
     def finish_save(self) -> None:
         """Wait for the save in flight. Raises the error with which the run must end, if so."""
@@ -348,151 +369,98 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
 
 # ---- telling people ------------------------------------------------------------------------------
 
-class Journal:
-    """The log of a training run, its live state, its bar on a terminal, and what it asks for of
-    nanochat/boards.py; on ranks other than 0, which have no `state`, it does nothing.
+class Silence:
+    """Stands where ranks other than 0 have no journal, and runs without boards have none: whatever it is told, it does
+    nothing."""
 
-    The wandb run is that of the checkpoint, of the log, or else a new one; the log has its id from
-    the first launch on, whatever becomes of that launch.
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class Journal:
+    """For rank 0: the log of a training run, its live state, its bar on a terminal, and what it asks for of
+    nanochat/boards.py.
+
+    The log has the id of the wandb run from the first launch on, whatever becomes of that launch.
     """
 
-    def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState | None) -> None:
+    def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState) -> None:
         self.start, self.progress, self.device, self.state = start, progress, device, state
-        self.log: TrainLog | None = None
-        self.boards: Any = DummyWandb()
-        self.profile: Any = None
-        self.wandb_id = start.state.get("wandb_id")
-        if state is None:
-            return
-        state.update(val_bpb=progress.val_bpb)
-        path = start.run_dir / "logs" / "train.jsonl"
+        settings, run_dir, step = start.settings, start.run_dir, progress.step
+        path = run_dir / "logs" / "train.jsonl"
         newest = {record["event"]: record for record in iter_log(path) if "event" in record}
-        logged_id = newest.get("wandb", {}).get("id")
-        before, now = newest.get("started", {}), {"code": code_version(), **versions(device)}
-        for name, value in now.items():
-            if name in before and before[name] != value and (name != "code" or (before[name] and value)):
+        self.versions, before = {"code": code_version(), **versions(device)}, newest.get("started", {})
+        for name, value in self.versions.items():
+            if value != "" and before.get(name, value) not in ("", value):
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
-        self.log = TrainLog(path, first_step=progress.step)
-        self.bar = tqdm(total=start.horizon.num_iterations, initial=progress.step, desc=start.run_dir.name,
-                        bar_format=BAR, dynamic_ncols=True, leave=False,
-                        disable=None)  # where stderr is no terminal
+        self.log = TrainLog(path, first_step=step)
+        self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
+                        dynamic_ncols=True, leave=False, disable=None)  # where stderr is no terminal
         if not self.bar.disable:
             LAUNCH.aside = tqdm.external_write_mode
-        self.wandb_id = self.wandb_id or logged_id
-        if start.settings.boards:
+        logged_id = newest.get("wandb", {}).get("id")
+        self.wandb_id = logged_id or start.state.get("wandb_id")
+        self.boards: Any = Silence()
+        if settings.boards or settings.profiled:
             from nanochat.boards import Boards
 
-            self.boards = Boards(start.settings, start.run_dir, wandb_id=self.wandb_id, step=progress.step)
+            self.boards = Boards(settings, run_dir, wandb_id=self.wandb_id, step=step)
             self.wandb_id = self.boards.wandb_id
-        if start.settings.profiled is not None:
-            from nanochat.boards import Profile
-
-            self.profile = Profile(start.run_dir, *start.settings.profiled)
         if self.wandb_id != logged_id:
-            self.log.write(event="wandb", step=progress.step, time=time.time(), id=self.wandb_id)
+            self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
 
     def started(self, world_size: int, **told: Any) -> None:
         """This launch is about to take its first step. `told`: what else the log should have of it."""
-        self.event("started", world_size=world_size, device=self.device.type, code=code_version(),
-                   **versions(self.device), **told)
-        if self.profile is not None:
-            self.profile.at(self.progress.step)
+        self.event("started", world_size=world_size, device=self.device.type, **self.versions, **told)
+        self.boards.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
-        if self.log is None or self.state is None:
-            return
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
         told = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}  # CORE as nanochat names it
         self.boards.log({"step": step, **told})
-        if name == "saved":
-            self.state.update(checkpoint=record["checkpoint"])
-        if name == "val":
-            self.state.update(val_bpb=record["bpb"])
-
-    def check_digest(self, digest: str) -> None:
-        """ValueError if the step that was just computed had another digest when this run was there
-        before."""
-        logged = None if self.log is None else self.log.digest_of(self.progress.step)
-        if logged not in (None, digest):
-            raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had "
-                             f"{logged} when this run was there before: data or code changed; go "
-                             f"back to what it was")
-
-    def note_dropped(self, dropped: dict[str, int]) -> None:
-        """Tell, once, that lanes have dropped a bucket. `dropped`: how many lanes, of each
-        bucket."""
-        for bucket, lanes in dropped.items():
-            if lanes > self.progress.dropped.get(bucket, 0):
-                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go "
-                       f"on with the others")
-                self.event("dropped", bucket=bucket, lanes=lanes)
-        self.progress.dropped = {bucket: lanes for bucket, lanes in dropped.items() if lanes}
-
-    def note_spike(self, totals: StepTotals, grad_norm: float, *, judged: bool) -> None:
-        """Where spikes are `judged`: keep what the next step is judged by, and tell of a step that
-        was not applied. ArithmeticError where too many in a row were not."""
-        p = self.progress
-        p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
-        if not totals.spiked:
-            p.window = remember(p.window, totals.loss, grad_norm) if judged else []
-            return
-        p.skipped += 1
-        print0(f"warning: step {p.step} is not applied: its loss is {totals.loss:.6f}, its gradient norm "
-               f"{grad_norm:.4f}, beyond --skip-spikes; that makes {p.skipped}")
-        self.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
-        if p.skipped_in_a_row == MOST_IN_A_ROW:
-            raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
-                                  f"run has diverged")
+        saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
+        self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
     def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
         """Tell of the step that was just counted: `line` to people (as --log-every says), `record`
-        to the log and to the boards, `state` to scripts.status and to the bar."""
-        done, last = self.progress.step, self.start.horizon.num_iterations
-        if done % self.start.settings.log_every == 0 or done == last:
-            print0(f"step {done - 1:05d}/{last:05d} | {line}")
-        if self.log is not None and self.state is not None:
-            if (peak := peak_memory(self.device)) is not None:
-                record["peak_memory_bytes"] = peak
-            self.log.write(step=done - 1, **record)
-            for_boards = {k if k.startswith("total_") else f"train/{k}": v
-                          for k, v in record.items() if k != "digest"}
-            self.boards.log({"step": done - 1, **for_boards})
-            self.state.update(status="running", step=done, tokens=self.progress.tokens,
-                              skipped=self.progress.skipped, **state)
-            self.bar.set_postfix_str(
-                f"loss {show(state['loss'])}, bits per byte {show(self.progress.val_bpb)}, "
-                f"{show(state['tokens_per_s'])} tok/s, eta {duration(state['eta_s'])}", refresh=False)
-            self.bar.update()
-            if self.profile is not None:
-                self.profile.at(done)
-
-    def told_memory(self) -> str:
-        """The end of a sentence: what tensors took at most, on a GPU."""
-        peak = peak_memory(self.device)
-        return "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
+        to the log and to the boards, `state` to scripts.status and to the bar. ValueError if it
+        had another digest when this run was there before."""
+        p, last = self.progress, self.start.horizon.num_iterations
+        logged = self.log.digest_of(p.step - 1)
+        if logged not in (None, record["digest"]):
+            raise ValueError(f"step {p.step - 1}: its batch has digest {record['digest']}, but had {logged} when this "
+                             f"run was there before: data or code changed; go back to what it was")
+        if p.step % self.start.settings.log_every == 0 or p.step == last:
+            print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
+        if (peak := peak_memory(self.device)) is not None:
+            record["peak_memory_bytes"] = peak
+        self.log.write(step=p.step - 1, **record)
+        for_boards = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
+        self.boards.log({"step": p.step - 1, **for_boards})
+        self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)
+        self.bar.set_postfix_str(
+            f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)}, {show(state['tokens_per_s'])} tok/s, "
+            f"eta {duration(state['eta_s'])}", refresh=False)
+        self.bar.update()
+        self.boards.at(p.step)
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""
-        if self.state is not None:
-            self.state.update(status="stopping", reason=reason)
+        self.state.update(status="stopping", reason=reason)
 
     def end(self, status: str, reason: str = "") -> None:
         """The run has ended so."""
         self.event(status, reason=reason)
-        if self.state is not None:
-            self.state.close(status, reason)
+        self.state.close(status, reason)
 
     def close(self) -> None:
-        """Finish bar, profile, boards and log."""
-        if self.profile is not None:
-            self.profile.finish()
+        """Finish boards, bar and log."""
         self.boards.finish()
-        if self.log is not None:
-            LAUNCH.aside = contextlib.nullcontext
-            self.bar.close()
-            self.log.close()
+        LAUNCH.aside = contextlib.nullcontext
+        self.bar.close()
+        self.log.close()
 
 
 @functools.cache

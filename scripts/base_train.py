@@ -33,7 +33,15 @@ from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry, validation_loader
-from nanochat.dist import agree, autodetect_device_type, compute_cleanup, compute_init, gather_all, on_rank0
+from nanochat.dist import (
+    agree,
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    gather_all,
+    on_rank0,
+    peak_memory,
+)
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import evaluate_buckets, in_nats
@@ -41,7 +49,7 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
 from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own
-from nanochat.trainer import LONG_S, Journal, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
+from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
 
@@ -94,8 +102,10 @@ def loop(run: Trainer) -> int:
                          f"learning rates in a new run (--model-tag NAME), or begin one behind "
                          f"these rows: --init-from, --skip-steps") from e
     run.journal.end("completed")
+    peak = peak_memory(run.loader.device)
+    memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{run.journal.told_memory()}; "
+    print0(f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{memory}; "
            f"{run.start.run_dir}")
     return 0
 
@@ -146,9 +156,7 @@ def one_step(run: Trainer) -> None:
         raise Stop(why, "halted", all_dry=all_dry)
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
-    run.journal.check_digest(totals.digest)
-    run.journal.note_spike(totals, grad_norm, judged=run.settings.skip_spikes is not None)
-    run.journal.note_dropped(dict(zip(loader.buckets, totals.dropped)))
+    run.note(totals, grad_norm)
     tell_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
@@ -264,7 +272,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
-        journal = Journal(start, progress, device, state)
+        journal = Silence() if state is None else Journal(start, progress, device, state)
         stack.callback(journal.close)
         config = stream_config(settings)
         loader = stack.enter_context(DataLoader(

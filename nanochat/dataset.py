@@ -21,7 +21,6 @@ validation.
     python -m nanochat.dataset --eval-bundle  # the tasks of the CORE metric
 """
 
-import itertools
 import logging
 import os
 import re
@@ -64,20 +63,20 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
                                 f"some with python -m dev.make_sample_corpus, or point --data-path at yours (of a "
                                 f"pair of token files also without .bin, with --data-format)")
-    known = (".idx", *itertools.chain(suffixes, *FORMATS.values()))
-    there = [file for file in path.rglob("*") if file.name.endswith(known) and file.is_file()
+    there = [file for file in path.rglob("*") if file.is_file()
              and not any(part.startswith(".") for part in file.relative_to(path).parts)]
     there.sort(key=lambda file: file.relative_to(path).as_posix())
     files = [file for file in there if file.name.endswith(suffixes)]
-    for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+    if folders := {file.parent for file in files if file.suffix == ".arrow"}:
         from nanochat.text_kinds import saved_files
 
-        names = saved_files(folder)
-        files = [file for file in files if names is None or file.parent != folder or file.name in names]
-    for idx in (file for file in there if file.suffix == ".idx" and data_format != "text"):
-        if not (file := idx.with_suffix(".bin")).is_file():  # must not make the data silently less
-            raise FileNotFoundError(f"{file}: not there, but {idx.name} needs it; bring it "
-                                    f"back, or delete {idx.name} and rerun scripts.tok_shards")
+        saved = {folder: saved_files(folder) for folder in folders}
+        files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
+    if data_format != "text":
+        for idx in there:
+            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in there:  # must not make the data silently less
+                raise FileNotFoundError(f"{idx.with_suffix('.bin')}: not there, but {idx.name} needs it; bring it "
+                                        f"back, or delete {idx.name} and rerun scripts.tok_shards")
     if not files:
         others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in there)]
         hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"

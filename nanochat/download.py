@@ -129,19 +129,12 @@ def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers
     return list(tqdm(found, total=len(items), unit="shard", disable=None))
 
 
-def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> dict[str, str]:
-    """Fetch shards in parallel; waits while another process does so in the same folder. Returns
-    {file name: why it could not be had, or ''}."""
+def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> list[str]:
+    """Fetch shards in parallel; waits while another process does so in the same folder. Returns why
+    each could not be had, or ''."""
     with open(job.data_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = problems(job.fetch, indices, num_workers=num_workers)
-    return dict(zip(map(index_to_filename, indices), found))
-
-
-def verify(data_dir: Path, *, num_workers: int) -> dict[str, str]:
-    """Read every page of every shard in a folder. Returns {path: what is wrong, or ''}."""
-    paths = list_parquet_files(data_dir)
-    return dict(zip(paths, problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=num_workers)))
+        return problems(job.fetch, indices, num_workers=num_workers)
 
 
 def fetch_bundle(base_url: str, folder: Path) -> None:
@@ -156,31 +149,19 @@ def fetch_bundle(base_url: str, folder: Path) -> None:
         print(f"fetching {url} -> {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{BUNDLE_NAME}.", dir=folder.parent) as temporary:
+            archive, unpacked = Path(temporary) / "archive", Path(temporary) / BUNDLE_NAME
             try:
-                copy(url, Path(temporary) / "archive")
-                unpacked = unpack(Path(temporary) / "archive", BUNDLE_NAME)
+                copy(url, archive)
+                with zipfile.ZipFile(archive) as opened:
+                    opened.extractall(temporary)  # which leads no entry outside
                 read_bundle(unpacked)
-            except (OSError, ValueError) as e:
+            except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
                 raise OSError(f"{url}: {e}; nothing was unpacked. Say with --base-url where else the archive lies, or "
                               f"unpack {BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
             os.replace(unpacked, folder)
         fsync_dir(folder.parent)
     tasks = read_bundle(folder)
     print(f"{folder}: {len(tasks)} tasks with {sum(len(task.items) for task in tasks):,} items")
-
-
-def unpack(archive: Path, name: str) -> Path:
-    """Unpack the folder `name` of a ZIP archive beside it. Returns where it is. ValueError for what is no whole
-    archive, and for one with an entry that leads outside of it."""
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            for entry in map(Path, opened.namelist()):
-                if entry.is_absolute() or ".." in entry.parts:
-                    raise ValueError(f"the entry {str(entry)!r} leads outside of it")
-            opened.extractall(archive.parent, [entry for entry in opened.namelist() if entry.startswith(f"{name}/")])
-    except (ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
-        raise ValueError(f"it arrived in full and is no good archive: {e}") from e
-    return archive.parent / name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -205,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return fetch_bundle(base_url, data_dir or get_base_dir() / BUNDLE_NAME)
     data_dir = data_dir or default_data_dir()
     if args.verify:
-        found = verify(data_dir, num_workers=args.num_workers)
+        paths = list_parquet_files(data_dir)
+        found = problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=args.num_workers)
         way_out = "Delete them and run this again without --verify."
     else:
         num_train = MAX_SHARD if args.num_files == -1 else min(args.num_files, MAX_SHARD)
@@ -213,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{NAME}: {num_train} training shards and {index_to_filename(MAX_SHARD)} for validation -> {data_dir}")
         found = download(Downloader(base_url, data_dir), indices, num_workers=args.num_workers)
         way_out = "What has arrived is kept: run the same command again to go on."
-    if failed := {name: why for name, why in found.items() if why}:
-        lines = "".join(f"  {name}: {why}\n" for name, why in sorted(failed.items()))
+    if failed := [why for why in found if why]:
+        lines = "".join(f"  {why}\n" for why in sorted(failed))
         raise OSError(f"{len(failed)} of {len(found)} shards failed:\n{lines}{way_out}")
     print(f"{len(found)} shards are whole")

@@ -30,13 +30,12 @@ Rejected: gigatoken, faster still, whose patterns are built in, and ours is none
 which is slower and either holds the GIL or uses a pool whose size no caller decides.
 """
 
-import contextlib
 import functools
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -112,26 +111,17 @@ def _native(encoding: tiktoken.Encoding) -> Any:
     from fastokens import Tokenizer
 
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as f, _one_cpu():
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as f:
         f.write(format_ranks(encoding._mergeable_ranks))
         f.flush()
-        return Tokenizer.from_tiktoken(f.name, pattern=f"(?:{encoding._pat_str})", special_tokens={})
-
-
-@contextlib.contextmanager
-def _one_cpu() -> Iterator[None]:
-    """Let the calling thread see one CPU only, where the system can do that."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, {min(before)})
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
+        try:
+            if cpus:
+                os.sched_setaffinity(0, {min(cpus)})
+            return Tokenizer.from_tiktoken(f.name, pattern=f"(?:{encoding._pat_str})", special_tokens={})
+        finally:
+            if cpus:
+                os.sched_setaffinity(0, cpus)
 
 
 # ---- the check -----------------------------------------------------------------------------------

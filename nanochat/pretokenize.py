@@ -24,18 +24,19 @@ Invariants
 - A manifest appears when all its pairs are there. Before one is made again the manifest goes.
 - An input that cannot be read to its end has no pair. Broken lines of jsonl are skipped and
   counted; a whole file that is no UTF-8 is refused, because it is probably not what it seems.
-- A few megabytes of text are held at a time, however large the input.
+- The text of 256 documents is held at a time, however large the input.
 
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """
 
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -60,8 +61,7 @@ from nanochat.tokens import (
     record_groups,
 )
 
-BATCH_CHARS = 2_000_000  # text that is tokenized at once
-BATCH_DOCUMENTS = 16_384
+BATCH_DOCUMENTS = 256  # that are tokenized at once
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 Record = dict[str, Any]
@@ -128,22 +128,6 @@ class Input:
 
     def record(self, output: Path) -> Path:
         return output / self.split / self.bucket / RECORDS / f"{self.stem}.json"
-
-
-# ---- one input ----------------------------------------------------------------------------------
-
-def read_batches(path: Path, skipped: Record, reading: Reading = ALL) -> Iterator[list[str]]:
-    """The texts of a file, in batches; `skipped` and errors as of `read_documents`."""
-    batch: list[str] = []
-    num_chars = 0
-    for text in read_documents(path, reading, skipped):
-        batch.append(text)
-        num_chars += len(text)
-        if num_chars >= BATCH_CHARS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
 
 
 @functools.lru_cache(maxsize=1)
@@ -225,7 +209,8 @@ class Pretokenizer:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
         documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
         skipped: Record = {}
-        for texts in read_batches(i.path, skipped, reading):
+        texts_of_input = read_documents(i.path, reading, skipped)
+        while texts := list(itertools.islice(texts_of_input, BATCH_DOCUMENTS)):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)

@@ -119,12 +119,12 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
             yield from (checked(chunk, path, field, number) for chunk in column.chunks)
 
 
-def saved_files(folder: Path) -> set[str] | None:
-    """Names of the .arrow files of a data set that Hugging Face's `datasets` saved to a folder, which
-    its state.json lists: caches may lie beside them. None where there is no state.json."""
+def saved_files(folder: Path) -> set[str]:
+    """Names of the .arrow files that are data: where Hugging Face's `datasets` saved them those that
+    its state.json lists, for caches may lie beside them; else all of the folder."""
     state = folder / "state.json"
     if not state.is_file():
-        return None
+        return {file.name for file in folder.rglob("*.arrow")}
     saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):

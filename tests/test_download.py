@@ -15,7 +15,7 @@ import pytest
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import dataset, download
 from nanochat.dataset import default_data_dir, index_to_filename, list_parquet_files
-from nanochat.download import Downloader, verify
+from nanochat.download import Downloader
 from tests.test_dataset import parquet_bytes, write
 
 LAST = 3
@@ -93,7 +93,8 @@ def job_for(server, data_dir=None):
 
 def fetch(job, *indices, num_workers=1):
     """{file name: why it could not be had}."""
-    return {name: why for name, why in download.download(job, indices, num_workers=num_workers).items() if why}
+    found = download.download(job, indices, num_workers=num_workers)
+    return {index_to_filename(i): why for i, why in zip(indices, found) if why}
 
 
 def on_disk(path):
@@ -164,7 +165,7 @@ def test_what_is_no_good_parquet_never_gets_the_final_name(server, body):
 
 def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes_its_place(server):
     del server.files[VAL]
-    with pytest.raises(OSError, match=rf"1 of 3 shards failed:\n  {VAL}: .*404") as e:
+    with pytest.raises(OSError, match=rf"1 of 3 shards failed:\n  .*/{VAL}: .*404") as e:
         run(server, "-n", "2")
     assert "run the same command again" in str(e.value)
     with pytest.raises(FileNotFoundError, match=VAL):
@@ -240,12 +241,10 @@ def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from
 
 
 @pytest.mark.parametrize("body, said", [
-    (lambda folder: bundle_zip(folder, **{"eval_bundle/../../../escaped": b"!"}), "leads outside of it"),
-    (lambda folder: bundle_zip(folder, **{"/escaped": b"!"}), "leads outside of it"),
-    (lambda folder: bundle_zip(folder)[:-40], "no good archive: File is not a zip file"),
-    (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "no good archive: Bad magic number"),
+    (lambda folder: bundle_zip(folder)[:-40], "File is not a zip file"),
+    (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
-    (lambda folder: None, "got HTTP 404")], ids=["up", "absolute", "cut", "damaged", "no-tasks", "absent"])
+    (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "absent"])
 def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder_to_fill(server, tmp_path, body, said):
     if (packed := body(tmp_path / "made")) is not None:
         server.files["eval_bundle.zip"] = packed
@@ -253,7 +252,14 @@ def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder_to_fill(se
                                       rf"that there is .*/base/eval_bundle/core.yaml") as e:
         dataset.main(["--eval-bundle", "--base-url", server.url])
     assert "\n" not in str(e.value) and list((tmp_path / "base").iterdir()) == []
-    assert not [*tmp_path.rglob("escaped")] and not Path("/escaped").exists()
+
+
+def test_an_entry_of_a_bundle_that_leads_outside_stays_inside(server, tmp_path):
+    outside = {"eval_bundle/../../../escaped": b"!", "/escaped": b"!"}
+    server.files["eval_bundle.zip"] = bundle_zip(tmp_path / "made", **outside)
+    dataset.main(["--eval-bundle", "--base-url", server.url])
+    there = [*tmp_path.rglob("escaped"), *Path("/").glob("escaped")]
+    assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in there)
 
 
 @pytest.mark.parametrize("argv, said", [(["-n", "-2"], "-n"), (["-w", "0"], "-w"),
@@ -274,10 +280,8 @@ def test_verify_names_every_bad_file_and_why(tmp_path, capsys):
     (tmp_path / "c.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
     not_utf8 = pa.array([b"ok", b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
     (tmp_path / "d.parquet").write_bytes(parquet_bytes(0, text=not_utf8))
-    found = {k.rsplit("/", 1)[-1]: v for k, v in verify(tmp_path, num_workers=2).items()}
-    assert not found["a.parquet"] and not found["e.parquet"]
-    assert "row group 1" in found["b.parquet"] and "not a whole" in found["c.parquet"]
-    assert "row group 0" in found["d.parquet"] and "not UTF-8" in found["d.parquet"]
     with pytest.raises(OSError, match="3 of 5 shards failed") as e:
         dataset.main(["--verify", "--data-dir", str(tmp_path)])
-    assert all(name in str(e.value) for name in ("b.parquet", "c.parquet", "d.parquet"))
+    b, c, d = sorted(line for line in str(e.value).splitlines() if ".parquet" in line)
+    assert "b.parquet" in b and "row group 1" in b and "c.parquet" in c and "not a whole" in c
+    assert "d.parquet" in d and "row group 0" in d and "not UTF-8" in d

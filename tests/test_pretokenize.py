@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
-from nanochat.pretokenize import Input, Pretokenizer, Windows, describe_tokenizer, read_batches
+from nanochat.pretokenize import Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.text import as_parquet
+from nanochat.text_kinds import read_documents
 from nanochat.token_writer import ShardWriter
 from nanochat.tokens import open_tokens
 from scripts.tok_shards import deal, find_inputs
@@ -104,8 +105,8 @@ def write(folder, ending, texts):
 def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
     texts, seen = some_texts(60), set()
     path = write(tmp_path, ending, texts)
-    for batch in (1, 300, 10**9):
-        monkeypatch.setattr(module, "BATCH_CHARS", batch)
+    for batch in (1, 7, 10**9):
+        monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
         pair, record = make(path, tmp_path / str(batch), windows)
         assert documents_of(pair) == texts and "" in texts
         assert (record["documents"], record["entries"], record["tokens"]) == (60, len(pair), pair.num_tokens)
@@ -160,21 +161,20 @@ def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_nothing(tmp_pa
 
 
 def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
-    path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_batches
+    path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_documents
 
     def changed(*args, **kwargs):
         yield from read(*args, **kwargs)
         path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
 
-    monkeypatch.setattr(module, "read_batches", changed)
+    monkeypatch.setattr(module, "read_documents", changed)
     with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
         make(path, tmp_path / "out")
     assert not left_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
-def test_a_larger_input_takes_no_more_memory(tmp_path, ending, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARS", 50_000)
+def test_a_larger_input_takes_no_more_memory(tmp_path, ending):
     peaks = []
     for copies in (1, 20):
         data = (json.dumps({"text": "many words " * 900}) + "\n").encode() * 50 * copies
@@ -182,7 +182,7 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending, monkeypatch):
         path.write_bytes(gzip.compress(data, 1) if ending.endswith("gz") else data)
         del data
         tracemalloc.start()
-        texts = sum(len(texts) for texts in read_batches(path, {}))
+        texts = sum(1 for _ in read_documents(path))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert texts == 50 * copies

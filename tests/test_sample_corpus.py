@@ -9,8 +9,8 @@ import pytest
 
 from dev import make_sample_corpus as corpus
 from dev.make_sample_corpus import Settings, main, make_sample_corpus
+from nanochat import dataset
 from nanochat.dataset import list_parquet_files, parquets_iter_batched
-from nanochat.download import verify
 
 SMALL = Settings(min_chars=150_000, max_chars=400_000, num_shards=3)
 
@@ -55,7 +55,7 @@ def test_shards_mix_both_buckets_and_the_last_one_validates_both(roots, tmp_path
     val = [r for r in rows if r[0] == shards[-1]]
     assert 0.04 < len(val) / len(rows) < 0.06
     assert SMALL.min_chars <= sum(len(t) for _, _, t in rows) - sum(len(t) for _, _, t in val)
-    assert not any(verify(tmp_path / "out", num_workers=1).values())
+    dataset.main(["--verify", f"--data-dir={tmp_path / 'out'}"])
     train = [t for group in parquets_iter_batched("train", data_dir=tmp_path / "out") for t in group]
     assert len(train) + len(val) == len(rows)
 

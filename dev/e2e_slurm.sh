@@ -235,7 +235,7 @@ check "train_chain.sbatch: two nodes under one srun" "n1,n2" "$(nodes_of_ranks)"
 check "the deadline that is in force" "*SLURM_JOB_END_TIME)" "$(grep -oh 'walltime: .*' "train_chain-$job.log")"
 code=0
 said=$("$python" -m scripts.status chain --exit-code) || code=$?
-check "scripts.status beside it" "20: 2 process(es) on *" "$code: $(grep -oP '\d+ process\(es\).*(?=;)' <<<"$said")"
+check "scripts.status beside it" "20: 2 on *" "$code: $(grep -oP '^processes +\K.*(?=;)' <<<"$said")"
 
 await 180 '[[ $(job $job Restarts) == 1 ]]'
 check "the walltime" "stopped (walltime: *" "$(told "$job" 1)"

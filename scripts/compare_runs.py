@@ -179,7 +179,8 @@ def open_side(name: str, notes: list[str]) -> Side:
     saved = dict(sorted(saved.items()))
     settings = {k: v for k, v in facts.config.items() if k != "derived"}
     about = f"steps {facts.steps[0]['step']} to {facts.steps[-1]['step']}" if facts.steps else "no step"
-    about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {facts.status}"
+    end = (facts.launches[-1]["end"] if facts.launches else "") or "unfinished"
+    about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
     return Side(settings, saved, read_series(facts, notes), False, f"{name}: {about}")
 
 

@@ -30,7 +30,6 @@ from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness,
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
 WATCH_EVERY_S = 2.0
-COLUMNS = ("run", "state", "step", "loss", "bits per byte", "tok/s", "eta", "last checkpoint", "age", "reason")
 # what --sort names: the figure of a run that decides
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "run": lambda facts: Path(facts["run"]).name, "state": lambda facts: facts["shown"],
@@ -106,35 +105,30 @@ def look(run_dir: Path) -> dict[str, Any]:
 
 # ---- telling --------------------------------------------------------------------------------------------------------
 
-def progress(facts: dict[str, Any]) -> str:
-    """1,234/5,000 (24.7 %)."""
-    step, total = facts["step"], facts["num_iterations"]
+def cells(facts: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a run, by name: a row of the table of many, and lines of one."""
+    step, total, alive = facts.get("step"), facts.get("num_iterations"), facts["liveness"] == "alive"
     share = f" ({100 * step / total:.1f} %)" if step is not None and total else ""
-    return f"{show(step)}/{show(total)}{share}"
+    return {"run": Path(facts["run"]).name, "state": facts["shown"], "step": f"{show(step)}/{show(total)}{share}",
+            "loss": facts.get("loss"), "bits per byte": facts["val_bpb"],
+            "tok/s": facts["tokens_per_s"] if alive else None, "eta": duration(facts["eta_s"] if alive else None),
+            "last checkpoint": facts.get("checkpoint"), "age": duration(facts.get("heartbeat_age_s")),
+            "reason": facts["reason"]}
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """One run at a glance, some lines."""
-    reason = f": {facts['reason']}" if facts["reason"] else ""
-    lines = [f"{Path(facts['run']).name}   {facts['shown']}{reason}"]
+    """One run at a glance, a fact a line."""
+    told = cells(facts)
     if facts["status"] is not None:
-        alive = facts["liveness"] == "alive"
-        rate = f"   {show(facts['tokens_per_s'])} tok/s   eta {duration(facts['eta_s'])}" if alive else ""
-        if facts.get("skipped"):
-            rate += f"   {facts['skipped']} spike(s) skipped"
-        phase = f"   phase {facts['phase']}" if facts["phase"] else ""
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["started"]))
-        age = duration(time.time() - facts["started"])
-        heard = {"alive": "heartbeat", "ended": "ended", "dead": "last heard of"}[facts["liveness"]]
-        lines += [f"  step {progress(facts)}   loss {show(facts['loss'])}   {show(facts['tokens'])} tokens{rate}",
-                  f"  last checkpoint {facts['checkpoint'] or 'none'}{phase}",
-                  f"  validation bits per byte {show(facts['val_bpb'])}",
-                  f"  started {began}, {age} ago   {heard} {duration(facts['heartbeat_age_s'])} ago"]
-        if alive:
-            hosts = Counter(rank["host"] for rank in facts["ranks"])
-            where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
-            lines.append(f"  {facts['world_size']} process(es) on {where}; rank 0 has pid {facts['ranks'][0]['pid']}")
-    return "\n".join([*lines, f"  {facts['run']}"])
+        hosts = Counter(rank["host"] for rank in facts["ranks"])
+        where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
+        told |= {"tokens": facts["tokens"], "phase": facts["phase"], "spikes skipped": facts.get("skipped"),
+                 "started": f"{began}, {duration(time.time() - facts['started'])} ago"}
+        if facts["liveness"] == "alive":
+            told["processes"] = f"{facts['world_size']} on {where}; rank 0 has pid {facts['ranks'][0]['pid']}"
+    told["folder"] = facts["run"]
+    return "\n".join(f"{name:17}{show(value)}" for name, value in told.items() if value not in (None, "", "-", 0))
 
 
 def sort(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
@@ -158,17 +152,6 @@ def colored(lines: list[str], found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def row(facts: dict[str, Any]) -> list[Any]:
-    """A run as a row of the table; a broken state is told in it."""
-    name = Path(facts["run"]).name
-    if facts["status"] is None:
-        return [name, facts["shown"], "-", None, facts["val_bpb"], None, "-", "-", "-", facts["reason"]]
-    alive = facts["liveness"] == "alive"
-    return [name, facts["shown"], progress(facts), facts["loss"], facts["val_bpb"],
-            facts["tokens_per_s"] if alive else None, duration(facts["eta_s"] if alive else None),
-            facts["checkpoint"] or "-", duration(facts["heartbeat_age_s"]), facts["reason"]]
-
-
 def tell(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print once; what was told. FileNotFoundError where the run that is named has no state, ValueError where that
     cannot be read."""
@@ -177,7 +160,8 @@ def tell(args: argparse.Namespace) -> list[dict[str, Any]]:
         found = sort([look(path) for path in paths], args.sort)
         lines = [f"no runs in {get_base_dir() / 'runs'}"]
         if found:
-            lines = colored(table(COLUMNS, [row(facts) for facts in found]), found)
+            rows = [cells(facts) for facts in found]
+            lines = colored(table([*rows[0]], [[*row.values()] for row in rows]), found)
         print(json.dumps(found) if args.json else "\n".join(lines), flush=True)
         return found
     facts = look(find_run(args.run[0]))

@@ -15,13 +15,8 @@ pool. Host buffers are a ring of **slots**: pinned on CUDA, and a slot is filled
 recorded behind its copy has passed. The state of the lanes travels with the last micro-batch of its step,
 so what was prefetched but not used is never part of what is saved.
 
-Validation is a stream of its own, whose lanes, layout and seed follow from the data alone: the same rows
-for every number of processes, batch size and run, so bits per byte of two runs compare.
-
 Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared
 memory, state and a shutdown of their own.
-
-At the end, nanochat's loaders under their names.
 """
 
 import contextlib

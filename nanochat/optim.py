@@ -29,13 +29,11 @@ is computed outside of them, once a group: so compiled updates have the bits of 
 for the order in which Muon's norms and means are added up and, on a CPU, for the last bit of roots,
 which eager takes from MKL.
 
-**Bits.** A step is the same for every W that divides the number of leaves. Gradients are added by
-reduce.py alone, in float32. A matrix is orthogonalized alone, so its result does not know how many
-a rank owns. Elementwise updates use only operations whose vectorized and scalar forms round alike
-(no `pow` with fractions, no `sigmoid`), so on a CPU they do not know where a chunk was cut. The norm
-is added up from **grains**, which no chunk cuts: 1/64 of a tensor that may be cut, all of any other.
-Each rank fills its own into a table of sums of squares in float64, the tables are added exactly
-(x + 0), and then the table is summed in one order.
+**Bits.** A step is the same for every W that divides the number of leaves: reduce.py adds, a matrix
+is orthogonalized alone, elementwise updates use only operations whose vectorized and scalar forms
+round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which no
+chunk cuts: 1/64 of a tensor that may be cut, all of any other. Each rank fills its own into a table of
+sums of squares, the tables are added exactly (x + 0), and then the table is summed in one order.
 
 All arithmetic and all state are float32; bfloat16 parameters are written back by rounding. For a
 bfloat16 embedding that costs 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
@@ -449,9 +447,7 @@ class MuonAdamW(torch.optim.Optimizer):
         different = [f"{key}: got {got.get(key, 'nothing')}, expected {want.get(key, 'nothing')}"
                      for key in dict.fromkeys([*want, *got]) if got.get(key) != want.get(key)]
         if different:
-            more = f"; and {len(different) - 20} more" if len(different) > 20 else ""
-            listed = "; ".join(different[:20])
-            raise ValueError(f"optimizer state is not this model's: {listed}{more}")
+            raise ValueError(f"optimizer state is not this model's: {'; '.join(different[:20])}")
 
     def state_dict(self, *_: Any) -> NoReturn:
         """Refused: it would hold this rank's shard only."""

@@ -6,10 +6,8 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from torch import Tensor
 
 from nanochat import gpt, optim, reduce, trainer
 from nanochat.checkpoint import load_checkpoint
@@ -29,14 +26,14 @@ from tests.training import a_step_is_a_second, after_step, as_bytes, die_after_s
 K = 4
 WORLD_SIZES = (1, 2, 4)
 T, V, ROWS = 16, 8, 32
-RUN: dict[str, Any] = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
+RUN = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
     "depth": 2, "aspect_ratio": 22, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
     "total_batch_size": T * ROWS, "overlap": 4, "eval_every": 10, "eval_tokens": T * 40, "save_every": 10}
 THOROUGH = settings.get_current_profile_name() == "thorough"
 if not THOROUGH:  # what differs at all differs in the first steps
     RUN |= {"num_iterations": 12, "eval_every": 3, "save_every": 6, "eval_tokens": T * 16}
 BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}  # micro-batches of a leaf, which has 8 rows: B. The third has a dead row
-CASES: dict[str, dict[str, Any]] = {f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
+CASES = {f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
                                     for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
 if not THOROUGH:
     CASES = {case: {**CASES[case], "num_iterations": num} for case, num in (
@@ -46,10 +43,10 @@ if not THOROUGH:
 # ---- a model that has everything ------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
-def everything() -> Iterator[None]:
+def everything():
     """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
-    def with_fewer(*args: Any, **kwargs: Any) -> gpt.GPTConfig:
+    def with_fewer(*args, **kwargs):
         return replace(from_depth(*args, **kwargs), n_kv_head=1)
 
     with mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer), \
@@ -57,7 +54,7 @@ def everything() -> Iterator[None]:
         yield
 
 
-def enter_everything() -> None:
+def enter_everything():
     """`everything`, for the rest of a process."""
     everything().__enter__()
 
@@ -67,7 +64,7 @@ def enter_everything() -> None:
 Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and what of RUN is changed
 
 
-def _main(jobs: list[Job], ports: list[int], argv: list[str]) -> int:
+def _main(jobs, ports, argv):
     for (mutation, flags), port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
@@ -76,7 +73,7 @@ def _main(jobs: list[Job], ports: list[int], argv: list[str]) -> int:
     return 0
 
 
-def run_jobs(world_size: int, jobs: list[Job]) -> str:
+def run_jobs(world_size, jobs):
     """All jobs, one after another, in one set of processes, which takes far less time than a set for each."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in jobs]
@@ -89,7 +86,7 @@ def run_jobs(world_size: int, jobs: list[Job]) -> str:
     return group.text()
 
 
-def result(tag: str) -> dict[str, Any]:
+def result(tag):
     """All that must be equal, tensors as bytes."""
     final = load_checkpoint(training.run_dir(tag) / "checkpoints" / "final")
     log = list(iter_log(training.run_dir(tag) / "logs" / "train.jsonl"))
@@ -100,14 +97,14 @@ def result(tag: str) -> dict[str, Any]:
             "validation": {record["step"]: record["bpb"] for record in log if record.get("event") == "val"}}
 
 
-def parted(tag: str, other: str) -> set[str]:
+def parted(tag, other):
     """In what two runs differ."""
     a, b = result(tag), result(other)
     return {key for key in a if a[key] != b[key]}
 
 
 @pytest.fixture(autouse=True)
-def no_environment() -> Iterator[None]:
+def no_environment():
     with mock.patch.dict(os.environ):
         yield
 
@@ -115,7 +112,7 @@ def no_environment() -> Iterator[None]:
 # ---- on any number of processes --------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]:
+def matrix(tmp_path_factory):
     """Every case on every number of processes: runs "W CASE". What was printed, by W."""
     with training.workplace(tmp_path_factory.mktemp("matrix")):
         yield {world_size: run_jobs(world_size, [("", {**changed, "model_tag": f"{world_size} {case}"})
@@ -124,11 +121,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]]
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_every_bit_is_the_same_on_any_number_of_processes(matrix: dict[int, str], case: str, world_size: int) -> None:
+def test_every_bit_is_the_same_on_any_number_of_processes(matrix, case, world_size):
     assert parted(f"1 {case}", f"{world_size} {case}") == set()
 
 
-def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
+def test_the_cases_are_what_they_say(matrix):
     for case, changed in CASES.items():
         found = result(f"1 {case}")
         num_steps, every = changed.get("num_iterations", RUN["num_iterations"]), RUN["eval_every"]
@@ -156,13 +153,13 @@ def test_the_cases_are_what_they_say(matrix: dict[int, str]) -> None:
 
 # ---- whatever happened in between ------------------------------------------------------------------------------------
 
-def chain(*hooks: Callable[[], None]) -> None:
+def chain(*hooks):
     for hook in (enter_everything, *hooks):
         hook()
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Iterator[dict[str, dict[str, Any]]]:
+def corpus(tmp_path):
     """Flags of the two kinds of data: streamed parquet, and shards under a curriculum."""
     with training.workplace(tmp_path) as path:
         for i, bucket in enumerate(("code", "web")):
@@ -180,7 +177,7 @@ def corpus(tmp_path: Path) -> Iterator[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "shards"] if THOROUGH else ["shards"])  # parquet: tests/test_resume.py
-def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, dict[str, Any]], kind: str) -> None:
+def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     num = RUN["num_iterations"]
     flags = {**RUN, **corpus[kind], "save_every": max(2, num // 10), "device_batch_size": 4, "eval_every": num // 3}
     straight = training.start(1, hook=chain, **flags, model_tag="straight")
@@ -203,7 +200,7 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus: dict[str, d
 
 # ---- each guarantee, broken on purpose -------------------------------------------------------------------------------
 
-def in_rank_order(parts: Tensor) -> Tensor:
+def in_rank_order(parts):
     """((0 + 1) + 2) + 3."""
     total = parts[0].clone()
     for part in parts[1:]:
@@ -211,12 +208,12 @@ def in_rank_order(parts: Tensor) -> Tensor:
     return total
 
 
-def wrong_pairs(parts: Tensor) -> Tensor:
+def wrong_pairs(parts):
     """(0 + 2) + (1 + 3)."""
     return (parts[0] + parts[2]) + (parts[1] + parts[3]) if len(parts) == 4 else parts.sum(dim=0)
 
 
-def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
+def plain_reduce(message, rank, world_size):
     """An all-reduce, of which each rank keeps its chunk."""
     message = message.float().clone()
     if world_size > 1:
@@ -224,11 +221,11 @@ def plain_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Te
     return lambda: message.view(world_size, -1)[rank]
 
 
-def in_parameters_dtype(self: reduce.Message) -> Tensor:
+def in_parameters_dtype(self):
     return GRADIENTS(self).to(self.first.param.dtype)
 
 
-def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
+def batched(number, G, steps=5):
     """polar_express of one of so many alike matrices in a batch."""
     tall = G.size(0) > G.size(1)
     X = (G.mT if tall else G).repeat(number, 1, 1)
@@ -239,57 +236,57 @@ def batched(number: int, G: Tensor, steps: int = 5) -> Tensor:
     return X[0].mT if tall else X[0]
 
 
-def batched_update(self: Any, parts: Any, **scalars: Any) -> None:
+def batched_update(self, parts, **scalars):
     alike = sum(p is not None and p.param.shape == parts[0][0].param.shape for p in self._mine)
     with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
         UPDATE(self, parts, **scalars)
 
 
-def with_pow(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, rate: Any, **kwargs: Any) -> None:
+def with_pow(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
     """An elementwise update whose vectorized and scalar forms round differently."""
     exp_avg.add_(grad.abs().pow(1.3) * grad.sign())
     param.copy_(param.float() - exp_avg * rate)
 
 
-def sums_by_rank(sums: Tensor, *args: Any, **kwargs: Any) -> Any:
+def sums_by_rank(sums, *args, **kwargs):
     """Losses added up by each rank, in float32."""
     total = torch.zeros_like(sums)
     total[0] = sums.float().sum(dim=0)
     return ADD_UP(total, *args, **kwargs)
 
 
-def norm_by_rank(self: Any, chunks: list[Tensor]) -> Tensor:
+def norm_by_rank(self, chunks):
     total = torch.stack([chunk.square().sum() for chunk in chunks]).sum()
     if self._world_size > 1:
         dist.all_reduce(total)
     return total.sqrt()
 
 
-def from_global_generator(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
+def from_global_generator(name, shape, *, seed, n_embd):
     return torch.randn(shape) * 0.02
 
 
 @contextlib.contextmanager
-def odd_cuts() -> Iterator[None]:
+def odd_cuts():
     """Large tensors are cut where no vector ends: 61 grains of 231 elements."""
     with patch(reduce, "GRAINS", 61), patch(reduce, "ALIGNED", 1):
         yield
 
 
 @contextlib.contextmanager
-def odd_cuts_and_pow() -> Iterator[None]:
+def odd_cuts_and_pow():
     with odd_cuts(), patch(optim, "adamw_update", with_pow):
         yield
 
 
 GRADIENTS, UPDATE, ADD_UP = reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up
 patch = mock.patch.object
-SHORT: dict[str, Any] = {  # three layers have two gates of 1 x 12
+SHORT = {  # three layers have two gates of 1 x 12
     "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
     "aspect_ratio": 14}
 THIN = {"head_dim": 6, "aspect_ratio": 6}  # six matrices of 6 x 18, for which a batched product has other bits
 TRAINED = {"weights", "optimizer"}  # a few steps later the losses differ too, in the last bits, or round alike
-MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how many processes; what must differ
+MUTATIONS = {  # how; on how many processes; what must differ
     "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
     "wrong pairs of ranks": (lambda: patch(reduce, "add_in_tree_order", wrong_pairs), 4, TRAINED),
     "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
@@ -306,7 +303,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], int, set[str]]] = {  # how; on how
 
 
 @pytest.fixture(scope="module")
-def mutated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def mutated(tmp_path_factory):
     """Every mutation on one process and on several: runs "W MUTATION"."""
     with training.workplace(tmp_path_factory.mktemp("mutated")):
         for world_size in WORLD_SIZES:
@@ -318,7 +315,7 @@ def mutated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_breaks_a_guarantee_is_seen(mutated: None, name: str) -> None:
+def test_what_breaks_a_guarantee_is_seen(mutated, name):
     _, world_size, differs = MUTATIONS[name]
     found = parted(f"1 {name}", f"{world_size} {name}")
     assert found >= differs and (found == differs or "optimizer" in differs)

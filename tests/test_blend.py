@@ -3,7 +3,6 @@ and all that lanes promise holds for them too."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
 Sources = dict[str, Source]
 
 
-def plain_blend(weights: list[float], n: int, limits: list[int] | None = None) -> tuple[list[int], list[int]]:
+def plain_blend(weights, n, limits=None):
     """The recurrence, source by source and sample by sample."""
     counts, sources, samples = [0] * len(weights), [], []
     for i in range(n):
@@ -52,7 +51,7 @@ def plain_blend(weights: list[float], n: int, limits: list[int] | None = None) -
 
 @settings(max_examples=examples(1.6))
 @given(weights=st.lists(st.floats(0.01, 1) | st.integers(1, 9).map(float), min_size=1, max_size=11), data=st.data())
-def test_a_blend_is_the_recurrence(weights: list[float], data: st.DataObject) -> None:
+def test_a_blend_is_the_recurrence(weights, data):
     """With limits a source that has given all is out, even if its deficit is the greatest."""
     shares, n, limits = normalize(weights), data.draw(st.integers(0, 400)), None
     if data.draw(st.booleans()):
@@ -66,7 +65,7 @@ def test_a_blend_is_the_recurrence(weights: list[float], data: st.DataObject) ->
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def prefixes(tmp_path_factory):
     """Three pairs of files: 40, 60 and 25 sequences, uint16 and int32."""
     folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
     for name, n, dtype in (("a", 40, np.uint16), ("b", 60, np.int32), ("c", 25, np.uint16)):
@@ -77,12 +76,12 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / name) for name in "abc"]
 
 
-def build(blended: Any, sizes: list[int | None], *, split: str | None = "8,1,1", **options: Any) -> list[Any]:
+def build(blended, sizes, *, split="8,1,1", **options):
     config = GPTDatasetConfig(random_seed=3, sequence_length=16, blend=blended, split=split, **options)
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
 
-def test_samples_of_a_blend_are_those_of_its_sources(prefixes: list[str]) -> None:
+def test_samples_of_a_blend_are_those_of_its_sources(prefixes):
     train, valid, test = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])
     assert [len(d) for d in (train, valid, test)] == [501, 11, 5]
     assert [d.num_samples for d in train.datasets] == [252, 168, 85], "250, 167 and 84, and 1/2 % more"
@@ -98,7 +97,7 @@ def test_samples_of_a_blend_are_those_of_its_sources(prefixes: list[str]) -> Non
             train[i]
 
 
-def test_what_the_builder_builds(prefixes: list[str]) -> None:
+def test_what_the_builder_builds(prefixes):
     """One prefix without weights is no blend; lengths are weights where there are none; splits may have no part."""
     assert [type(d) for d in build((prefixes[:1], None), [5, 5, 5])] == [GPTDataset] * 3
     assert [type(d) for d in build((prefixes[:1], [2.0]), [5, 5, 5])] == [BlendedDataset] * 3
@@ -112,7 +111,7 @@ def test_what_the_builder_builds(prefixes: list[str]) -> None:
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1] * 3, lambda: False, config).build() == [None] * 3
 
 
-def test_each_split_may_have_a_blend_of_its_own(prefixes: list[str]) -> None:
+def test_each_split_may_have_a_blend_of_its_own(prefixes):
     blends = [(prefixes[:2], [1.0, 1.0]), (prefixes[2:], [4.0]), None]
     train, valid, test = build(None, [20, 7, None], split=None, blend_per_split=blends)
     assert isinstance(train, BlendedDataset) and isinstance(valid, GPTDataset) and test is None
@@ -124,7 +123,7 @@ def test_each_split_may_have_a_blend_of_its_own(prefixes: list[str]) -> None:
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
-def test_bad_blends_are_one_sentence(prefixes: list[str]) -> None:
+def test_bad_blends_are_one_sentence(prefixes):
     for sizes in ([1, 2], [1, -2, 3]):
         with pytest.raises(ValueError, match=r"sizes: got \["):
             build((prefixes, None), sizes)
@@ -143,7 +142,7 @@ def test_bad_blends_are_one_sentence(prefixes: list[str]) -> None:
 
 # ---- a run's stream -------------------------------------------------------------------------------------------------
 
-def write_pair(prefix: Path, lengths: list[int], *, seed: int = 0, dtype: Any = np.uint16, cut: bool = False) -> Path:
+def write_pair(prefix, lengths, *, seed=0, dtype=np.uint16, cut=False):
     """A pair whose documents have so many ids, an EOD at the end of each; with `cut` every third is two sequences."""
     rng, builder = np.random.default_rng(seed), IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for i, n in enumerate(lengths):
@@ -153,33 +152,33 @@ def write_pair(prefix: Path, lengths: list[int], *, seed: int = 0, dtype: Any = 
     return prefix
 
 
-def some_lengths(n: int, seed: int) -> list[int]:
+def some_lengths(n, seed):
     return np.random.default_rng(seed).integers(0, 31, n).tolist()
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> str:
+def pairs(tmp_path_factory):
     """--data-path of three pairs."""
     root = tmp_path_factory.mktemp("pairs")
     return ",".join(str(write_pair(root / name, some_lengths(n, seed), seed=seed, cut=name == "b"))
                     for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()))
 
 
-def sources_of(data_path: str, split: str = SPLIT, part: str = "train") -> Sources:
+def sources_of(data_path, split=SPLIT, part="train"):
     manifests = find_prefixes(data_path, None, split)[part]
     return {bucket: open_source(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
 
 
-def config_of(**changed: Any) -> SampleConfig:
+def config_of(**changed):
     return SampleConfig(**{"T": T, "V": V, "seed": 5, "num_samples": 10 * R, "weights": (3.0, 2.0, 1.0),
                            "split": SPLIT, **changed})
 
 
-def stream_of(config: SampleConfig, sources: Sources, **more: Any) -> SampleStream:
+def stream_of(config, sources, **more):
     return SampleStream(config, sources, range(config.V), tokenizer="bytes", **more)
 
 
-def rows_of(stream: SampleStream, num: int) -> list[tuple[list[int], list[int]]]:
+def rows_of(stream, num):
     """[(tokens, live targets)] of the next rows."""
     return [(row.tokens.tolist(), [1] * T if row.live is None else row.live[1:].tolist())
             for row in stream.next_rows(num)]
@@ -224,7 +223,7 @@ def test_documents_of_a_row_end_with_their_eod(pairs):
 
 # ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
 
-def digests_of(config: SampleConfig, sources: Sources, first: int, rows: int) -> list[int]:
+def digests_of(config, sources, first, rows):
     """The digests of steps of so many rows from a sample on, from the definition of the digest alone."""
     samples, found = open_samples(config, sources), []
     for at in range(first, config.num_samples - rows + 1, rows):

@@ -1,8 +1,6 @@
 """The CORE metric: the prompts, what counts in them, and that neither batches nor neighbours move a result."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +16,18 @@ from tests import training
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory):
     return make_eval_bundle(tmp_path_factory.mktemp("bundle") / "eval_bundle", num_items=10)
 
 
 @pytest.fixture(scope="module")
-def repeater() -> Any:
+def repeater():
     return make_repeater(0)
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
 
-def task_of(kind: str, items: list[Item], num_fewshot: int = 1, delimiter: str = " ") -> Task:
+def task_of(kind, items, num_fewshot=1, delimiter=" "):
     return Task("made up", kind, num_fewshot, delimiter, 0.25, items)
 
 
@@ -40,12 +38,11 @@ def task_of(kind: str, items: list[Item], num_fewshot: int = 1, delimiter: str =
      ["Snow=melts\n\nHe=fell", "Snow=melts\n\nIt=fell"]),
     ("language_modeling", [Item(["Paris is in"], ["France"], 0), Item(["Two and"], ["two "], 0)],
      ["Two and=two \n\nParis is in=", "Two and=two \n\nParis is in=France"])])
-def test_a_prompt_is_solved_items_an_empty_line_and_the_question(kind: str, items: list[Item], expected: list[str]
-                                                                 ) -> None:
+def test_a_prompt_is_solved_items_an_empty_line_and_the_question(kind, items, expected):
     assert make_prompts(task_of(kind, items, delimiter="="), 0) == expected
 
 
-def test_items_are_shuffled_and_drawn_as_nanochat_does_it(tmp_path: Path) -> None:
+def test_items_are_shuffled_and_drawn_as_nanochat_does_it(tmp_path):
     """The numbers are those of `random.Random(1337).shuffle` and `random.Random(1234 + index).sample` there."""
     path = make_eval_bundle(tmp_path, num_items=10) / "eval_data" / "made_up" / "text_fewshot.jsonl"
     path.write_text("".join(f'{{"context": "{i}", "continuation": "!"}}\n' for i in range(10)))
@@ -56,7 +53,7 @@ def test_items_are_shuffled_and_drawn_as_nanochat_does_it(tmp_path: Path) -> Non
     assert shown == [["8", "2", "1", "0"], ["7", "8", "4", "1"], ["8", "3", "2", "7"]]
 
 
-def test_a_space_before_the_answer_is_no_token_of_its_own() -> None:
+def test_a_space_before_the_answer_is_no_token_of_its_own():
     task = task_of("language_modeling", [Item(["Paris is in"], ["France"], 0)], num_fewshot=0)
     assert make_prompts(task, 0) == ["Paris is in", "Paris is in France"]
 
@@ -70,13 +67,12 @@ def test_a_space_before_the_answer_is_no_token_of_its_own() -> None:
     ("language_modeling", [[0, 1], [0, 4, 2]], 9, [[0, 4, 2]], [1]),  # a token across the edge is the answer's
     ("language_modeling", [[0, 1, 2], [0, 1, 2, 3, 4]], 3, [[2, 3, 4]], [1]),  # the end is kept
     ("schema", [[0, 1, 2, 7, 8], [0, 5, 7, 8]], 2, [[7, 8], [7, 8]], [1, 1])])
-def test_what_counts_are_the_tokens_that_tell_the_answers_apart(
-        kind: str, tokens: list[list[int]], max_tokens: int, kept: list[list[int]], starts: list[int]) -> None:
+def test_what_counts_are_the_tokens_that_tell_the_answers_apart(kind, tokens, max_tokens, kept, starts):
     assert make_rows(task_of(kind, []), 5, tokens, max_tokens) == Rows(5, kept, starts)
 
 
-def test_the_least_loss_answers_and_of_equals_the_first() -> None:
-    def answer(*losses: float) -> list[int]:
+def test_the_least_loss_answers_and_of_equals_the_first():
+    def answer(*losses):
         items = [Item([""] * len(losses), [""] * len(losses), gold) for gold in range(len(losses))]
         scores = [(loss, False) for loss in losses]
         return [i for i in range(len(losses)) if core_eval.is_right(task_of("schema", items), i, scores)]
@@ -90,7 +86,7 @@ def test_the_least_loss_answers_and_of_equals_the_first() -> None:
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
-def alone(model: Any, row: list[int], start: int) -> tuple[float, bool]:
+def alone(model, row, start):
     """What `score` must say of a row: computed by itself, without padding, in the plainest way."""
     with torch.no_grad():
         chances = model(torch.tensor([row]))[0, :-1].double().log_softmax(-1)
@@ -98,11 +94,11 @@ def alone(model: Any, row: list[int], start: int) -> tuple[float, bool]:
     return sum(loss for loss, _ in counted) / len(counted) if counted else math.nan, all(ok for _, ok in counted)
 
 
-def test_scores_are_those_of_each_row_by_itself(bundle: Path, repeater: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_each_row_by_itself(bundle, repeater, monkeypatch):
     model, tokenizer = repeater
     seen, score = [], core_eval.score
 
-    def watched(model: Any, batch: Any, pad: int) -> Any:
+    def watched(model, batch, pad):
         found = score(model, batch, pad)
         seen.extend((len(batch), row, start, figure) for rows, figures in zip(batch, found)
                     for row, start, figure in zip(rows.tokens, rows.starts, figures))
@@ -120,12 +116,12 @@ def test_scores_are_those_of_each_row_by_itself(bundle: Path, repeater: Any, mon
     assert any(math.isnan(loss) for *_, (loss, _) in seen), "the case: a choice without a token of its own"
 
 
-def test_neighbours_do_not_move_a_bit(bundle: Path, repeater: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_do_not_move_a_bit(bundle, repeater, monkeypatch):
     """In the arithmetic of a CPU: so equal choices are a tie, whatever stands beside them."""
     model, tokenizer = repeater
     found, seen, cross_entropy = [], list[tuple[float, ...]](), F.cross_entropy
 
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(*args, **kwargs):
         losses = cross_entropy(*args, **kwargs)
         seen.append(tuple(losses.tolist()))
         return losses
@@ -140,7 +136,7 @@ def test_neighbours_do_not_move_a_bit(bundle: Path, repeater: Any, monkeypatch: 
 
 # ---- bundles --------------------------------------------------------------------------------------------------------
 
-def test_a_share_of_the_items_is_the_same_every_time(bundle: Path) -> None:
+def test_a_share_of_the_items_is_the_same_every_time(bundle):
     few, all_of_them = read_bundle(bundle, 6), read_bundle(bundle)
     assert [task.items for task in few] == [task.items[:6] for task in all_of_them]
     assert [len(task.items) for task in all_of_them] == [10] * 7
@@ -151,7 +147,7 @@ def test_a_share_of_the_items_is_the_same_every_time(bundle: Path) -> None:
     assert len(read_bundle(bundle, most + 1)) == 7, "the advice is right"
 
 
-def change(path: Path, before: str, after: str) -> None:
+def change(path, before, after):
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, after, 1))
 
@@ -171,7 +167,7 @@ def change(path: Path, before: str, after: str) -> None:
     ("eval_data/made_up/choices.jsonl", '"query"', '"question"', "choices.jsonl, line 1: query: expected a text"),
     ("eval_data/made_up/long_choices.jsonl", '"gold": 1', '"gold": 9', "line 1: gold is 9, expected the number of one"),
 ])
-def test_a_bad_bundle_is_one_sentence(tmp_path: Path, name: str, before: str | None, after: str, message: str) -> None:
+def test_a_bad_bundle_is_one_sentence(tmp_path, name, before, after, message):
     path = make_eval_bundle(tmp_path, num_items=10) / name
     path.unlink() if before is None else change(path, before, after)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as e:
@@ -181,13 +177,13 @@ def test_a_bad_bundle_is_one_sentence(tmp_path: Path, name: str, before: str | N
 
 # ---- in training ----------------------------------------------------------------------------------------------------
 
-def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path, monkeypatch):
     bundle = make_eval_bundle(tmp_path / "bundle", num_items=10, labels=("choices", "schema", "text"))
     with training.workplace(tmp_path / "base", **training.SMALL):
         looks = {"core_metric_every": 2, "core_metric_max_per_task": 6, "num_iterations": 3, "save_every": -1}
         assert "eval_bundle/core.yaml: not there" in training.refuse(**looks)
         assert not training.run_dir().exists(), "it is missed before anything is written"
-        boards: list[Any] = []
+        boards = []
         with monkeypatch.context() as patch:
             patch.setattr(Silence, "log", lambda self, values: boards.append(values), raising=False)
             outcome = training.succeed(**looks, eval_bundle=bundle)
@@ -202,7 +198,7 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, monkeypatch:
 
         asked = StopWatch.asked
         monkeypatch.setattr(StopWatch, "asked", lambda self, *a: "SIGTERM" if looking else asked(self, *a))
-        looking: list[int] = []
+        looking = []
         evaluate = core_eval.evaluate_task
         monkeypatch.setattr(core_eval, "evaluate_task", lambda *a: looking.append(1) or evaluate(*a))
         outcome = training.succeed(**looks, eval_bundle=bundle, model_tag="stopped")
@@ -210,12 +206,12 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path: Path, monkeypatch:
         assert training.checkpoints("stopped") == ["checkpoint-2-shutdown"]
 
 
-def digests_without(**looks: Any) -> list[str]:
+def digests_without(**looks):
     training.succeed(**{**looks, "core_metric_every": -1, "model_tag": "plain"})
     return training.digests("plain")
 
 
-def test_the_table_is_nanochats(tmp_path: Path) -> None:
+def test_the_table_is_nanochats(tmp_path):
     scores = [core_eval.Score("arc_easy", 0.5, 1 / 3), core_eval.Score("lambada", 0.25, 0.25)]
     core_eval.write_csv(tmp_path / "x.csv", core_eval.summary(scores))
     assert (tmp_path / "x.csv").read_text() == (

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def test_impossible_requests_are_refused(model):
 # ---- a model from a checkpoint alone ----------------------------------------------------------------
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(tmp_path, monkeypatch):
     """A run "tiny" whose final checkpoint holds a real model, with its tokenizer beside it."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     run = rd.run_path("tiny")
@@ -179,7 +178,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_a_model_is_rebuilt_from_the_run_alone(trained: Path, tmp_path: Path) -> None:
+def test_a_model_is_rebuilt_from_the_run_alone(trained, tmp_path):
     expected = torch.load(tmp_path / "expected.pt")
     for path in ("tiny", trained, trained / "checkpoints" / "final"):
         model, tokenizer, meta = load_model(path, "cpu", compute_dtype=torch.float32)
@@ -188,7 +187,7 @@ def test_a_model_is_rebuilt_from_the_run_alone(trained: Path, tmp_path: Path) ->
         assert meta["step"] == 4 and meta["model_config"]["n_embd"] == 16
 
 
-def test_load_model_refuses_what_does_not_fit(trained: Path) -> None:
+def test_load_model_refuses_what_does_not_fit(trained):
     final = trained / "checkpoints" / "final"
     config = json.loads((final / ckpt.MODEL_CONFIG_NAME).read_text())
     for n_embd, message in ((32, "another architecture"), (16, r"tokenizer.*--model-tag")):
@@ -205,7 +204,7 @@ def test_load_model_refuses_what_does_not_fit(trained: Path) -> None:
         load_model("tiny", "cpu")
 
 
-def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(trained: Path) -> None:
+def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(trained):
     model, _, _ = load_model("tiny", "cpu", compute_dtype=torch.bfloat16)
     masters = GPT(model.config)
     masters.init_weights(seed=3, compute_dtype=torch.bfloat16)
@@ -215,8 +214,7 @@ def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(
     assert torch.equal(model(tokens), masters(tokens))
 
 
-def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(
-        trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(trained, monkeypatch):
     """Flash and efficient: neither cuDNN's nor the plain one."""
     cuda = torch.backends.cuda
     model, tokenizer, _ = load_model("tiny", "cpu")

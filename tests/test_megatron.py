@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,26 +41,25 @@ class Memory:
 
     dtype = np.dtype(np.int32)
 
-    def __init__(self, lengths: list[int], ids: np.ndarray | None = None):
+    def __init__(self, lengths, ids=None):
         self.sequence_lengths = np.array(lengths, np.int32)
         self.begins = np.cumsum([0, *lengths])
         numbers = [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
         self.ids = np.concatenate([np.zeros(0, np.int32), *numbers]).astype(np.int32) if ids is None else ids
 
-    def get(self, sequence: int, offset: int, length: int) -> np.ndarray:
+    def get(self, sequence, offset, length):
         begin = self.begins[sequence] + offset
         assert 0 <= offset <= offset + length <= self.sequence_lengths[sequence]
         return self.ids[begin:begin + length]
 
 
-def rows_of(dataset: Any, n: int) -> tuple[list[list[int]], list[list[int]]]:
+def rows_of(dataset, n):
     """(ids, live targets) of the first rows."""
     samples = [dataset[i] for i in range(n)]
     return [[*s["tokens"].tolist(), int(s["labels"][-1])] for s in samples], [s["loss_mask"].tolist() for s in samples]
 
 
-def make(dataset: Any, num_samples: int | None = None, *, documents: range | None = None, split: Split = Split.train,
-         T: int = 8, seed: int = 0, **options: Any) -> GPTDataset:
+def make(dataset, num_samples=None, *, documents=None, split=Split.train, T=8, seed=0, **options):
     tokenizer = SimpleNamespace(eod=EOD, **options.pop("tokenizer", {}))
     config = GPTDatasetConfig(random_seed=seed, sequence_length=T, tokenizer=tokenizer, **options)
     return GPTDataset(dataset, "p", documents or range(len(dataset.sequence_lengths)), num_samples, split, config)
@@ -69,15 +67,15 @@ def make(dataset: Any, num_samples: int | None = None, *, documents: range | Non
 
 # ---- golden ---------------------------------------------------------------------------------------------------------
 
-def equal(array: Any, dtype: str, values: Any) -> bool:
+def equal(array, dtype, values):
     return np.asarray(array).dtype == dtype and np.asarray(array).tolist() == values
 
 
 @pytest.mark.parametrize("case", OWN_CASES)
-def test_small_cases_of_megatron_core(case: str) -> None:
+def test_small_cases_of_megatron_core(case):
     about = OWN_CASES[case]
 
-    def placed(blend: Any) -> Any:
+    def placed(blend):
         return None if blend is None else ([str(OWN / name) for name in blend[0]], blend[1])
 
     settings = dict(about["settings"])
@@ -92,7 +90,7 @@ def test_small_cases_of_megatron_core(case: str) -> None:
             compare(dataset, expected)
 
 
-def compare(dataset: Any, expected: Any) -> None:
+def compare(dataset, expected):
     indices = [name for name in expected if name.endswith("_index")]
     assert len(indices) in (2, 3)
     for name in indices:
@@ -110,13 +108,13 @@ def compare(dataset: Any, expected: Any) -> None:
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no golden data in {SHARED}")
 @pytest.mark.parametrize("case", ["single", "single_1epoch", "blend"])
-def test_shared_golden_cases(case: str) -> None:
+def test_shared_golden_cases(case):
     golden = json.loads((SHARED / "golden.json").read_text())
     about = golden["results"][case]
     blend = [str(SHARED / name) for name in about["blend"][0]], about["blend"][1]
     config = GPTDatasetConfig(random_seed=1234, sequence_length=128, blend=blend, split=about["split"])
     assert [list(part) for part in config.split_matrix if part] == about["split_matrix"]
-    built: list[Any] = [*BlendedMegatronDatasetBuilder(GPTDataset, about["sizes"], lambda: True, config).build()]
+    built = [*BlendedMegatronDatasetBuilder(GPTDataset, about["sizes"], lambda: True, config).build()]
     for dataset, expected in zip(built, about["splits"].values(), strict=True):
         if "datasets" in expected:
             assert equal(dataset.dataset_index, "int16", expected["dataset_index"])
@@ -130,8 +128,7 @@ def test_shared_golden_cases(case: str) -> None:
 
 # ---- a plain loop ---------------------------------------------------------------------------------------------------
 
-def plain_order(seed: int, documents: list[int], lengths: list[int], num_samples: int | None, T: int, extra: int
-                ) -> tuple[list[int], int, bool]:
+def plain_order(seed, documents, lengths, num_samples, T, extra):
     """(document_index, samples shuffled first, last epoch apart), by the rules as one would tell them."""
     tokens, epochs = sum(lengths[d] for d in documents), 1
     while num_samples is not None and tokens * epochs < num_samples * T + extra:
@@ -147,7 +144,7 @@ def plain_order(seed: int, documents: list[int], lengths: list[int], num_samples
     return order, before, apart
 
 
-def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop_last: bool) -> list[tuple[int, int]]:
+def plain_samples(order, lengths, T, extra, drop_last):
     """Where samples begin, token by token: sample k at token k T; without the extra token behind the one before. Behind
     a partial sample: the last token, or the end of the last document."""
     tokens = [(place, offset) for place, document in enumerate(order) for offset in range(lengths[document])]
@@ -164,9 +161,7 @@ def plain_samples(order: list[int], lengths: list[int], T: int, extra: int, drop
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
        extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
        num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
-def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int, extra: bool, drop_last: bool,
-                                                      seed: int, num_samples: int | None, cut: tuple[int, int],
-                                                      ) -> None:
+def test_indices_and_tokens_are_those_of_a_plain_loop(lengths, T, extra, drop_last, seed, num_samples, cut):
     """Also where documents are empty."""
     documents = range(cut[0], len(lengths) - cut[1])
     if not sum(lengths[d] for d in documents):
@@ -190,9 +185,9 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths: list[int], T: int
     assert live == [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
 
 
-def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
+def test_samples_are_counted_in_float32_where_the_last_may_be_partial():
     """Beyond 2**24 tokens that is not the true count; it is megatron-core's."""
-    def count(tokens: int, drop_last: bool) -> int:
+    def count(tokens, drop_last):
         order = plan_order(0, range(1), tokens=tokens, num_samples=None, T=3, extra=True, drop_last=drop_last)
         return order.num_samples
 
@@ -203,7 +198,7 @@ def test_samples_are_counted_in_float32_where_the_last_may_be_partial() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [2**32 - 3, 2**32 - 2])
-def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffle_index_is_wide_only_when_it_must_be(num_samples, monkeypatch):
     order = plan_order(0, range(1), tokens=num_samples + 1, num_samples=None, T=1, extra=True, drop_last=True)
     assert order.num_samples == num_samples
     monkeypatch.setattr(np, "arange", lambda n, stop=0, dtype=None: np.zeros(0, dtype))
@@ -218,8 +213,7 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples: int, monkeypatc
                                      "create_attention_mask", "add_extra_token_to_sequence",
                                      "drop_last_partial_validation_sequence")}),
        tokenizer=st.sampled_from([{}, {"pad": 5}, {"pad": EOD}]))
-def test_tensors_of_a_sample_and_rows_agree(ids: list[int], T: int, options: dict[str, bool],
-                                            tokenizer: dict[str, int]) -> None:
+def test_tensors_of_a_sample_and_rows_agree(ids, T, options, tokenizer):
     """Masks and positions token by token."""
     dataset = make(Memory([len(ids)], np.array(ids, np.int32)), split=Split.valid, T=T, tokenizer=tokenizer, **options)
     for i in range(len(dataset)):
@@ -239,8 +233,8 @@ def test_tensors_of_a_sample_and_rows_agree(ids: list[int], T: int, options: dic
             assert sample["attention_mask"].tolist() == [barred]
 
 
-def test_pad_token(caplog: pytest.LogCaptureFixture) -> None:
-    def pad(**tokenizer: Any) -> int:
+def test_pad_token(caplog):
+    def pad(**tokenizer):
         return pad_id(GPTDatasetConfig(random_seed=0, sequence_length=4, allow_ambiguous_pad_tokens=ambiguous,
                                        tokenizer=SimpleNamespace(**tokenizer)))
 
@@ -253,7 +247,7 @@ def test_pad_token(caplog: pytest.LogCaptureFixture) -> None:
     assert pad(eod=1, pad=1) == 1
 
 
-def test_made_up_data() -> None:
+def test_made_up_data():
     config = GPTDatasetConfig(random_seed=1, sequence_length=512, tokenizer=SimpleNamespace(eod=7, vocab_size=50))
     train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, 10, None], lambda: True, config).build()
     assert config.mock and train is not None and valid is not None and test is not None
@@ -270,8 +264,7 @@ CORPORA = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=
 
 @given(CORPORA, CORPORA, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans())
 @settings(max_examples=examples(0.8))
-def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory: pytest.TempPathFactory, first: list[Any],
-                                                    second: list[Any], dtype: str, mmap: bool) -> None:
+def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory, first, second, dtype, mmap):
     folder = tmp_path_factory.mktemp("p.q")
     for name, documents, before in (("a.b", first, None), ("c", second, folder / "a.b")):
         builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=dtype)
@@ -299,7 +292,7 @@ def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory: pytest.Tem
         assert not dataset[0].flags.writeable
 
 
-def test_what_is_asked_of_files_must_be_there(tmp_path: Path) -> None:
+def test_what_is_asked_of_files_must_be_there(tmp_path):
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
     builder.add_document([1, 2], [2])
     builder.add_document([3], [1])
@@ -328,15 +321,15 @@ ARRAYS = {"x": np.arange(5000, dtype=np.uint32), "y": np.arange(8).reshape(4, 2)
 
 
 @pytest.fixture(autouse=True)
-def worth_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+def worth_storing(monkeypatch):
     monkeypatch.setattr(sample_index, "WORTH_STORING", 1000)
 
 
-def keep(folder: Path, build: Any = lambda: ARRAYS) -> dict[str, np.ndarray]:
+def keep(folder, build=lambda: ARRAYS):
     return cached(str(folder), "key", build)
 
 
-def same(found: dict[str, np.ndarray]) -> bool:
+def same(found):
     return all(found[name].dtype == array.dtype and np.array_equal(found[name], array)
                for name, array in ARRAYS.items())
 
@@ -344,7 +337,7 @@ def same(found: dict[str, np.ndarray]) -> bool:
 @pytest.mark.parametrize("tear", [
     lambda whole: b"", lambda whole: whole[:-4], lambda whole: whole[:20], lambda whole: b"?" + whole[1:],
     lambda whole: whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]])
-def test_what_is_torn_is_told_and_computed_again(tear: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_torn_is_told_and_computed_again(tear, tmp_path, caplog):
     keep(tmp_path)
     path = tmp_path / "key.npz"
     path.write_bytes(tear(path.read_bytes()))
@@ -352,10 +345,10 @@ def test_what_is_torn_is_told_and_computed_again(tear: Any, tmp_path: Path, capl
     assert same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
-def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path: Path) -> None:
+def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path):
     barrier = threading.Barrier(6)
 
-    def work(_: int) -> bool:
+    def work(_):
         barrier.wait()
         return all(same(keep(tmp_path)) for _ in range(5))
 
@@ -364,12 +357,12 @@ def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 1 and same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert same(keep(tmp_path / "file")) and "not stored" in caplog.text
 
 
-def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_have_other_indices_under_the_same_path(tmp_path, monkeypatch):
     cases = [([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80), ([9] * 10 + [5, 13], 0, 40)]
     make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path))[0]
     assert not list(tmp_path.iterdir()), "too small to be worth a file"
@@ -383,7 +376,7 @@ def test_other_data_have_other_indices_under_the_same_path(tmp_path: Path, monke
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
-def test_split() -> None:
+def test_split():
     assert split_matrix("98,1,1") == [(0.0, 0.98), (0.98, 0.99), (0.99, 1.0)]
     assert split_matrix("1,1") == [(0.0, 0.5), (0.5, 1.0), None] and split_matrix("0,1,0") == [None, (0.0, 1.0), None]
 
@@ -404,14 +397,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
-def test_bad_settings_are_one_sentence(changes: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"random_seed": 0, "sequence_length": 8, "blend": (["a"], None), "split": "98,1,1"}
+def test_bad_settings_are_one_sentence(changes, message):
+    good = {"random_seed": 0, "sequence_length": 8, "blend": (["a"], None), "split": "98,1,1"}
     GPTDatasetConfig(**good)
     with pytest.raises(ValueError, match=message):
         GPTDatasetConfig(**{**good, **changes})
 
 
-def test_a_blend_may_be_given_as_a_list() -> None:
+def test_a_blend_may_be_given_as_a_list():
     assert get_blend_from_list(None) is None
     assert get_blend_from_list(["30", "web", "70", "code"]) == (["web", "code"], [30.0, 70.0])
     for prefixes in (["web"], ["web", "code"], ["1", "web", "code"]):
@@ -420,7 +413,7 @@ def test_a_blend_may_be_given_as_a_list() -> None:
         get_blend_from_list(["30", "web", "code", "books"])
 
 
-def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
     caplog.set_level("INFO")
     config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere",
                               num_dataset_builder_threads=4, context_parallel_size=2, sequences_per_dataset={})
@@ -430,8 +423,8 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog: pyte
                                    "accepted; it changes nothing here")
 
 
-def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
+def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monkeypatch):
+    opened = []
     monkeypatch.setattr(LAUNCH, "cache", None)
     monkeypatch.setattr(megatron, "IndexedDataset", lambda prefix, mmap: opened.append(f"{prefix} {LAUNCH.cache}"))
     config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere")
@@ -440,7 +433,7 @@ def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monk
     assert opened == ["/data/web None", "s3://bucket/web /somewhere"]
 
 
-def test_bad_data_are_one_sentence() -> None:
+def test_bad_data_are_one_sentence():
     with pytest.raises(ValueError, match=r"p, split train: 5 samples of 2 sequences without a token"):
         make(Memory([0, 0]), 5)
     assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]

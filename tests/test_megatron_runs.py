@@ -3,10 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,14 +32,14 @@ from tests.training import (
 )
 
 T, R, STEPS = 32, 8, 10
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "data_format": "megatron", "order": "megatron", "blend_weights": "30,70", "split": "90,10", "eod_mask_loss": True,
     "max_seq_len": T, "total_batch_size": T * R, "num_iterations": STEPS, "save_every": 4, "eval_every": 5,
     "eval_tokens": 16 * T, "depth": 1}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """a and b, pairs; the whole run of all tests here."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
@@ -57,12 +54,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(base: Path, **changed: Any) -> dict[str, Any]:
+def command(base, **changed):
     return {**SETTINGS, "data_path": f"{base / 'a'},{base / 'b'}", **changed}
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, made: Path) -> Iterator[dict[str, Any]]:
+def workplace(tmp_path, made):
     """The command, with the pairs somewhere else, and the run "whole"."""
     with training.workplace(tmp_path) as base:
         shutil.copytree(made / "runs" / "run", run_dir("whole"))
@@ -72,7 +69,7 @@ def workplace(tmp_path: Path, made: Path) -> Iterator[dict[str, Any]]:
         yield command(base)
 
 
-def digests_from(sample: int, rows: int, num: int) -> list[str]:
+def digests_from(sample, rows, num):
     """The digests of steps of so many rows, from the definition of the digest and GPTDataset's samples."""
     data, config, _ = open_run(run_dir("whole"))
     samples, found = open_samples(config, data.train), []  # type: ignore[arg-type]
@@ -163,7 +160,7 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace(workplace, changed, messa
 
 # ---- looked into ----------------------------------------------------------------------------------------------------
 
-def looked(capsys: pytest.CaptureFixture[str], *argv: Any, code: int = 0) -> str:
+def looked(capsys, *argv, code=0):
     capsys.readouterr()
     assert inspect_data.main([*map(str, argv)]) == code
     return capsys.readouterr().out

@@ -5,7 +5,6 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -28,16 +27,16 @@ from nanochat.reduce import Message, Part
 from tests import training
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def adamw_group(params: list[torch.nn.Parameter], **settings: Any) -> dict[str, Any]:
+def adamw_group(params, **settings):
     return {"kind": "adamw", "params": params, "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1,
             **settings}
 
 
-def muon_group(params: list[torch.nn.Parameter], **settings: Any) -> dict[str, Any]:
+def muon_group(params, **settings):
     return {"kind": "muon", "params": params, "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9,
             "weight_decay": 0.0, **settings}
 
@@ -45,7 +44,7 @@ def muon_group(params: list[torch.nn.Parameter], **settings: Any) -> dict[str, A
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
-def test_adamw_equals_torch(betas: tuple[float, float]) -> None:
+def test_adamw_equals_torch(betas):
     shapes = [(31, 7), (5,), ()]
     ours, theirs = ([torch.nn.Parameter(randn(*shape)) for shape in shapes] for _ in range(2))
     optimizer = MuonAdamW([adamw_group(ours, betas=betas)])
@@ -63,7 +62,7 @@ def test_adamw_equals_torch(betas: tuple[float, float]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_adamw_keeps_bfloat16_parameters_and_float32_state() -> None:
+def test_adamw_keeps_bfloat16_parameters_and_float32_state():
     param = torch.nn.Parameter(randn(9, 5).bfloat16())
     reference = torch.nn.Parameter(param.detach().float())
     optimizer, exact = MuonAdamW([adamw_group([param])]), MuonAdamW([adamw_group([reference])])
@@ -76,7 +75,7 @@ def test_adamw_keeps_bfloat16_parameters_and_float32_state() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96), (1, 17), (12, 1)])
-def test_polar_express_equals_svd(shape: tuple[int, int]) -> None:
+def test_polar_express_equals_svd(shape):
     G = randn(*shape, seed=sum(shape)) * 37
     X = polar_express(G)
     U, S, Vh = torch.linalg.svd(G, full_matrices=False)
@@ -90,7 +89,7 @@ def test_polar_express_equals_svd(shape: tuple[int, int]) -> None:
     assert torch.equal(polar_express(torch.zeros(shape)), torch.zeros(shape))
 
 
-def muon_in_float64(param: np.ndarray, grads: list[np.ndarray], *, lr: float, weight_decay: float) -> np.ndarray:
+def muon_in_float64(param, grads, *, lr, weight_decay):
     """Steps of Muon with momentum 0.9 and beta2 0.8, written out in numpy."""
     rows, cols = param.shape
     velocity, variance = np.zeros_like(param), np.zeros((rows, 1) if rows >= cols else (1, cols))
@@ -114,7 +113,7 @@ def muon_in_float64(param: np.ndarray, grads: list[np.ndarray], *, lr: float, we
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-8])
 @pytest.mark.parametrize("shape", [(6, 12), (40, 24), (24, 40)])
-def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape: tuple[int, int], scale: float) -> None:
+def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale):
     """Tiny gradients, as those of small gates, feel the floors of the norms."""
     grads = [randn(*shape, seed=step) * scale * torch.logspace(-1, 0, shape[0])[:, None] for step in range(4)]
     param, start = randn(*shape, seed=9), randn(*shape, seed=9).double().numpy()
@@ -133,7 +132,7 @@ def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape: tuple
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_non_finite_gradient_changes_nothing(bad: float) -> None:
+def test_non_finite_gradient_changes_nothing(bad):
     """Also at the first step, and for finite gradients whose scaled norm overflows."""
     params = [torch.nn.Parameter(randn(12, 8)), torch.nn.Parameter(randn(5))]
     optimizer = MuonAdamW([muon_group(params[:1], weight_decay=0.1), adamw_group(params[1:])])
@@ -151,7 +150,7 @@ def test_non_finite_gradient_changes_nothing(bad: float) -> None:
             assert_states_equal(after, state)
 
 
-def test_gradients_are_left_alone_none_is_zeros_and_the_reduction_is_what_was_handed_in() -> None:
+def test_gradients_are_left_alone_none_is_zeros_and_the_reduction_is_what_was_handed_in():
     params = [torch.nn.Parameter(randn(12, 8)), torch.nn.Parameter(randn(5)), torch.nn.Parameter(randn(5))]
     optimizer = MuonAdamW([muon_group(params[:1]), adamw_group(params[1:], weight_decay=0.0)],
                           reduce=lambda message, rank, world_size: lambda: 2 * message)
@@ -163,7 +162,7 @@ def test_gradients_are_left_alone_none_is_zeros_and_the_reduction_is_what_was_ha
     assert [torch.equal(p, b) for p, b in zip(params, before)] == [True, False, True]
 
 
-def test_bad_groups_and_states_of_another_model_are_refused() -> None:
+def test_bad_groups_and_states_of_another_model_are_refused():
     matrix, vector = torch.nn.Parameter(randn(3, 4)), torch.nn.Parameter(randn(3))
     for groups, message in [
             ([muon_group([vector])], r"param_0: Muon takes matrices, got shape \(3,\)"),
@@ -186,7 +185,7 @@ def test_bad_groups_and_states_of_another_model_are_refused() -> None:
         optimizer.state_dict()
 
 
-def test_matrices_in_batches_are_updated_as_each_alone() -> None:
+def test_matrices_in_batches_are_updated_as_each_alone():
     """Not to the bit: that is why it has to be asked for."""
     shapes = [(24, 16)] * 5 + [(16, 24)] * 2 + [(7, 33)]
     results = []
@@ -205,9 +204,9 @@ def test_matrices_in_batches_are_updated_as_each_alone() -> None:
         torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
 
 
-def test_only_neighbours_of_one_size_are_batched() -> None:
+def test_only_neighbours_of_one_size_are_batched():
     groups = {kind: {"kind": kind} for kind in ("adamw", "muon")}
-    def message(kind: str, shape: tuple[int, ...]) -> Message:
+    def message(kind, shape):
         return Message([None, Part("p", torch.zeros(shape), groups[kind], 0, math.prod(shape))], math.prod(shape))
     messages = [message(*given) for given in [("adamw", (36,))] + [("muon", (6, 6))] * 6 + [("muon", (3, 12))] * 3
                 + [("muon", (4, 6))] * 2 + [("adamw", (24,))]]
@@ -220,7 +219,7 @@ def test_only_neighbours_of_one_size_are_batched() -> None:
 TO_COMPILE = {"w": (520, 160), "m0": (24, 16), "m1": (24, 16), "m2": (24, 16)}
 
 
-def three_steps(rank: int, world_size: int, compiled: bool) -> dict[str, torch.Tensor]:
+def three_steps(rank, world_size, compiled):
     """Parameters and, on rank 0, their state after them: one of AdamW, which two ranks cut, and three matrices. The
     gradients are in 64ths, so that the sum over the ranks is exact."""
     params = {name: torch.nn.Parameter(randn(*shape, seed=i)) for i, (name, shape) in enumerate(TO_COMPILE.items())}
@@ -236,7 +235,7 @@ def three_steps(rank: int, world_size: int, compiled: bool) -> dict[str, torch.T
     return {**values(params), **{f"{name}.{key}": tensor for name, of in state.items() for key, tensor in of.items()}}
 
 
-def take_from_eager() -> None:
+def take_from_eager():
     """Inductor calls eager's own kernels for roots, norms and means: a root of MKL, which eager takes on a CPU, is off
     in its last bit in one of six, and compiled code adds up a sum in another order. All else is compiled."""
     from torch._inductor import decomposition, lowering
@@ -246,13 +245,13 @@ def take_from_eager() -> None:
         lowering.make_fallback(kernel, warn=False)
 
 
-def compiled_on_one_of_two(rank: int, folder: str) -> None:
+def compiled_on_one_of_two(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(three_steps(rank, 2, compiled=True), f"{folder}/two-{rank}.pt")
     dist.destroy_process_group()
 
 
-def compiled_on_one_and_two(folder: str) -> None:
+def compiled_on_one_and_two(folder):
     """The two are forked from the one, so that they need not compile what it has."""
     torch.set_num_threads(1)
     take_from_eager()
@@ -262,7 +261,7 @@ def compiled_on_one_and_two(folder: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_compiled_steps_have_the_same_bits_on_one_process_and_two_and_those_of_eager_ones(tmp_path: Path) -> None:
+def test_compiled_steps_have_the_same_bits_on_one_process_and_two_and_those_of_eager_ones(tmp_path):
     """By Inductor, where sums and roots are those of eager kernels: see `take_from_eager`."""
     process = training.server().Process(target=compiled_on_one_and_two, args=(str(tmp_path),))
     process.start()
@@ -280,8 +279,8 @@ def test_compiled_steps_have_the_same_bits_on_one_process_and_two_and_those_of_e
 @pytest.mark.parametrize(("rank", "world_size", "expected"), [
     (0, 1, [9] * 4 + [12, 13, 13]), (1, 3, [9] * 4 + [12, 13, 13]), (2, 3, [9] * 4 + [13, 14, 14]),
     (5, 8, [9] * 2 + [13, 14, 14])])
-def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
-        rank: int, world_size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(rank, world_size, expected,
+                                                                                monkeypatch):
     """Three of AdamW's for six groups (four for ranks whose parts begin inside a message), and one for each shape of a
     matrix; a schedule needs none. Told apart by their number of arguments: fewer where a size is the number 1."""
     monkeypatch.setattr(optim, "get_rank_and_world_size", lambda: (rank, world_size))
@@ -290,11 +289,11 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
     config = GPTConfig.from_depth(5, vocab_size=3000, sequence_len=16, aspect_ratio=8, head_dim=8)
     graphs = []
 
-    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def count(graph, inputs):
         graphs.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
         return graph.forward
 
-    def steps() -> None:
+    def steps():
         torch._dynamo.reset()
         model = GPT(config)
         model.init_weights(seed=0, compute_dtype=torch.bfloat16)
@@ -320,20 +319,20 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
 
 WORLD_SIZES = (2, 1, 4, 3)  # 2 first: the others load what it saves
 SAMPLES = 12  # gradients per step; every W above divides it
-SHAPES: dict[str, list[tuple[int, ...]]] = {
+SHAPES = {
     "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
     "large": [(2051, 33), (512, 160)],  # the first in bfloat16, divisible by no W; the second by all
     "small": [(5,), (), (3,), (1,), (37, 3)],
 }
-GROUPS: dict[str, dict[str, Any]] = {
+GROUPS = {
     "muon": {"kind": "muon", "lr": 0.02, "momentum": 0.9, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.1},
     "large": {"kind": "adamw", "lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01},
     "small": {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}}
 Params = dict[str, torch.nn.Parameter]
 
 
-def make() -> tuple[Params, MuonAdamW]:
-    params: Params = {}
+def make():
+    params = {}
     for kind, shapes in SHAPES.items():
         for i, shape in enumerate(shapes):
             values = randn(*shape, seed=len(params))
@@ -343,7 +342,7 @@ def make() -> tuple[Params, MuonAdamW]:
                               for kind, group in GROUPS.items()])
 
 
-def set_gradients(params: Params, step: int, rank: int, world_size: int) -> None:
+def set_gradients(params, step, rank, world_size):
     """This rank's share of the step's samples; at step 1 three parameters have no gradient. A gradient is in 64ths
     with |g| <= 1/8, so that sums of 12 are exact in any order, in bfloat16 too."""
     share = SAMPLES // world_size
@@ -356,7 +355,7 @@ def set_gradients(params: Params, step: int, rank: int, world_size: int) -> None
             param.grad = None
 
 
-def run_steps(params: Params, optimizer: MuonAdamW, steps: range, rank: int, world_size: int) -> list[torch.Tensor]:
+def run_steps(params, optimizer, steps, rank, world_size):
     norms = []
     for step in steps:
         for group in optimizer.param_groups:
@@ -366,11 +365,11 @@ def run_steps(params: Params, optimizer: MuonAdamW, steps: range, rank: int, wor
     return norms
 
 
-def values(params: Params) -> dict[str, torch.Tensor]:
+def values(params):
     return {name: param.detach().clone() for name, param in params.items()}
 
 
-def scenario(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+def scenario(rank, world_size, folder):
     """Two steps, (W = 2: save), two more; load what W = 2 saved and repeat the last two; a step with one NaN."""
     params, optimizer = make()
     owned = sum(tensor.numel() for state in optimizer.state.values() for tensor in state.values())
@@ -400,7 +399,7 @@ def scenario(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     return result
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank, folder):
     torch.set_num_threads(1)
     for world_size in WORLD_SIZES:
         if rank < world_size:
@@ -412,14 +411,14 @@ def work(rank: int, folder: str) -> None:
                 dist.destroy_process_group()
 
 
-def assert_states_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+def assert_states_equal(a, b):
     assert a["step"] == b["step"] and a["state"].keys() == b["state"].keys()
     for name, tensors in a["state"].items():
         assert all(torch.equal(tensor, b["state"][name][key]) for key, tensor in tensors.items()), name
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, Any]]:
+def results(tmp_path_factory):
     """By (W, rank)."""
     folder = tmp_path_factory.mktemp("optim")
     training.server()  # imports torch once for all four processes
@@ -428,7 +427,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
             for W in WORLD_SIZES for rank in range(W)}
 
 
-def test_parameters_and_norms_do_not_depend_on_world_size(results: dict) -> None:
+def test_parameters_and_norms_do_not_depend_on_world_size(results):
     """The gradients' sums are exact here, so even the bits agree: nothing else may depend on W."""
     start, _ = make()
     for (W, _), result in results.items():
@@ -442,7 +441,7 @@ def test_parameters_and_norms_do_not_depend_on_world_size(results: dict) -> None
         torch.testing.assert_close(results[1, 0]["norms"][step], 0.5 * torch.cat(grads).norm())
 
 
-def test_state_is_sharded_evenly_and_whole_on_rank_0_where_it_knows_no_world_size(results: dict) -> None:
+def test_state_is_sharded_evenly_and_whole_on_rank_0_where_it_knows_no_world_size(results):
     whole = results[1, 0]["owned"]
     grains = sum(2 * -(-math.prod(shape) // 4096) * 64 for shape in SHAPES["large"])
     for W in WORLD_SIZES:
@@ -460,7 +459,7 @@ def test_state_is_sharded_evenly_and_whole_on_rank_0_where_it_knows_no_world_siz
     assert state["state"]["muon.0"]["second_momentum_buffer"].shape == (24, 1)
 
 
-def test_state_saved_on_two_loads_on_any_world_size_and_a_nan_on_one_rank_changes_nothing(results: dict) -> None:
+def test_state_saved_on_two_loads_on_any_world_size_and_a_nan_on_one_rank_changes_nothing(results):
     for (_, rank), result in results.items():
         if rank == 0:
             assert result["reloaded"]["step"] == 2

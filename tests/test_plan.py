@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,19 +13,19 @@ from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
-from nanochat.sources import Source, open_source, scan
+from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.token_writer import ShardWriter
 from tests.token_files import Tokenizer
 from tests.toy import examples, some_texts, write_parquet
 
 EOD = 256
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS = [
     {}, {"long_docs": "split", "overlap": 3}, {"layout": "concat"}, {"layout": "binned"},
     {"layout": "binned", "pack": False}]
 
 
-def source(folder: Path, lengths: list[list[int]], *, windows: bool = False, as_stored: bool = False) -> Source:
+def source(folder, lengths, *, windows=False, as_stored=False):
     """Shards, one for each list of document lengths; with `windows`, of 12 ids that share 3."""
     folder.mkdir(parents=True)
     for i, documents in enumerate(lengths):
@@ -44,8 +42,7 @@ def source(folder: Path, lengths: list[list[int]], *, windows: bool = False, as_
     return open_source(scan(folder, find_files(folder, "shards")), Tokenizer(1000), as_stored=as_stored)
 
 
-def run(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, drop_dry: bool, cursors: Any = None,
-        start: int = 0) -> tuple[int, dict[str, Any], list[Any]]:
+def run(config, sources, *, R, steps, drop_dry, cursors=None, start=0):
     """(steps done, accounts, cursors) of a real stream."""
     stream = Stream(config, sources, range(config.V), tokenizer="bytes", cursors=cursors, drop_dry=drop_dry,
                     num_threads=1)
@@ -57,8 +54,7 @@ def run(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, dr
     return done, ledger(found, config.T), found
 
 
-def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, drop_dry: bool = False,
-         cursors: Any = None, start: int = 0) -> Plan:
+def both(config, sources, *, R, steps, drop_dry=False, cursors=None, start=0):
     """The plan, after comparing it with what happens."""
     plan = make_plan(config, sources, rows_per_step=R, num_steps=steps, drop_dry=drop_dry,
                      cursors=copy.deepcopy(cursors), start_step=start)
@@ -72,7 +68,7 @@ def both(config: StreamConfig, sources: dict[str, Any], *, R: int, steps: int, d
     return plan
 
 
-def curriculum(T: int, V: int, rows: list[int], mixes: list[dict[str, float]], **kwargs: Any) -> Curriculum:
+def curriculum(T, V, rows, mixes, **kwargs):
     return Curriculum([Phase(n * T * V, mix) for n, mix in zip(rows, mixes)], **kwargs)
 
 

@@ -1,7 +1,6 @@
 """reduce.py against a tree that NumPy adds up, on 1, 2, 4 and 8 places: simulated ones, and gloo processes."""
 
 import datetime
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanochat.reduce import LeafAccumulator, Part, Reduce, add_in_tree_order, lay_out, reduce_over_nodes, tree_reduce
+from nanochat.reduce import LeafAccumulator, Part, add_in_tree_order, lay_out, reduce_over_nodes, tree_reduce
 from tests import training
 from tests.toy import examples
 
@@ -26,14 +25,14 @@ Params = dict[str, torch.nn.Parameter]
 
 # ---- gradients and the oracle ---------------------------------------------------------------------------------------
 
-def wild(shape: tuple[int, ...], seed: list[int], *, spread: int = 12) -> np.ndarray:
+def wild(shape, seed, *, spread=12):
     """float32 with random bits in the fraction, exponents of -spread .. spread, and zeros of both signs."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
     return np.where(rng.random(shape) < 0.1, -0.0, values).astype(np.float32)
 
 
-def gradient(name: str, K: int, leaf: int, micro: int) -> Tensor | None:
+def gradient(name, K, leaf, micro):
     """A micro-batch's gradient; 'narrow' is bfloat16, 'absent' has none in most leaves and -0.0 else."""
     if name == "absent":
         return torch.full(SHAPES[name], -0.0) if leaf == 2 else None
@@ -41,12 +40,12 @@ def gradient(name: str, K: int, leaf: int, micro: int) -> Tensor | None:
     return values.bfloat16() if name == "narrow" else values
 
 
-def make_params() -> Params:
+def make_params():
     return {name: torch.nn.Parameter(torch.from_numpy(wild(shape, [1], spread=1)).to(
         torch.bfloat16 if name == "narrow" else torch.float32)) for name, shape in SHAPES.items()}
 
 
-def backward(params: Params, K: int, leaf: int, micro: int) -> None:
+def backward(params, K, leaf, micro):
     """What a micro-batch's backward does: its gradients go into `.grad` as autograd puts them there."""
     grads = {name: gradient(name, K, leaf, micro) for name in params}
     inputs = [param for name, param in params.items() if grads[name] is not None]
@@ -54,7 +53,7 @@ def backward(params: Params, K: int, leaf: int, micro: int) -> None:
     torch.autograd.backward(outputs, [grad for grad in grads.values() if grad is not None])
 
 
-def accumulate(params: Params, K: int, micros: int, leaves: range) -> LeafAccumulator:
+def accumulate(params, K, micros, leaves):
     accumulator = LeafAccumulator(params.values(), len(leaves))
     for leaf in leaves:
         for micro in range(micros):
@@ -63,7 +62,7 @@ def accumulate(params: Params, K: int, micros: int, leaves: range) -> LeafAccumu
     return accumulator
 
 
-def leaf_sum(name: str, K: int, micros: int, leaf: int) -> np.ndarray:
+def leaf_sum(name, K, micros, leaf):
     """float32; micro-batches in order, in the parameter's dtype."""
     grads = [gradient(name, K, leaf, micro) for micro in range(micros)]
     if grads[0] is None:
@@ -77,17 +76,17 @@ def leaf_sum(name: str, K: int, micros: int, leaf: int) -> np.ndarray:
     return total
 
 
-def tree(parts: list[np.ndarray]) -> np.ndarray:
+def tree(parts):
     """The definition, by halves from the top."""
     half = len(parts) // 2
     return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
 
 
-def oracle(K: int, micros: int) -> dict[str, np.ndarray]:
+def oracle(K, micros):
     return {name: tree([leaf_sum(name, K, micros, leaf) for leaf in range(K)]) for name in SHAPES}
 
 
-def bits(values: Tensor | np.ndarray) -> np.ndarray:
+def bits(values):
     array = values.detach().numpy() if isinstance(values, Tensor) else values
     assert array.dtype == np.float32
     return np.ascontiguousarray(array).reshape(-1).view(np.uint32)
@@ -95,7 +94,7 @@ def bits(values: Tensor | np.ndarray) -> np.ndarray:
 
 # ---- inside a rank --------------------------------------------------------------------------------------------------
 
-def test_the_first_micro_batch_is_not_added_to_zero() -> None:
+def test_the_first_micro_batch_is_not_added_to_zero():
     param = torch.nn.Parameter(torch.ones(3))
     accumulator = LeafAccumulator([param], 2)
     for _ in range(2):
@@ -105,7 +104,7 @@ def test_the_first_micro_batch_is_not_added_to_zero() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
-def test_leaves_that_are_no_power_of_two_are_refused(bad: int) -> None:
+def test_leaves_that_are_no_power_of_two_are_refused(bad):
     with pytest.raises(ValueError, match=f"leaves of a rank: got {bad}, expected a power of two"):
         LeafAccumulator([], bad)
 
@@ -114,7 +113,7 @@ def test_leaves_that_are_no_power_of_two_are_refused(bad: int) -> None:
 
 @settings(max_examples=examples(1.2))
 @given(log_k=st.integers(0, 5), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_every_split_of_the_tree_gives_its_bits(log_k: int, n: int, seed: int, data: st.DataObject) -> None:
+def test_every_split_of_the_tree_gives_its_bits(log_k, n, seed, data):
     K = 1 << log_k
     leaves = [wild((n,), [seed, leaf], spread=40) for leaf in range(K)]
     expected = bits(tree(leaves))
@@ -132,7 +131,7 @@ def test_every_split_of_the_tree_gives_its_bits(log_k: int, n: int, seed: int, d
 
 
 @pytest.mark.parametrize("W", range(1, 12))
-def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W: int) -> None:
+def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W):
     rows = [wild((37,), [W, rank]) for rank in range(W)]
     expected = list(rows)
     while len(expected) > 1:
@@ -143,7 +142,7 @@ def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W: int) -> None:
 
 # ---- across processes -----------------------------------------------------------------------------------------------
 
-def exchange(params: Params, rank: int, world_size: int, reduce: Reduce) -> dict[str, Tensor]:
+def exchange(params, rank, world_size, reduce):
     """This rank's slices of two messages in flight at once: one is a `.grad` itself, one has all others, padded."""
     flat = [torch.zeros(param.numel()) if param.grad is None else param.grad.reshape(-1).float()
             for name, param in params.items() if name != "matrix"]
@@ -156,7 +155,7 @@ def exchange(params: Params, rank: int, world_size: int, reduce: Reduce) -> dict
     return slices
 
 
-def process(rank: int, folder: str) -> None:
+def process(rank, folder):
     """Slices of every case, for every W that has this rank."""
     torch.set_num_threads(1)
     for W in WORLD_SIZES:
@@ -168,7 +167,7 @@ def process(rank: int, folder: str) -> None:
         for L in (L for world_size, L in NODES if world_size == W):
             reduce = reduce_over_nodes(L)
             assert (reduce is tree_reduce) == (L == W)
-            results: dict[Any, Any] = {}
+            results = {}
             for K, micros in CASES:
                 if K % W == 0:
                     params = make_params()
@@ -180,7 +179,7 @@ def process(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[dict[Any, Any]]]:
+def results(tmp_path_factory):
     """By W and ranks of a node, then rank."""
     folder = tmp_path_factory.mktemp("reduce")
     training.server()  # imports torch once for all eight processes
@@ -190,8 +189,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], l
 
 
 @pytest.mark.parametrize("K, micros, W, L", [(K, micros, W, L) for K, micros in CASES for W, L in NODES if K % W == 0])
-def test_slices_are_the_tree_for_every_W_and_any_nodes(results: dict[tuple[int, int], list[dict[Any, Any]]],
-                                                      W: int, L: int, K: int, micros: int) -> None:
+def test_slices_are_the_tree_for_every_W_and_any_nodes(results, W, L, K, micros):
     expected = oracle(K, micros)
     for message, names in {"direct": ["matrix"], "packed": [name for name in SHAPES if name != "matrix"]}.items():
         slices = [of_rank[K, micros][message] for of_rank in results[W, L]]
@@ -202,11 +200,11 @@ def test_slices_are_the_tree_for_every_W_and_any_nodes(results: dict[tuple[int, 
         assert (got[:len(wanted)] == wanted).all() and len(got) - len(wanted) < W, message
 
 
-def test_odd_nodes_are_one_exchange() -> None:
+def test_odd_nodes_are_one_exchange():
     assert reduce_over_nodes(1) is tree_reduce and reduce_over_nodes(8) is tree_reduce
 
 
-def test_gradients_travel_as_their_parameters_unless_they_are_sums() -> None:
+def test_gradients_travel_as_their_parameters_unless_they_are_sums():
     params = [torch.nn.Parameter(torch.ones(5).bfloat16()) for _ in range(2)]
     parts = [Part(f"p{i}", param, {"kind": "adamw"}, 0, 5) for i, param in enumerate(params)]
     message, = lay_out(parts, 2)
@@ -216,9 +214,9 @@ def test_gradients_travel_as_their_parameters_unless_they_are_sums() -> None:
     assert message.gradients().dtype == torch.float32
 
 
-def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_gathers_under_the_older_name(monkeypatch):
     """`all_gather_single` came with PyTorch 2.13."""
-    def into(output: Tensor, mine: Tensor, *, async_op: bool) -> Any:
+    def into(output, mine, *, async_op):
         output.copy_(torch.cat([mine, mine + 1]))
         return mock.Mock()
 

@@ -4,9 +4,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,13 +16,13 @@ from tests import training
 from tests.training import fingerprint, flags, run_dir
 
 T, STEP = 16, 16 * 32
-SMALL: dict[str, Any] = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
+SMALL = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
                          "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
                          "data_format": "shards", "warmup_steps": 0, "save_every": -1}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """text/BUCKET with two files for training and one for validation, and shards of them."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
@@ -34,14 +31,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, made: Path) -> Iterator[Path]:
+def workplace(tmp_path, made):
     with training.workplace(tmp_path) as path:
         for name in ("text", "shards"):
             (path / name).symlink_to(made / name)
         yield path
 
 
-def mix(base: Path, steps: int, tiny: float, **more: Any) -> Path:
+def mix(base, steps, tiny, **more):
     path = base / "mix.yaml"
     path.write_text("curriculum:\n" + "".join(
         f"- duration_tokens: {steps * STEP}\n  mix: {{big: 1, tiny: {weight}}}\n" for weight in (0, tiny))
@@ -49,11 +46,11 @@ def mix(base: Path, steps: int, tiny: float, **more: Any) -> Path:
     return path
 
 
-def command(base: Path, **changed: Any) -> dict[str, Any]:
+def command(base, **changed):
     return {**SMALL, "data_path": base / "shards", "curriculum": base / "mix.yaml", **changed}
 
 
-def checked(capsys: pytest.CaptureFixture[str], *more: str, **changed: Any) -> tuple[int, str, str]:
+def checked(capsys, *more, **changed):
     """(exit code, output, errors) of validate, which writes nothing."""
     base = run_dir().parents[1]
     before = fingerprint(base / "runs")

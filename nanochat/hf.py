@@ -51,14 +51,11 @@ from nanochat.common import hash_bytes, hash_json, local, place
 from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
-    RESTORE,
     Encoded,
     Encoder,
     RustBPETokenizer,
     Tokenizer,
     make_encoding,
-    read_description,
-    refuse_changed,
     replace_surrogates,
 )
 
@@ -84,7 +81,6 @@ class Foreign(Tokenizer):
 
     kind: ClassVar[str]
     package: ClassVar[str]  # of the extra `hf`
-    file: ClassVar[str | None]  # what a copy is called
     library: Any
     vocab: Mapping[str, int]
     size: int
@@ -160,8 +156,14 @@ class Foreign(Tokenizer):
 
         return torch.from_numpy(self._table if self.knows_bytes else np.ones(self.size, np.int32))
 
-    def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
-        return {"kind": self.kind, "file": self.file, "bos_token_id": self.bos_token_id}, self.file, self.data
+    def contents(self) -> tuple[dict[str, Any], bytes]:
+        return {"kind": self.kind, "file": self.file, "bos_token_id": self.bos_token_id}, self.data
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Foreign":
+        tokenizer = cls(data if cls.file else str(saved["vocab_size"]).encode(), name)
+        tokenizer.bos_token_id = saved["bos_token_id"]
+        return tokenizer
 
 
 class HuggingFaceTokenizer(Foreign):
@@ -258,6 +260,7 @@ class IdsTokenizer(Foreign):
 
 KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
     ".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+SAVED: Mapping[str, type[Foreign]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
 
 
 def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -329,24 +332,6 @@ def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: no token of {tokenizer.name}, which has {tokenizer.size:,} ids")
     raise ValueError(NO_END.format(tokenizer.name, f"{tokenizer.size:,}"))
-
-
-def open_saved(folder: Path) -> Tokenizer:
-    """What `Tokenizer.save` wrote of a tokenizer of this room. ValueError or FileNotFoundError,
-    which names the file, where it has changed."""
-    saved, json_path = read_description(folder) or {}, folder / JSON_FILE
-    kinds: list[type[Foreign]] = [*KINDS.values(), IdsTokenizer]
-    kind = next((kind for kind in kinds if kind.kind == saved["kind"]), None)
-    if kind is None:
-        raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
-    path = folder / (kind.file or JSON_FILE)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
-    data = local(path).read_bytes() if kind.file else str(saved["vocab_size"]).encode()
-    tokenizer = kind(data, str(path))
-    tokenizer.bos_token_id = saved["bos_token_id"]
-    refuse_changed(tokenizer, json_path, saved["fingerprint"], tokenizer.file)
-    return tokenizer
 
 
 # ---- nanochat's pickle ---------------------------------------------------------------------------

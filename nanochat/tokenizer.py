@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import tiktoken
@@ -128,6 +128,7 @@ class Tokenizer:
     stream and behind it in token files, whatever its own program calls it (BOS, EOD, EOS).
     """
 
+    file: ClassVar[str | None]  # that `save` puts beside tokenizer.json; None: there is none
     bos_token_id: int
     special_tokens: Mapping[str, int]  # id of each token that no text turns into
     knows_bytes: bool = True  # whether `token_bytes` tells bytes of text; else validation tells nats a token
@@ -158,9 +159,8 @@ class Tokenizer:
         U+FFFD."""
         raise NotImplementedError
 
-    def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
-        """What `save` writes: (what tokenizer.json says, name of the file beside it or None, its
-        bytes)."""
+    def contents(self) -> tuple[dict[str, Any], bytes]:
+        """What `save` writes: (what tokenizer.json says, the bytes of `file`)."""
         raise NotImplementedError
 
     # -- vocabulary
@@ -236,8 +236,7 @@ class Tokenizer:
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
         """Write tokenizer.json and the file beside it. ValueError where a different tokenizer is
         there, unless `force`."""
-        own, file, data = self.contents()
-        json_path, data_path = Path(tokenizer_dir) / JSON_FILE, Path(tokenizer_dir) / (file or JSON_FILE)
+        (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
         description = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
                        "vocab_size": self.get_vocab_size(), **own}
         there = None if force else read_description(tokenizer_dir)
@@ -246,9 +245,47 @@ class Tokenizer:
                              f"may have been made with; name another folder (--output-dir), or replace it with --force")
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
-        if file is not None:
-            write_bytes(data_path, data)
+        if self.file is not None:
+            write_bytes(json_path.with_name(self.file), data)
         write_json(json_path, description)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
+        """The tokenizer that `contents` described: tokenizer.json, and the bytes of the file `name`
+        beside it. ValueError or TypeError where they are none."""
+        raise NotImplementedError
+
+    @staticmethod
+    def from_directory(tokenizer_dir: Path | str, *, data_path: Path | str | None = None) -> Any:
+        """Load what `save` wrote, a tokenizer of any kind, checked against its fingerprint.
+
+        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on
+        `data_path`, if given), and ValueError (naming the file) where it has changed.
+        """
+        json_path, saved = place(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
+        if saved is None:
+            data = f"--data-path {data_path} " if data_path else ""
+            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m "
+                                    f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
+        kind: type[Tokenizer] = RustBPETokenizer
+        if "kind" in saved:
+            from nanochat.hf import SAVED
+
+            if saved["kind"] not in SAVED:
+                raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
+            kind = SAVED[saved["kind"]]
+        path = json_path.with_name(kind.file or JSON_FILE)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
+        try:
+            tokenizer = kind.from_saved(saved, local(path).read_bytes(), str(path))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{json_path}: no usable tokenizer, or {path.name} beside it has changed ({e}); "
+                             f"{RESTORE}") from e
+        if tokenizer.fingerprint != saved["fingerprint"]:
+            raise ValueError(f"{json_path}: it or {path.name} changed since it was saved: they have fingerprint "
+                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
+        return tokenizer
 
 
 # ---- our own -------------------------------------------------------------------------------------
@@ -259,6 +296,8 @@ class RustBPETokenizer(Tokenizer):
     `training` is a JSON dict for people (files, counts); it is saved and has no part in the
     fingerprint.
     """
+
+    file = RANK_FILE
 
     def __init__(self, enc: tiktoken.Encoding, bos_token: str, *, training: dict[str, Any] | None = None):
         self.enc = enc
@@ -312,29 +351,9 @@ class RustBPETokenizer(Tokenizer):
         return cls(encoding, SPECIAL_TOKENS[0], training=training)
 
     @classmethod
-    def from_directory(cls, tokenizer_dir: Path | str, *, data_path: Path | str | None = None
-                       ) -> "RustBPETokenizer":
-        """Load what `save` wrote, checked against its fingerprint.
-
-        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on
-        `data_path`, if given), and ValueError (naming the file) where it has changed.
-        """
-        json_path, rank_path = place(tokenizer_dir) / JSON_FILE, place(tokenizer_dir) / RANK_FILE
-        saved = read_description(tokenizer_dir)
-        if saved is None:
-            data = f"--data-path {data_path} " if data_path else ""
-            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m "
-                                    f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
-        if not rank_path.is_file():
-            raise FileNotFoundError(f"{rank_path}: missing, though {JSON_FILE} is there; {RESTORE}")
-        try:
-            encoding = _parse(local(rank_path).read_bytes(), saved["pattern"], tuple(saved["special_tokens"].items()))
-            tokenizer = cls(encoding, saved["bos_token"], training=saved["training"])
-        except (ValueError, TypeError) as e:
-            raise ValueError(f"{json_path}: no usable tokenizer, or {RANK_FILE} beside it has "
-                             f"changed ({e}); {RESTORE}") from e
-        refuse_changed(tokenizer, json_path, saved["fingerprint"], RANK_FILE)
-        return tokenizer
+    def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "RustBPETokenizer":
+        encoding = _parse(data, saved["pattern"], tuple(saved["special_tokens"].items()))
+        return cls(encoding, saved["bos_token"], training=saved["training"])
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str, bos_token: str = "<|endoftext|>") -> "RustBPETokenizer":
@@ -380,10 +399,10 @@ class RustBPETokenizer(Tokenizer):
 
     # -- disk
 
-    def contents(self) -> tuple[dict[str, Any], str | None, bytes]:
+    def contents(self) -> tuple[dict[str, Any], bytes]:
         own = {"bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
                "rank_file": RANK_FILE, "training": self.training}
-        return own, RANK_FILE, format_ranks(self.enc._mergeable_ranks)
+        return own, format_ranks(self.enc._mergeable_ranks)
 
 
 # ---- helpers -------------------------------------------------------------------------------------
@@ -431,13 +450,6 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     return read_json(local(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
 
 
-def refuse_changed(tokenizer: Tokenizer, json_path: Path, fingerprint: str, file: str | None) -> None:
-    """Raise ValueError unless a tokenizer that was loaded is the one that was saved."""
-    if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{json_path}: it or {file} changed since it was saved: they have "
-                         f"fingerprint {tokenizer.fingerprint}, it says {fingerprint}; {RESTORE}")
-
-
 # ---- the door ------------------------------------------------------------------------------------
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -475,10 +487,6 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
         return open_foreign(str(name), eod_token)
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave it out")
-    if "kind" in (read_description(folder) or {}):
-        from nanochat.hf import open_saved
-
-        return open_saved(place(folder))
     return RustBPETokenizer.from_directory(folder, data_path=data_path)
 
 

@@ -185,7 +185,7 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         made = tokenizer.library
     else:
-        _, file, data = tokenizer.contents()
+        file, (_, data) = tokenizer.file, tokenizer.contents()
         log.warning("transformers finds no tokenizer.json here: %s; give the model ids, with %d in front of each text",
                     f"the tokenizer is {file}" if file else "only ids are known", tokenizer.bos_token_id)
         return {file: data} if file else {}

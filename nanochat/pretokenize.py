@@ -29,7 +29,6 @@ Invariants
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """
 
-import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -253,28 +252,23 @@ class Pretokenizer:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def refuse_others(self, *, force: bool) -> None:
-        """ValueError if there are pairs of other arguments, another tokenizer or other inputs. With
-        `force` those are removed that no input becomes; the others will be made again."""
+    def refuse_others(self) -> None:
+        """ValueError if there are pairs of other arguments, another tokenizer or other inputs."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
-            prefix, why = path.parents[1] / path.stem, ""
+            pair = f"{path.parents[1] / path.stem}.bin"
             if path not in planned:
-                why = "its input is gone from --input-dir, or belongs elsewhere now; bring it back, or"
-                if force:
-                    for file in (prefix.with_name(MANIFEST_NAME), *pair_paths(prefix), path):
-                        file.unlink(missing_ok=True)
-            else:
-                old, new = self.made_with, self.made_with
-                with contextlib.suppress(ValueError):  # a broken record: its pair is made again
-                    old = read_json(path, RECORDED)["made_with"]
-                differ = [f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
-                          for key in {**old, **new} if old.get(key) != new.get(key)]
-                if differ:
-                    why = f"made with {', '.join(differ)};"
-            if why and not force:
-                raise ValueError(f"{prefix}.bin: {why} name another --output-dir, or remove or "
-                                 f"replace all such pairs with --force")
+                raise ValueError(f"{pair}: its input is gone from --input-dir, or belongs elsewhere now; bring it "
+                                 f"back, or name another --output-dir, or delete the pair and {path}")
+            try:
+                old, new = read_json(path, RECORDED)["made_with"], self.made_with
+            except ValueError:  # its pair is made again
+                continue
+            differ = [f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
+                      for key in {**old, **new} if old.get(key) != new.get(key)]
+            if differ:
+                raise ValueError(f"{pair}: made with {', '.join(differ)}; name another --output-dir, or "
+                                 f"delete this one")
 
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished. Returns the inputs that

@@ -140,15 +140,13 @@ def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
 # ---- an open pair -------------------------------------------------------------------------------
 
 def _size(path: Path) -> int:
-    """The bytes of one file of a pair. FileNotFoundError tells which half is missing."""
+    """The bytes of one file of a pair."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
-        why = (f"not there, but {other.name} needs it; bring it back, or delete {other.name} and "
-               f"rerun scripts.tok_shards" if other.exists() else
-               "the file is gone; bring it back, or start a new run (--model-tag)")
-        raise FileNotFoundError(f"{path}: {why}") from None
+        other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
+        raise FileNotFoundError(f"{path}: not there; bring it back, or delete {other} and rerun scripts.tok_shards, "
+                                f"or start a new run (--model-tag)") from None
 
 
 class TokenFile:
@@ -442,8 +440,8 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
         raise ValueError(
             f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file "
             f"away to read these shards without it, or make them again with scripts.tok_shards")
-    read_json(copy, {"shards": dict.fromkeys(manifest["shards"], RECORD_SHAPE)}, way_out=REDO)
     for name, record in manifest["shards"].items():
+        check_shape(record, RECORD_SHAPE, f"{path}: shards.{name}")
         check_shape(record.get("groups") or [], [int], f"{path}: the groups of {name}")
     return manifest
 

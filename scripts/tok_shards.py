@@ -57,9 +57,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--val-files", type=int, default=1,
                         help="last files of each bucket that are for validation; not used where RAW has train/")
     parser.add_argument("--num-workers", type=int, default=8, help="processes; changes no output")
-    parser.add_argument("--force", action="store_true",
-                        help="make pairs again that other arguments or another tokenizer made, remove those whose "
-                             "input is gone")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
     parser.add_argument("--num-tasks", type=int, default=1, help="parts the inputs are dealt into")
     parser.add_argument("--finish", action="store_true",
@@ -194,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer.encode("")  # says so where it knows ids only
     job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),
                        OUTPUTS[args.format], reading)
-    job.refuse_others(force=args.force)
+    job.refuse_others()
     if args.finish:
         return 0 if finish(job) else 1
     mine = deal(inputs, args.num_tasks)[args.task_index]
@@ -203,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             job.prepare()
             folder = args.output_dir / TOKENIZER  # beside the pairs: whoever trains finds it there
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
-                tokenizer.save(folder, force=True)  # pairs of another were refused, or --force given
+                tokenizer.save(folder, force=True)  # pairs of another were refused
             good = make_pairs(job, mine, args.num_workers)
             if args.num_tasks == 1:
                 good = finish(job) and good

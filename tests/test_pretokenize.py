@@ -266,7 +266,7 @@ def root(tmp_path):
 
 def test_finished_stays_finished_and_is_not_made_again(root):
     job = job_of(root)
-    job.refuse_others(force=False)
+    job.refuse_others()
     before = {path: path.stat().st_ino for path in root.rglob("*")}
     assert all(job.make(i) == job.finished(i) for i in job.inputs)
     assert before == {path: path.stat().st_ino for path in root.rglob("*")}
@@ -294,25 +294,21 @@ def test_what_does_not_match_is_made_again(root):
     for what, damage in damages.items():
         damage()
         job = job_of(root)
-        job.refuse_others(force=False)
+        job.refuse_others()
         assert [i.name for i in job.inputs if not job.finished(i)] == ["a/1.jsonl"], what
         assert [i.name for i in job.finish()] == ["a/1.jsonl"], what
         assert all(map(job.make, job.inputs)) and job.finish() == []
         assert (folder / "1.bin").read_bytes() == whole * (1 + (what == "grown"))
 
 
-def test_pairs_whose_input_is_gone_are_refused_or_removed(root):
+def test_pairs_whose_input_is_gone_are_refused(root):
     (root / "raw/b/1.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"train/b/1\.bin: its input is gone.*--output-dir"):
+        job_of(root).refuse_others()
+    (root / "out/train/b/.records/1.json").unlink()
     write_jsonl(root / "raw/a/3.jsonl", ["new"])  # so that a/2 is for training now
-    job = job_of(root)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"train/b/1\.bin: its input is gone.*--force"):
-            job.refuse_others(force=False)
-    job.refuse_others(force=True)
-    gone = [*(root / "out/train/b").glob("*.*"), *(root / "out/train/b/.records").iterdir(), root / "out/val/a/2.bin"]
-    assert gone == [root / "out/train/b/.records", root / "out/val/a/2.bin"] and not gone[-1].exists()
-    job.refuse_others(force=False)
-    assert [i.name for i in job.inputs if not job.finished(i)] == ["a/2.jsonl", "a/3.jsonl"]
+    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* belongs elsewhere now"):
+        job_of(root).refuse_others()
 
 
 def test_leftovers_go_and_what_others_write_stays(root):

@@ -140,12 +140,12 @@ def test_megatron_files_are_whole_and_no_mix_with_shards(raw, tmp_path, tokenize
     assert run(raw, tmp_path / "b", tokenizer, "--max-length", 0) == 0
     with pytest.raises(ValueError, match=r"made with data_format default \(now megatron\); name another --output-dir"):
         megatron(raw, tmp_path / "b", tokenizer)
-    assert megatron(raw, tmp_path / "b", tokenizer, "--force") == 0
-    assert read_manifest(tmp_path / "b" / "train" / "web")["data_format"] == "megatron"
+    assert megatron(raw, tmp_path / "m", tokenizer) == 0
+    assert read_manifest(tmp_path / "m" / "train" / "web")["data_format"] == "megatron"
     with pytest.raises(ValueError, match=r"data_format megatron \(now default\)"):
-        run(raw, tmp_path / "b", tokenizer, "--max-length", 0)
+        run(raw, tmp_path / "m", tokenizer, "--max-length", 0)
     capsys.readouterr()
-    assert megatron(raw, tmp_path / "b", tokenizer) == 0
+    assert megatron(raw, tmp_path / "m", tokenizer) == 0
     assert "tokens made" not in capsys.readouterr().out, "what is there is kept"
 
 
@@ -209,7 +209,7 @@ def test_bad_arguments_write_nothing(raw, tmp_path, tokenizer, monkeypatch, more
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
 
 
-def test_other_arguments_are_refused_and_force_gives_what_a_fresh_folder_would(raw, tmp_path, tokenizer):
+def test_other_arguments_are_refused(raw, tmp_path, tokenizer):
     out = tmp_path / "out"
     assert run(raw, out, tokenizer) == 0
     before = tree(out)
@@ -219,9 +219,6 @@ def test_other_arguments_are_refused_and_force_gives_what_a_fresh_folder_would(r
     with pytest.raises(ValueError, match=r"tokenizer \w+ \(now \w+\)"):
         run(raw, out, tmp_path / "other")
     assert tree(out) == before
-    assert run(raw, out, tmp_path / "other", "--force") == 0
-    assert run(raw, tmp_path / "fresh", tmp_path / "other") == 0
-    assert tree(out) == tree(tmp_path / "fresh") != before
 
 
 # ---- killed ---------------------------------------------------------------------------------------------------------
@@ -233,20 +230,24 @@ def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_p
     raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
     for n in range(2):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
-    more = ("--force",) if again else ()
     assert run(raw, tmp_path / "whole", tokenizer) == 0
     want = tree(tmp_path / "whole")
     if again:
-        assert run(raw, tmp_path / "start", tokenizer, "--max-length", 64) == 0
+        assert run(raw, tmp_path / "start", tokenizer) == 0
+        for n in range(2):  # the inputs are others now
+            write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=9 + n))
+        shutil.rmtree(tmp_path / "whole")
+        assert run(raw, tmp_path / "whole", tokenizer) == 0
+        want = tree(tmp_path / "whole")
     states, number, killed = set(), int(again), True  # before every other change, and here before those in between
     while killed:
         out = tmp_path / "out"
         if again:
             shutil.copytree(tmp_path / "start", out)
-        killed = faults.kill_at(number, functools.partial(run, raw, out, tokenizer, *more), below=out)
+        killed = faults.kill_at(number, functools.partial(run, raw, out, tokenizer), below=out)
         check_state(out)
         states.add(frozenset(re.sub(r"\..{8}\.tmp", ".tmp", name) for name in tree(out)))
-        assert run(raw, out, tokenizer, *more) == 0
+        assert run(raw, out, tokenizer) == 0
         assert tree(out) == want, number
         shutil.rmtree(out)
         number += 2

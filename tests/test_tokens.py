@@ -275,9 +275,9 @@ def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, whole_
     (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it was cut"),
     (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: 44 bytes that begin with b'GPTS.x02"),
     (lambda p: patch(p / "a.idx", 16, b"\1"), r"a\.bin: 5 tokens on disk, but the offsets in its \.idx go from 1"),
-    (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there, but a\.bin needs it"),
-    (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there, but a\.idx needs it"),
-    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: the file is gone; bring it back"),
+    (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there; bring it back, or delete a\.bin"),
+    (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there; bring it back, or delete a\.idx"),
+    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: not there; bring it back"),
     (lambda p: write_megatron(p / "a", []), r"a\.idx: no document in it \(0 entries\)")])
 def test_a_bad_pair_is_told_in_a_sentence(tmp_path, damage, message):
     write_pair(tmp_path / "a", [[1, 2, E], [3, E]])

@@ -65,7 +65,7 @@ def megatron_folder(root: Path) -> Path:
 
 # Damage to a.bin or a.idx of the good folder; what must be said of them, beside the checksums.
 DAMAGE = {
-    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there, but a.bin needs it"]),
+    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there; bring it back"]),
     "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), ["a.idx: the offsets of entries"]),
     "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
         "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",

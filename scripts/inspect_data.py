@@ -2,7 +2,6 @@
 Show what data any step of a run sees: documents, digests, counts of tokens. No model, no GPU.
 
     python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
-    python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5
     python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
     python -m scripts.inspect_data ledger d12
 
@@ -12,33 +11,27 @@ nearest cursors that the run kept, so any step of a long run is near:
     kept cursors:   0 . . . . . . 1000 . . . . . . 2000
     step 1234:                     restore 1000, pack 234 steps, look
 
-Without RUN the flags are those of scripts.base_train, and the stream is the one that it would
-train on.
+What the run has not come to yet is packed all the same: so rows can be looked at before a long run, once
+its command was started for a single step.
 """
 
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
-from nanochat.config import add_flags, flag, from_flags
-from nanochat.run_data import open_run, stream_config
+from nanochat.run_data import RunData, open_run
 from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
-from nanochat.sources import Source
-from nanochat.start_run import command, find_data, look
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
-from nanochat.tokenizer import Tokenizer
 from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
@@ -48,74 +41,47 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """A run's stream, or that of some flags. `begin`: the cursors of step 0 where that is not the
-    beginning of the data."""
+    """The stream of a run."""
 
+    run_dir: Path
+    data: RunData
     config: Any
-    sources: dict[str, Source]
-    tokenizer: Tokenizer
     rows_per_step: int
-    begin: list[Cursor] | None = None
-    run_dir: Path | None = None
 
     @property
     def rows_per_lane(self) -> int:
         return self.rows_per_step // self.config.V
 
-    @property
-    def kept(self) -> dict[int, Path]:
-        """{steps done: kept cursors}, ascending."""
-        return {} if self.run_dir is None else cursor_files(self.run_dir)
-
-    def stream(self, lanes: Sequence[int], cursors: Sequence[Cursor] | None) -> Any:
-        """Some lanes, from their cursors or from the start."""
-        return open_stream(self.config, self.sources, lanes, cursors=cursors,
-                           tokenizer=self.tokenizer.fingerprint, drop_dry=True)
+    def stream(self, cursors: Sequence[Cursor] | None) -> Any:
+        """All lanes, from their cursors or from the start."""
+        return open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
+                           tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)
 
     def cursors_at(self, step: int) -> list[Cursor]:
         """The cursors of all lanes when `step` steps are done. ValueError if those kept are of
         another stream."""
-        done, cursors = 0, self.begin
-        for saved in sorted((s for s in self.kept if s <= step), reverse=True):
+        kept, done, cursors = cursor_files(self.run_dir), 0, None
+        for saved in sorted((s for s in kept if s <= step), reverse=True):
             try:
-                done, cursors = saved, read_cursors(self.kept[saved])[1]
+                done, cursors = saved, read_cursors(kept[saved])[1]
                 break
             except ValueError as e:  # older ones serve as well
                 log.warning("passed over: %s", e)
         try:
-            stream = self.stream(range(self.config.V), cursors)
+            stream = self.stream(cursors)
         except ValueError as e:
-            raise ValueError(f"{self.kept[done]}: {e}" if done in self.kept else str(e)) from None
+            raise ValueError(f"{kept[done]}: {e}" if cursors else str(e)) from None
         with closing(stream):
             for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
                 stream.next_rows(self.rows_per_lane)
             return stream.cursors()
 
 
-def open_it(args: argparse.Namespace) -> Opened:
-    """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
-    settings = from_flags(args)
-    if args.run is not None:
-        if given := [flag(name) for name in settings.differing() if name != "run"]:
-            raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or "
-                             f"the other")
-        run_dir = find_run(args.run)
-        data, config, settings = open_run(run_dir)
-        rows = settings.total_batch_size // config.T
-        return Opened(config, data.train, data.tokenizer, rows, run_dir=run_dir)
-    settings, tokenizer = command(settings, 1, "cpu")
-    settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
-    start, data = find_data(look(settings, torch.device("cpu")), tokenizer)
-    config = stream_config(start.settings)
-    rows = start.settings.total_batch_size // config.T
-    return Opened(config, data.train, tokenizer, rows, start.cursors)
-
-
 # ---- the commands -------------------------------------------------------------------------------
 
 def step_digests(opened: Opened, steps: range) -> Iterator[tuple[int, str]]:
     """(step, its digest). ValueError where the data end before."""
-    with closing(opened.stream(range(opened.config.V), opened.cursors_at(steps.start))) as stream:
+    with closing(opened.stream(opened.cursors_at(steps.start))) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
@@ -124,17 +90,16 @@ def step_digests(opened: Opened, steps: range) -> Iterator[tuple[int, str]]:
 
 
 def tell_untrained(opened: Opened, last: int) -> None:
-    """Say so where a run has not come as far as step `last`."""
-    if opened.run_dir is not None:
-        steps = [record["step"] for record in iter_log(opened.run_dir / "logs" / "train.jsonl") if is_step(record)]
-        if last > (trained := max(steps, default=-1)):
-            log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
-                        opened.run_dir, f"{trained + 1:,}", f"{last:,}")
+    """Say so where the run has not come as far as step `last`."""
+    steps = [record["step"] for record in iter_log(opened.run_dir / "logs" / "train.jsonl") if is_step(record)]
+    if last > (trained := max(steps, default=-1)):
+        log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
+                    opened.run_dir, f"{trained + 1:,}", f"{last:,}")
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     """One JSON line a step; exit code 1 where the run's log has another digest."""
-    records = [] if opened.run_dir is None else read_log(opened.run_dir / "logs" / "train.jsonl")
+    records = read_log(opened.run_dir / "logs" / "train.jsonl")
     logged = {record["step"]: record["digest"] for record in records if "digest" in record}
     wrong = []
     tell_untrained(opened, args.steps[-1])
@@ -155,7 +120,7 @@ def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
     """Where each document of a row comes from. `start` and `stop` count the document's tokens, BOS
     being token 0, `of` so many; a continuation has a BOS of its own in front, which is in `tokens`
     but not in that range."""
-    source, at, found = opened.sources[row.bucket], 0, []
+    source, at, found = opened.data.train[row.bucket], 0, []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [ids], _ = source.read(group, np.array([number]))
@@ -177,7 +142,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     tell_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
-    with closing(opened.stream(range(opened.config.V), opened.cursors_at(args.step))) as stream:
+    with closing(opened.stream(opened.cursors_at(args.step))) as stream:
         for number, row in enumerate(stream.next_rows(opened.rows_per_lane)):
             if args.row not in (None, number):
                 continue
@@ -187,7 +152,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
             places = describe(opened, row) if own else stream.describe(row)
             for place in places:
                 tokens = row.tokens[place["at"]:place["at"] + place["tokens"]].tolist()
-                texts.append(opened.tokenizer.decode(tokens))
+                texts.append(opened.data.tokenizer.decode(tokens))
                 lines.append(head | place)
                 place |= {"text": texts[-1]} if args.text else {}
             if args.json:
@@ -205,9 +170,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
-    if args.step is None and not opened.kept:
-        raise ValueError("--step: needed, there are no kept cursors to take the accounts from")
-    step = max(opened.kept) if args.step is None else args.step
+    step = max(cursor_files(opened.run_dir), default=0) if args.step is None else args.step
     accounts = ledger(opened.cursors_at(step), opened.config.T)
     told, header, rows = told_ledger(step, accounts, opened.config.T)
     print(told, *table(header, rows), sep="\n")
@@ -247,9 +210,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                           help="when so many are done (default: a run's newest kept cursors)")
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)
-        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder")
-        add_flags(subparser, without=("run",))
-        subparser.usage = "%(prog)s [RUN] [flags]"
+        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     return parser.parse_args(argv)
 
 
@@ -258,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad input."""
     args = parse_args(argv)
     setup_logging()
-    return args.show(open_it(args), args)
+    run_dir = find_run(args.run)
+    data, config, settings = open_run(run_dir)
+    return args.show(Opened(run_dir, data, config, settings.total_batch_size // config.T), args)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanochat.common import get_base_dir, local, place, read_json, run_main
+from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)
@@ -96,6 +96,9 @@ def find_prefixes(path: Path | str) -> list[Path]:
         raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
                          f"--data-path={','.join(parts[1::2])} --order=megatron "
                          f"--blend-weights={','.join(parts[::2])}")
+    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+        raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
+                         f"this machine; the data of a run lie in one of them")
     files = [place(f"{place(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():

@@ -293,7 +293,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {  # to which file, what, and what is said
     "cut .bin": (".bin", lambda path: truncate(path, 11), ".5 tokens on disk, but the offsets"),
-    "no .idx": (".idx", Path.unlink, ".bin needs it"),
+    "no .idx": (".idx", Path.unlink, "not there; bring it back"),
 }
 
 

@@ -23,11 +23,10 @@ A model is measured in bits per byte on held-out documents:
 each also by the length of the document: short (below T/2 tokens), middle, long (2T or more). "Used" is how many tokens
 of documents were trained on or dropped for one that was trained on (1 is no waste); "read" counts those that wait, too.
 
-A run that is finished is not done again, so a kill loses one run at most, and a second process takes other runs.
+A run that is finished is not done again, so a kill loses one run at most.
 """
 
 import argparse
-import fcntl
 import itertools
 import json
 import math
@@ -56,6 +55,7 @@ from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
+from scripts.report import markdown
 
 ARMS: dict[str, dict[str, Any]] = {
     "nanochat": {}, "crop": {"long_docs": "crop"}, "split": {"long_docs": "split"}, "concat": {"layout": "concat"}}
@@ -287,8 +287,7 @@ def tell_all(work: Path) -> list[dict[str, Any]]:
             rows += [(f"{what}, {length}", *(spread([r["bpb"][what][length] for r in found])
                                              for found in of_arm.values())) for length in by_length]
         heads = [f"{arm} ({len(found)} seeds)" for arm, found in of_arm.items()]
-        print("\n".join([f"| T = {T}, bits per byte | " + " | ".join(heads) + " |", "| --- " * (len(heads) + 1) + "|",
-                         *("| " + " | ".join(row) + " |" for row in rows)]), "", sep="\n", flush=True)
+        print(*markdown((f"T = {T}, bits per byte", *heads), rows), sep="\n", flush=True)
     return records
 
 
@@ -334,14 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arms = [arm for arm in args.arms if arm != "nanochat" or args.nanochat]
         for T, seed, arm in itertools.product(args.lengths, range(args.seeds), arms):
             path = args.work / "runs" / f"T{T}-{arm}-{seed}.json"
-            with open(path.with_suffix(".lock"), "w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:  # another process is at it
-                    continue
-                if not path.exists():
-                    print(time.strftime("%H:%M:%S"), path.stem, flush=True)
-                    run(corpus, args, arm, T, seed, path)
+            if not path.exists():
+                print(time.strftime("%H:%M:%S"), path.stem, flush=True)
+                run(corpus, args, arm, T, seed, path)
     print(json.dumps(tell_all(args.work)))
     return 0
 

@@ -22,11 +22,11 @@ import logging
 import multiprocessing
 import os
 import random
-import re
 import resource
 import shutil
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -342,20 +342,10 @@ def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool)
         named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in told  # one of the two
         return ("refused" if named and told else "found", f"{type(e).__name__}: {told[:300]}")
     except BaseException as e:
-        return "found", f"{type(e).__name__}: {str(e)[:300]} at {where(e)}"
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        return "found", f"{type(e).__name__}: {str(e)[:300]} at {last.filename}:{last.lineno}"
     bad = name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")
     return ("found", "an altered file is good") if bad else ("read", "")
-
-
-def where(e: BaseException) -> str:
-    """The innermost line of ours that an exception came through."""
-    trace, place = e.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if re.search(r"/(nanochat|scripts)/\w+\.py$", file):
-            place = f"{'/'.join(file.split('/')[-2:])}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
 
 
 def begin(base: Path) -> None:

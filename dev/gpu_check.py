@@ -712,7 +712,7 @@ def run_part(bench: Bench, part: str) -> list[tuple[str, ...]]:
     return rows
 
 
-def prepare(bench: Bench, tokenizer_dir: Path | None) -> None:
+def prepare(bench: Bench) -> None:
     """Data, a tokenizer, and a server from which the processes of runs are forked."""
     os.environ["NANOCHAT_BASE_DIR"] = str(bench.base)
     if bench.tiny:  # threads of several processes on few cores wait for each other
@@ -725,9 +725,7 @@ def prepare(bench: Bench, tokenizer_dir: Path | None) -> None:
     if not (bench.base / "data").exists():
         make_sample_corpus(bench.base / "data", bench.sizes.corpus)
     if not (bench.base / "tokenizer").exists():
-        made = find_tokenizer(tokenizer_dir, bench.base / "data", bench.base, vocab_size=bench.sizes.vocab_size)
-        if made != bench.base / "tokenizer":
-            shutil.copytree(made, bench.base / "tokenizer")
+        find_tokenizer(None, bench.base / "data", bench.base, vocab_size=bench.sizes.vocab_size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -737,7 +735,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     p.add_argument("--tiny", action="store_true", help="a small model, to try this script itself")
     p.add_argument("--peer", type=Path, metavar="DIR", help="nanochat's checkout, whose base_train is timed too")
-    p.add_argument("--tokenizer-dir", type=Path, help="default: one of 32,768 tokens is trained on the data")
     p.add_argument("--out", type=Path, help="folder for logs (default: in the base directory)")
     p.add_argument("--base-dir", type=Path, help="default: gpu_check in /dev/shm, if there is room")
     args = p.parse_args(argv)
@@ -753,7 +750,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = tell_about() | versions(device)
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), sep="\n")
     began = time.monotonic()
-    prepare(bench, args.tokenizer_dir)
+    prepare(bench)
     print(f"data and tokenizer: {time.monotonic() - began:.1f} s", flush=True)
     rows, minutes = [], {}
     for part in args.part:

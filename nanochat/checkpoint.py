@@ -13,11 +13,8 @@ file, and one of its own bytes, taken with zeros in its place:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
-Sums are taken of what goes to a file, not of what comes back from it: a disk that stores other
-bytes is found out.
-
-**Writing.** Everything goes into a folder with a hidden name. Each file is fsynced, the seal is
-written last, the folders are fsynced, and one rename gives the checkpoint its name. A step that has
+**Writing.** Everything goes into a folder with a hidden name, fsynced, the seal last; one rename gives
+the checkpoint its name. A step that has
 a good checkpoint keeps it, for by the law of the stream it is the same; a bad one is replaced. A
 `final` of an earlier end, where the run was made longer, becomes the checkpoint of its step. So no
 instant is without the newest good one.

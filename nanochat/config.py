@@ -338,9 +338,9 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     @property
     def profiled(self) -> tuple[int, int] | None:
         """The steps to profile, as range(first, last) takes them; None for what is no such text."""
-        first, _, last = (self.profile_steps or "").partition(":")
-        steps = [int(text) for text in (first, last) if re.fullmatch("[0-9]{1,12}", text)]
-        return (steps[0], steps[1]) if len(steps) == 2 and steps[0] < steps[1] else None
+        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps or "", re.ASCII)
+        first, last = (int(match[1]), int(match[2])) if match else (0, 0)
+        return (first, last) if first < last else None
 
     def differing(self) -> dict[str, Any]:
         """Those that are not their defaults."""

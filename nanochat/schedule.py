@@ -55,7 +55,6 @@ class Horizon:
 
     num_iterations: int
     total_batch_size: int  # tokens a step
-    target_tokens: int  # ratio x scaling parameters; 0 where the ratio is switched off
     batch_lr_scale: float  # multiplies every base learning rate
     weight_decay_scaled: float
 
@@ -85,12 +84,11 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
     if total_batch_size <= 0 or total_batch_size % sequence_len:
         raise ValueError(f"--total-batch-size: got {total_batch_size:,} tokens, expected a "
                          f"multiple of --max-seq-len {sequence_len:,} (or -1 for automatic)")
-    target_tokens = max(0, int(target_param_data_ratio * scaling_params))
     step_flops = flops_per_token * total_batch_size
     horizons = (("--num-iterations", num_iterations, 1),
                 ("--target-flops", target_flops, step_flops),
                 ("--curriculum", curriculum_tokens, total_batch_size),
-                ("--target-param-data-ratio", target_tokens, total_batch_size))
+                ("--target-param-data-ratio", int(target_param_data_ratio * scaling_params), total_batch_size))
     chosen = next((horizon for horizon in horizons if horizon[1] > 0), None)
     if chosen is None:
         raise ValueError("no training horizon: set one of --num-iterations, --target-flops, "
@@ -102,7 +100,7 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                          "tokens; lower --total-batch-size or set --num-iterations")
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
     return Horizon(num_iterations=steps, total_batch_size=total_batch_size,
-                   target_tokens=target_tokens, batch_lr_scale=batch_lr_scale,
+                   batch_lr_scale=batch_lr_scale,
                    weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio)
 
 

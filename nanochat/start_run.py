@@ -22,7 +22,6 @@ as far as that.
 
 import contextlib
 import importlib.util
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -447,13 +446,10 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
     for notice in start.notices:
         print0(f"changed: {notice}")
     settings = start.settings.differing()
-    print0("typed:")
-    for name in [name for name in settings if name in typed]:
-        print0(f"  {flag(name):32s} {json.dumps(settings[name])}")
-    print0("worked out from that, the data and this machine:")
-    for name, value in {**settings, **derive(start)}.items():
-        if name not in typed:
-            print0(f"  {name:32s} {json.dumps(value) if isinstance(value, str) else show(value)}")
+    print0("typed:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
+    worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
+    print0("worked out from that, the data and this machine:",
+           *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "

@@ -24,7 +24,7 @@ def horizon(**changes: Any) -> Horizon:
 
 def test_the_reference_model_is_left_as_it_is() -> None:
     h = horizon(target_param_data_ratio=12)
-    assert h == Horizon(num_iterations=2288, total_batch_size=524_288, target_tokens=1_200_000_000, batch_lr_scale=1.0,
+    assert h == Horizon(num_iterations=2288, total_batch_size=524_288, batch_lr_scale=1.0,
                         weight_decay_scaled=0.28)  # 1.2e9 / 524288 = 2288.8
     assert h.total_tokens == 2288 * 524_288
 
@@ -42,7 +42,6 @@ def test_iterations_before_flops_before_ratio() -> None:
     assert horizon(**every).num_iterations == 7
     assert horizon(**{**every, "num_iterations": -1}).num_iterations == 11
     assert horizon(**{**every, "num_iterations": -1, "target_flops": -1}).num_iterations == 2288
-    assert horizon(num_iterations=7).target_tokens == 0
     for wrong, message in (({}, "--num-iterations, --target-flops, --target-param-data-ratio"),
                            ({"target_flops": 1.0}, "--target-flops"),
                            ({"target_param_data_ratio": 0.001}, "--target-param-data-ratio")):

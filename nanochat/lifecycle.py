@@ -6,7 +6,7 @@ How a run ends, where it stands, and which launch owns it.
     walltime: every rank ----------'
 
     RUN/.shutdown_requested    written by scripts.stop; it counts by being there
-    RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by a thread of rank 0
+    RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0's watchdog
     RUN/.owner-000007.json     which launch may write here; the highest number counts
 
 **Stopping.** Each process has one `StopWatch`, entered before anything slow. A signal never
@@ -71,7 +71,7 @@ EXIT_ALIVE = 20
 
 SLURM_END = "SLURM_JOB_END_TIME"
 SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
-LOOK_EVERY_S = 1.0  # for the flag file, and whether we still own the run
+LOOK_EVERY_S = 1.0  # for the flag file
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
 SAVE_MARGIN = 1.5  # of the slowest save so far
 HEARTBEAT_S = 10.0
@@ -433,9 +433,10 @@ class RunState:
     failed, with the exception as reason. `ranks`: what `identify` gave on each rank, in rank
     order.
 
-    A daemon thread writes what `update` was told and the heartbeat, so that a step never waits for
-    a disk, and a long compilation is not taken for death. It writes nothing where this launch does
-    not own the run any more. All methods may be called from any thread."""
+    Who looks every other second (`look`: the watchdog's thread) writes what `update` was told and
+    the heartbeat, so that a step never waits for a disk, and a long compilation is not taken for
+    death. Nothing is written where this launch does not own the run any more. All methods may be
+    called from any thread."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
         self.owner, self._path = owner, owner.run_dir / STATE_NAME
@@ -443,34 +444,42 @@ class RunState:
         self._state: dict[str, Any] = {
             **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
             "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
-        self._told = False  # that the state cannot be written
-        self._news, self._over = threading.Event(), threading.Event()
+        self._written, self._written_at = dict[str, Any](), 0.0
+        self._warned = False  # that the state cannot be written
+        self._lock = threading.Lock()
         self.update(**news)
-        self._write()
-        self._thread = threading.Thread(target=self._keep_up, name="run-state", daemon=True)
-        self._thread.start()
+        self.look()
 
     @property
     def status(self) -> str:
         return self._state["status"]
 
     def update(self, **news: Any) -> None:
-        """Take in news (the names in NEWS). A new status is written at once, by the thread, other
-        news within about a second. After a final status nothing changes any more."""
+        """Take in news (the names in NEWS). After a final status nothing changes any more."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
-        if self.status in EXIT_CODES:
-            return
-        changed = any(news.get(name, self._state[name]) != self._state[name] for name in ("status", "checkpoint"))
-        self._state.update(news)
-        if changed:
-            self._news.set()
+        if self.status not in EXIT_CODES:
+            self._state.update(news)
+
+    def look(self) -> str:
+        """Write what is new, and the heartbeat when it is time. Returns '' or why the launch must end:
+        it does not own the run any more."""
+        with self._lock:
+            lost, now = self.owner.lost(), time.monotonic()
+            if not lost and (self._state != self._written or now - self._written_at >= HEARTBEAT_S):
+                self._written, self._written_at = dict(self._state), now
+                try:
+                    _replace(self._path, finite({**self._written, "heartbeat": time.time()}))
+                except OSError as e:
+                    if not self._warned:
+                        log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for "
+                                    "dead", self._path, e.strerror)
+                    self._warned = True
+        return lost
 
     def close(self, status: str, reason: str = "") -> None:
         """Say how the run ended, which also gives up owning it. The first final status stays."""
         self.update(status=status, reason=reason)
-        self._over.set()
-        self._news.set()
-        self._thread.join(timeout=5)  # it writes the last state; a disk that hangs holds nobody up
+        self.look()
 
     def __enter__(self) -> "RunState":
         return self
@@ -481,28 +490,6 @@ class RunState:
         if isinstance(error, StopAsked):
             self.close("stopped", str(error))
         self.close("failed", "ended without saying how" if error is None else told)
-
-    def _keep_up(self) -> None:
-        """Every second: is there anything to tell, and does this launch still own the run?"""
-        written, told, over = time.monotonic(), dict(self._state), False
-        while not over:
-            self._news.wait(LOOK_EVERY_S)
-            self._news.clear()
-            over = self._over.is_set()  # then this is the last round
-            if self.owner.lost():
-                continue
-            if self._state != told or time.monotonic() - written >= HEARTBEAT_S:
-                written, told = time.monotonic(), dict(self._state)
-                self._write()
-
-    def _write(self) -> None:
-        try:
-            _replace(self._path, finite({**self._state, "heartbeat": time.time()}))
-        except OSError as e:
-            if not self._told:
-                log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for dead",
-                            self._path, e.strerror)
-            self._told = True
 
 
 def tell_completed(run_dir: Path, step: int, reason: str) -> None:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,13 +259,12 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         from nanochat.watchdog import Watchdog, open_store
 
         everyone = gather_all(identify())
-        state = stack.enter_context(RunState(
+        state: Any = Silence() if rank > 0 else stack.enter_context(RunState(
             owner, everyone, num_iterations=num_steps, step=start.step,
-            checkpoint=start.checkpoint.path.name if start.checkpoint else None)) if rank == 0 else None
+            checkpoint=start.checkpoint.path.name if start.checkpoint else None))
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
-            lost=owner.lost if rank == 0 else lambda: "",
-            on_failure=lambda verdict: None if state is None else state.close("failed", verdict)))
+            look=state.look, on_failure=partial(state.close, "failed")))
         if rank == 0:
             stop.clear(start.run_dir)
 
@@ -272,7 +272,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
-        journal = Silence() if state is None else Journal(start, progress, device, state)
+        journal = Silence() if rank > 0 else Journal(start, progress, device, state)
         stack.callback(journal.close)
         config = stream_config(settings)
         loader = stack.enter_context(DataLoader(

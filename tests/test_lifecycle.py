@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import lifecycle
+from nanochat import lifecycle, watchdog
 from nanochat.lifecycle import (
     LOOK_EVERY_S,
     SIGNALS,
@@ -232,7 +232,7 @@ def test_what_is_told_is_read(tmp_path):
         assert first["ranks"] == [identify()] and first["world_size"] == 1
         assert told(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2", val_bpb=None)
         state.update(status="running", step=3, loss=float("nan"), val_bpb=1.5)
-        wait_for(lambda: told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5))
+        assert state.look() == "" and told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5)
         assert liveness(read_state(tmp_path)) == "alive" and exit_code(read_state(tmp_path)) == 20
         state.close("completed")
     assert told(tmp_path, status="completed") and exit_code(read_state(tmp_path)) == 0
@@ -241,7 +241,8 @@ def test_what_is_told_is_read(tmp_path):
 def test_news_is_written_by_itself_but_not_at_every_step_and_never_by_halves(tmp_path, quick, monkeypatch):
     writes, replace = [], lifecycle._replace
     monkeypatch.setattr(lifecycle, "_replace", lambda path, value: (writes.append(path), replace(path, value)))
-    with RunState(acquire(tmp_path), [identify()], status="running") as state:
+    with RunState(acquire(tmp_path), me := [identify()], status="running") as state, watchdog.Watchdog(
+            None, me, timeout_s=0.4, first_timeout_s=100, look=state.look):
         for step in range(10_000):
             state.update(step=step, reason="x" * (step % 3000))
             if step % 500 == 0:
@@ -281,8 +282,10 @@ def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch
     owner, replace = acquire(tmp_path), lifecycle._replace
     monkeypatch.setattr(lifecycle, "_replace", full)
     with RunState(owner, [identify()]) as state:
-        state.update(status="running", step=1)
-        wait_for(lambda: len(calls) > 4)
+        for step in range(5):
+            state.update(status="running", step=step)
+            assert state.look() == ""
+        assert len(calls) == 6
         assert caplog.text.count("No space left on device") == 1
         monkeypatch.setattr(lifecycle, "_replace", replace)
         state.close("stopped", "SIGTERM")
@@ -364,7 +367,7 @@ from nanochat import lifecycle, watchdog
 run_dir, me = Path(sys.argv[1]), [lifecycle.identify()]
 lifecycle.HEARTBEAT_S, lifecycle.LOOK_EVERY_S = 0.1, 0.02
 with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as state, watchdog.Watchdog(
-        None, me, timeout_s=1, lost=state.owner.lost, on_failure=lambda verdict: state.close("failed", verdict)):
+        None, me, timeout_s=1, look=state.look, on_failure=lambda verdict: state.close("failed", verdict)):
     print("ready", flush=True)
     sys.stdin.readline()
     state.close("stopped")

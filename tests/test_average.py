@@ -1,8 +1,6 @@
 """The average of a run's last checkpoints is a run that evaluates, and a bad one is passed over."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from tests import training
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(tmp_path_factory):
     """Checkpoints of steps 2, 4, 6 and 8, of which that of step 6 is rotten."""
     with training.workplace(tmp_path_factory.mktemp("average")):
         assert training.run(**training.SMALL, num_iterations=8, save_every=2).code == 0
@@ -22,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield training.run_dir()
 
 
-def test_the_mean_of_the_newest_good_ones(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_mean_of_the_newest_good_ones(run, caplog):
     assert average.main(["run", "--last=3"]) == 0
     assert "checkpoint-6 is passed over" in caplog.text
     found, states = find_checkpoint("run-average-3"), [
@@ -37,7 +35,7 @@ def test_the_mean_of_the_newest_good_ones(run: Path, caplog: pytest.LogCaptureFi
     assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0
 
 
-def test_what_cannot_be_averaged_leaves_nothing(run: Path) -> None:
+def test_what_cannot_be_averaged_leaves_nothing(run):
     before = sorted(run.parent.iterdir())
     with pytest.raises(ValueError, match=r"good checkpoints of 3 step\(s\) \(8, 4, 2\); give a smaller number"):
         average.main(["run", "--last=4"])

@@ -32,7 +32,7 @@ workplace = training.in_workplace(**training.SMALL)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory):
     """A completed run of six steps with checkpoints 2, 4 and final."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed(**SHORT)
@@ -40,7 +40,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def half_done(workplace: Path, reference: Path) -> Path:
+def half_done(workplace, reference):
     """That run as it was after step 4, in this test's workplace."""
     shutil.copytree(reference, training.run_dir())
     shutil.rmtree(training.run_dir() / "checkpoints" / "final")
@@ -71,7 +71,7 @@ def refuse_old(*words: str, **settings: Any) -> None:
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
-def test_no_data_that_can_be_used_and_no_tokenizer(workplace: Path) -> None:
+def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     refuse_new(str(workplace / "nowhere"), "no such data folder", "nanochat.dataset", data_path=workplace / "nowhere")
     (workplace / "empty").mkdir()
     refuse_new(str(workplace / "empty"), ".parquet", "--data-path", data_path=workplace / "empty")
@@ -106,11 +106,11 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace: Path) -> None:
     ({"depth": 0}, ("depth", "expected >= 1")),
     ({"resume": "nowhere/checkpoint-3"}, ("no run 'nowhere/checkpoint-3'", "neither a tag")),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else "")
-def test_a_flag_that_cannot_be(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_a_flag_that_cannot_be(settings, words):
     refuse_new(*words, **settings)
 
 
-def test_a_tokenizer_that_is_not_the_runs(workplace: Path, half_done: Path) -> None:
+def test_a_tokenizer_that_is_not_the_runs(workplace, half_done):
     other = workplace / "other"
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
     refuse_old("--tokenizer", str(half_done / "tokenizer"), "--model-tag", tokenizer=other)
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_is_not_the_runs(workplace: Path, half_done: Path) -> N
 
 # ---- a run that goes on ---------------------------------------------------------------------------------------------
 
-def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> None:
+def test_a_shard_that_changed_or_vanished(workplace, half_done):
     path = workplace / "data" / "shard_1.parquet"
     kept = path.read_bytes()
     write_shard(path, texts(96, seed=77))
@@ -131,13 +131,13 @@ def test_a_shard_that_changed_or_vanished(workplace: Path, half_done: Path) -> N
     succeed(**SHORT)
 
 
-def test_a_checkpoint_that_is_not_there(half_done: Path) -> None:
+def test_a_checkpoint_that_is_not_there(half_done):
     wrong = half_done / "checkpoints" / "checkpoint-5"
     refuse_old(str(wrong), "trainer_state.json: missing", resume=wrong)
     refuse_old("no run", str(half_done / "logs"), resume=half_done / "logs")
 
 
-def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace: Path, half_done: Path) -> None:
+def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace, half_done):
     refuse_old("no such data folder", resume="scratch", force=True, data_path=workplace / "nowhere")
     refuse_old("--total-batch-size", resume="scratch", force=True, total_batch_size=1000)
 
@@ -154,8 +154,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(("how", "name", "word"), [
     ("cut", checkpoint.MODEL_NAME, "torn"), ("flip", checkpoint.OPTIMIZER_NAME, "rotten"),
     ("lose", checkpoint.STATE_NAME, "never finished")])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-        workplace: Path, reference: Path, half_done: Path, how: str, name: str, word: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workplace, reference, half_done, how, name, word):
     path = half_done / "checkpoints" / "checkpoint-4"
     damage(path / name, how)
     if how == "cut":  # and where that is damaged too, the run begins again
@@ -186,7 +185,7 @@ def fail(*words: str, world_size: int = 2, limit: int | None = None, **settings:
         assert word in text, text
 
 
-def test_a_disk_that_is_full_while_saving(workplace: Path, half_done: Path) -> None:
+def test_a_disk_that_is_full_while_saving(workplace, half_done):
     """On one process: tests/test_faults.py."""
     before = fingerprint(half_done / "checkpoints")
     limit = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size // 2
@@ -196,7 +195,7 @@ def test_a_disk_that_is_full_while_saving(workplace: Path, half_done: Path) -> N
     succeed(**SHORT)
 
 
-def test_a_disk_that_is_full_at_the_start_leaves_no_run_and_binds_nobody(workplace: Path) -> None:
+def test_a_disk_that_is_full_at_the_start_leaves_no_run_and_binds_nobody(workplace):
     fail(world_size=1, limit=2000)
     assert not (training.run_dir() / "config.json").exists()
     for i in range(2):
@@ -204,7 +203,7 @@ def test_a_disk_that_is_full_at_the_start_leaves_no_run_and_binds_nobody(workpla
     succeed(**SHORT, data_path=workplace / "new")
 
 
-def test_an_error_ends_all_processes_and_is_told_once(workplace: Path, half_done: Path) -> None:
+def test_an_error_ends_all_processes_and_is_told_once(workplace, half_done):
     before = fingerprint(half_done)
     fail("2 processes but only 1 lanes", "--lanes", lanes=1, model_tag="new")
     assert not training.run_dir("new").exists()
@@ -220,7 +219,7 @@ SHARDS: dict[str, Any] = {"data_format": "shards", "lanes": 8, "num_iterations":
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """text/ with two files for training and one for validation, and shards/ made of them."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
@@ -231,7 +230,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sharded(workplace: Path, made: Path) -> Path:
+def sharded(workplace, made):
     """This test's workplace, with both."""
     for name in ("text", "shards"):
         shutil.copytree(made / name, workplace / name)
@@ -239,7 +238,7 @@ def sharded(workplace: Path, made: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sharded_run(tmp_path_factory: pytest.TempPathFactory, made: Path) -> Path:
+def sharded_run(tmp_path_factory, made):
     """A completed run on these shards, with checkpoints 2 and final."""
     with training.workplace(tmp_path_factory.mktemp("sharded"), **training.SMALL) as path:
         shutil.copytree(made / "shards", path / "shards")
@@ -298,7 +297,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {  # to which fil
 
 
 @pytest.mark.parametrize(("name", "split"), [("cut .bin", "train"), ("cut .bin", "val"), ("no .idx", "train")])
-def test_a_damaged_pair_is_refused_found_and_made_again(sharded: Path, made: Path, name: str, split: str) -> None:
+def test_a_damaged_pair_is_refused_found_and_made_again(sharded, made, name, split):
     ending, damage, said = DAMAGE[name]
     path = shard(sharded, split).with_suffix(ending)
     damage(path)
@@ -311,7 +310,7 @@ def test_a_damaged_pair_is_refused_found_and_made_again(sharded: Path, made: Pat
     train_shards(num_iterations=1, save_every=-1, resume="scratch", force=True)
 
 
-def test_a_lost_bin_makes_no_run_on_less_data(sharded: Path) -> None:
+def test_a_lost_bin_makes_no_run_on_less_data(sharded):
     """Data are the .bin files that are found; an .idx alone tells that one is lost."""
     lost = sharded / "shards" / "train" / "data" / "s9.idx"
     shutil.copy(shard(sharded).with_suffix(".idx"), lost)
@@ -321,8 +320,7 @@ def test_a_lost_bin_makes_no_run_on_less_data(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(("split", "value"), [("train", training.VOCAB_SIZE), ("val", 65535)])
-def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(sharded: Path, value: int, split: str
-                                                                       ) -> None:
+def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(sharded, value, split):
     path = shard(sharded, split)
     ids = np.fromfile(path, "<u2")
     ids[7::50] = value
@@ -334,7 +332,7 @@ def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(sharded: 
 
 # ---- another tokenizer, another layout ------------------------------------------------------------------------------
 
-def test_shards_of_another_tokenizer_are_refused_and_theirs_lies_beside_them(sharded: Path) -> None:
+def test_shards_of_another_tokenizer_are_refused_and_theirs_lies_beside_them(sharded):
     other = sharded / "other"
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), training.VOCAB_SIZE).save(other)
     for plan in ("error", "off"):
@@ -347,18 +345,18 @@ def test_shards_of_another_tokenizer_are_refused_and_theirs_lies_beside_them(sha
     train_shards(num_iterations=1, save_every=-1, model_tag="named", tokenizer=sharded / "shards" / "tokenizer")
 
 
-def test_a_start_with_the_wrong_layout_is_not_in_the_way(sharded: Path) -> None:
+def test_a_start_with_the_wrong_layout_is_not_in_the_way(sharded):
     text = {"data_path": sharded / "text", "data_format": "text"}
     refuse_new_shards("--packing binned", "--packing bestfit", packing="binned", **text)
     train_shards(num_iterations=1, save_every=-1, **text)
 
 
-def test_the_other_format_is_told(sharded: Path) -> None:
+def test_the_other_format_is_told(sharded):
     refuse_new_shards(sharded / "text", "no .bin file", "--data-format text", data_path=sharded / "text")
     refuse_new_shards(sharded / "shards", "no .parquet", "--data-format shards", data_format="text")
 
 
-def test_entries_that_are_longer_than_a_row_name_the_flag(sharded: Path) -> None:
+def test_entries_that_are_longer_than_a_row_name_the_flag(sharded):
     told_of_shards("train/data/s", "a row of the binned layout 65", "--max-length 64", packing="binned")
     assert tokenize(sharded, "--max-length=64", "--overlap-size=8", out="short").code == 0
     train_shards(num_iterations=1, save_every=-1, packing="binned", data_path=sharded / "short", model_tag="short")
@@ -367,7 +365,7 @@ def test_entries_that_are_longer_than_a_row_name_the_flag(sharded: Path) -> None
 # ---- a run whose shards changed -------------------------------------------------------------------------------------
 
 @pytest.fixture
-def half_sharded(sharded: Path, sharded_run: Path) -> Path:
+def half_sharded(sharded, sharded_run):
     """The reference run as it was after step 2."""
     shutil.copytree(sharded_run, training.run_dir())
     shutil.rmtree(training.run_dir() / "checkpoints" / "final")
@@ -376,8 +374,7 @@ def half_sharded(sharded: Path, sharded_run: Path) -> Path:
     return training.run_dir()
 
 
-def test_a_run_whose_shard_is_damaged_or_another_one_goes_on_when_it_is_back(sharded: Path, half_sharded: Path,
-                                                                             made: Path, sharded_run: Path) -> None:
+def test_a_run_whose_shard_is_damaged_or_another_one_goes_on_when_it_is_back(sharded, half_sharded, made, sharded_run):
     before, path = fingerprint(half_sharded), shard(sharded)
     truncate(path, 11)
     told_of_shards("s0.")
@@ -392,8 +389,7 @@ def test_a_run_whose_shard_is_damaged_or_another_one_goes_on_when_it_is_back(sha
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(sharded: Path, ending: str,
-                                                                                capsys: Any) -> None:
+def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(sharded, ending, capsys):
     """Regression: the process ended by SIGBUS without a word."""
     path, flags = shard(sharded).with_suffix(ending), {**SHARDS, "data_path": sharded / "shards", "save_every": 100}
     cut = partial(training.after_step, 2, partial(truncate, path, 0))
@@ -408,7 +404,7 @@ def test_a_mapped_file_that_is_cut_short_under_a_run_is_told_wherever_one_looks(
 
 # ---- disks that cannot be written -----------------------------------------------------------------------------------
 
-def test_a_disk_that_fills_while_shards_are_written(sharded: Path, made: Path) -> None:
+def test_a_disk_that_fills_while_shards_are_written(sharded, made):
     """From any write, fsync or rename on, of tokenizer, pairs, records or manifests: it is told of a file, what is
     there is whole, and the same command goes on to the same bytes."""
     changes = r"(write|fsync|replace) "

@@ -4,7 +4,6 @@ import json
 import os
 import pydoc_data.topics
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def some_documents(num: int) -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def base(tmp_path_factory):
     """A base directory with a run of three steps."""
     path = tmp_path_factory.mktemp("base")
     texts = some_documents(400)
@@ -51,12 +50,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(base: Path) -> Path:
+def run(base):
     return base / "runs" / "tiny"
 
 
 @pytest.fixture(scope="module")
-def first_result(base: Path) -> dict[str, Any]:
+def first_result(base):
     # more than one group, so that two ranks share a task; of the tasks those with short prompts
     make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
     return evaluate("--device-batch-size=8")
@@ -73,7 +72,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "core")}
 
 
-def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> None:
+def test_it_says_what_training_said(run, first_result):
     vals = [r for r in read_log(run / "logs" / "train.jsonl") if r.get("event") == "val"]
     assert vals[-1]["step"] == STEPS and first_result["val_bpb"] == vals[-1]["bpb"]
     assert first_result["step"] == STEPS and first_result["checkpoint"] == str(run / "checkpoints" / "final")
@@ -81,8 +80,7 @@ def test_it_says_what_training_said(run: Path, first_result: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("B, processes", [(1, 1), (5, 1), (8, 2)])
-def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result: dict[str, Any], B: int,
-                                                        processes: int) -> None:
+def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, processes):
     path = base / f"other-{B}.json"
     argv = ["tiny", "--device-type=cpu", f"--eval={MODES}", f"--device-batch-size={B}",
             f"--json={path}"]
@@ -101,8 +99,7 @@ def test_neither_batch_size_nor_processes_move_anything(base: Path, first_result
     assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "tiny" / "eval.csv").read_bytes()
 
 
-def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(
-        base: Path, first_result: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(base, first_result, capsys):
     """Regression: every model, one of code too, was asked to go on with the same six English sentences."""
     samples = first_result["samples"]
     held_out = some_documents(400)[300:]
@@ -115,8 +112,7 @@ def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(
     assert len(texts) == 6 and all(any(d.startswith(text[:5]) for d in held_out) for text in texts)
 
 
-def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_prompts_given(
-        base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_prompts_given(base, capsys, monkeypatch):
     args = sample.parse_args([])
     assert (args.temperature, args.top_k) == (0.8, 50)
     assert sample.main(["--device-type=cpu", "-p", "Water", "-p", "Air", "--num-samples=2", "--max-tokens=4"]) == 0
@@ -127,7 +123,7 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
     assert capsys.readouterr().out.count("-" * 80) == 1
 
 
-def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, first_result: dict[str, Any]) -> None:
+def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result):
     path = base / "named.json"
     assert base_eval.main([f"{run / 'checkpoints' / 'final'}", f"--json={path}",
                            "--device-type=cpu", "--device-batch-size=8"]) == 0
@@ -140,12 +136,12 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base: Path, run: Path, 
     (["other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
     (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
     (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
-def test_bad_flags_are_clear_errors(flags: list[str], message: str) -> None:
+def test_bad_flags_are_clear_errors(flags, message):
     with pytest.raises((ValueError, OSError), match=message):
         base_eval.main(["--device-type=cpu", *flags])
 
 
-def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
+def test_without_a_name_the_only_run_is_meant(base, run):
     assert find_run(None) == run
     second = base / "runs" / "second"
     (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
@@ -156,7 +152,7 @@ def test_without_a_name_the_only_run_is_meant(base: Path, run: Path) -> None:
         shutil.rmtree(second)
 
 
-def test_speed_is_measured_for_each_number_of_rows(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_is_measured_for_each_number_of_rows(base, capsys):
     flags = ["--device-type=cpu", "--decode-tokens=3", "--prompt-tokens=4", "--rounds=1"]
     assert infer_bench.main([*flags, "tiny", "--batch-sizes", "1", "2"]) == 0
     out = capsys.readouterr().out

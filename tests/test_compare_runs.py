@@ -6,7 +6,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ WEIGHT = "transformer.h.0.attn.c_q.weight"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def base(tmp_path_factory):
     """runs/: a; again, the same; halves, of half the device batch size; seed; deep, of half the tokens."""
     with training.workplace(tmp_path_factory.mktemp("compare"), **{**training.SMALL, **TWO_LAYERS}) as path:
         run = partial(training.succeed, num_iterations=STEPS, eval_every=4)
@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def copy(base: Path, tmp_path: Path) -> Path:
+def copy(base, tmp_path):
     """A run directory with the files of `again`, to be changed."""
     return shutil.copytree(base / "runs" / "again", tmp_path / "copy")
 
@@ -89,7 +89,7 @@ def rewrite_log(run_dir: Path, change: Callable[[dict[str, Any]], dict[str, Any]
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
-def test_the_same_run_twice_is_equal_and_it_is_said_in_how_much(base: Path) -> None:
+def test_the_same_run_twice_is_equal_and_it_is_said_in_how_much(base):
     equal, summary, rest = compare(base / "runs" / "a", "again")
     state = compare_runs.contents(load_checkpoint(base / "runs/a/checkpoints/final"))
     values = len(list(compare_runs.leaves(state)))
@@ -104,7 +104,7 @@ def test_the_same_run_twice_is_equal_and_it_is_said_in_how_much(base: Path) -> N
     assert "bits per byte" not in rest
 
 
-def test_another_device_batch_size_is_the_same_data_with_noise(base: Path) -> None:
+def test_another_device_batch_size_is_the_same_data_with_noise(base):
     _, summary, rest = compare("a", "halves")
     a, b = training.losses("a"), training.losses("halves")
     first = next(i for i in range(STEPS) if a[i] != b[i])
@@ -112,7 +112,7 @@ def test_another_device_batch_size_is_the_same_data_with_noise(base: Path) -> No
     assert "checkpoint 4 parts in model." in rest and "digests: 8 equal" in rest and "cursors: 2 equal" in rest
 
 
-def test_another_seed_parts_at_step_0(base: Path) -> None:
+def test_another_seed_parts_at_step_0(base):
     digests = training.digests("a")[0], training.digests("seed")[0]
     _, summary, rest = compare("a", "seed")
     assert summary == f"digests part at step 0: {digests[0]} and {digests[1]}; 8 of 8 differ"
@@ -120,7 +120,7 @@ def test_another_seed_parts_at_step_0(base: Path) -> None:
     assert ["seed", "42", "43"] in [line.split() for line in rest.splitlines()]
 
 
-def test_two_experiments_are_a_table_of_settings_and_one_of_results_at_the_same_numbers_of_tokens(base: Path) -> None:
+def test_two_experiments_are_a_table_of_settings_and_one_of_results_at_the_same_numbers_of_tokens(base):
     """Regression: it printed dozens of tensors that differ, and no results side by side."""
     rest = compare("a", "deep")[2]
     lines = [line.split() for line in rest.splitlines()]
@@ -136,7 +136,7 @@ def test_two_experiments_are_a_table_of_settings_and_one_of_results_at_the_same_
     assert "transformer.h.2.attn.c_q.weight: only b has it" in compare("a", "deep", "--tensors")[2]
 
 
-def test_a_run_that_was_killed_and_went_on_is_equal(base: Path) -> None:
+def test_a_run_that_was_killed_and_went_on_is_equal(base):
     settings = {"num_iterations": STEPS, "eval_every": 4, "model_tag": "killed"}
     training.start(hook=partial(training.die_after_step, 6), **settings).wait_for_death()
     equal, summary, rest = compare("a", "killed")
@@ -148,7 +148,7 @@ def test_a_run_that_was_killed_and_went_on_is_equal(base: Path) -> None:
 
 # ---- what is broken or missing --------------------------------------------------------------------------------------
 
-def test_torn_lines_are_passed_over_and_the_last_line_of_a_step_counts(base: Path, copy: Path) -> None:
+def test_torn_lines_are_passed_over_and_the_last_line_of_a_step_counts(base, copy):
     rewrite_log(copy, lambda r: None if "event" in r else r)
     whole = log_of(copy).read_text()
     wrong = json.dumps({**json.loads(whole.splitlines()[3]), "digest": "0" * 16, "loss": 9.0}) + "\n"
@@ -166,14 +166,14 @@ def test_torn_lines_are_passed_over_and_the_last_line_of_a_step_counts(base: Pat
     ("tokens", 3071, "counts of tokens part at step 5: 3072 and 3071; 1 of 8 differ"),
     ("bpb", 1.0, "same data; validation results part at step 4: "),
 ])
-def test_each_series_is_compared(base: Path, copy: Path, name: str, change: Any, said: str) -> None:
+def test_each_series_is_compared(base, copy, name, change, said):
     event, step = ("val", 4) if name == "bpb" else (None, 5)
     rewrite_log(copy, lambda r: {**r, name: change} if (r.get("event"), r.get("step")) == (event, step) else r)
     _, summary, rest = compare("a", copy)
     assert summary.startswith(said) and rest.count("part at") == 1
 
 
-def test_what_only_one_run_has_is_told_and_is_no_difference(base: Path, copy: Path) -> None:
+def test_what_only_one_run_has_is_told_and_is_no_difference(base, copy):
     shutil.rmtree(copy / "checkpoints" / "checkpoint-4")
     equal, summary, rest = compare("a", copy)
     assert equal and "checkpoint 4" not in summary and ", checkpoint 8 (" in summary
@@ -183,7 +183,7 @@ def test_what_only_one_run_has_is_told_and_is_no_difference(base: Path, copy: Pa
     assert compare("a", copy)[1] == "equal bit for bit: 8 digests, 8 losses"
 
 
-def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base: Path, copy: Path) -> None:
+def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base, copy):
     file = copy / "checkpoints" / "final" / "model" / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     equal, summary, rest = compare("a", copy)
@@ -201,7 +201,7 @@ def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base: P
     assert compare("a", copy)[1].endswith("8 losses; 3 damaged file(s) passed over")
 
 
-def test_of_averaged_weights_all_but_the_optimizer_is_compared(base: Path) -> None:
+def test_of_averaged_weights_all_but_the_optimizer_is_compared(base):
     """Regression: "nothing to compare", for the checkpoints have no optimizer state."""
     for name in ("mean", "mean-again"):
         assert average.main(["a", "--last=2", f"--model-tag={name}"]) == 0
@@ -214,8 +214,7 @@ def test_of_averaged_weights_all_but_the_optimizer_is_compared(base: Path) -> No
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
-def test_a_flipped_bit_is_located_in_weights_and_momenta_and_counts_and_tokenizer_are_compared(
-        base: Path, copy: Path) -> None:
+def test_a_flipped_bit_is_located_in_weights_and_momenta_and_counts_and_tokenizer_are_compared(base, copy):
     def flip(model: dict[str, Any], optimizer: Any) -> None:
         model[WEIGHT].view(torch.int32)[3, 5] ^= 1
         optimizer["state"][WEIGHT]["momentum_buffer"][0, 1] = math.inf
@@ -234,7 +233,7 @@ def test_a_flipped_bit_is_located_in_weights_and_momenta_and_counts_and_tokenize
     assert "same data; checkpoint 8 parts in tokenizer: " in summary and "; 4 of " in summary
 
 
-def test_checkpoints_alone_are_compared_by_step_name_and_path(base: Path, tmp_path: Path) -> None:
+def test_checkpoints_alone_are_compared_by_step_name_and_path(base, tmp_path):
     equal, summary, rest = compare("a@4", "again@4")
     assert equal and summary.startswith("equal bit for bit: checkpoint 4 (") and "digests" not in rest
     assert compare("a@8", "again")[1] == compare("a@final", base / "runs/again/checkpoints/final")[1]
@@ -251,7 +250,7 @@ def test_checkpoints_alone_are_compared_by_step_name_and_path(base: Path, tmp_pa
     (["a@5", "again@5"], "no checkpoint '5'.*there are: final, checkpoint-4"),
     (["a", "EMPTY"], "nothing to compare.*no step in the log; checkpoints: none"),
 ])
-def test_bad_input_is_one_sentence(base: Path, tmp_path: Path, argv: list[str], said: str) -> None:
+def test_bad_input_is_one_sentence(base, tmp_path, argv, said):
     shutil.copy(base / "runs/a/config.json", tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=said) as error:
         compare(*(str(tmp_path) if arg == "EMPTY" else arg for arg in argv))
@@ -266,7 +265,7 @@ NUMBERS = st.floats(width=16) | st.sampled_from([0.0, -0.0, math.inf, -math.inf,
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # of floats, those that have 16 bits
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=6, max_size=6),
        st.sampled_from([np.float16, np.float32, np.float64]))
-def test_tensors_are_compared_as_by_a_loop(values: list[tuple[float, float, bool]], dtype: type) -> None:
+def test_tensors_are_compared_as_by_a_loop(values, dtype):
     a = np.array([x for x, _, _ in values], dtype).reshape(2, 3)
     b = np.array([x if same else y for x, y, same in values], dtype).reshape(2, 3)
     text = compare_runs.difference(torch.from_numpy(a), torch.from_numpy(b))
@@ -283,6 +282,6 @@ def test_tensors_are_compared_as_by_a_loop(values: list[tuple[float, float, bool
     (torch.tensor([True, False]), torch.tensor([True, True]), "1 of 2 elements, the first at [1]; "),
     (torch.tensor([0.0]), torch.tensor([-0.0]), "1 of 1 elements, "), (1, True, "1 and True"), (0.0, math.nan, "0.0"),
     (4.0, 2.0, "4.0 and 2.0, 0.5 relative"), (torch.empty(0, 3), torch.empty(0, 3), None), (math.nan, math.nan, None)])
-def test_values_of_other_types_shapes_and_kinds(a: Any, b: Any, text: str | None) -> None:
+def test_values_of_other_types_shapes_and_kinds(a, b, text):
     found = compare_runs.difference(a, b)
     assert found == text or (found is not None and text is not None and found.startswith(text))

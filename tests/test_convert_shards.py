@@ -34,7 +34,7 @@ def entries_of(path: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory) -> dict[str, Path]:
+def sets(tmp_path_factory):
     """The same text as sets of windows, of whole documents, and of Megatron's."""
     root = tmp_path_factory.mktemp("sets")
     for n in range(2):

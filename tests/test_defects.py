@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ EXAMPLE_LR = {name: float(base_train.__doc__.split(f"--{name.replace('_', '-')}=
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Iterator[Path]:
+def base(tmp_path):
     with training.workplace(tmp_path, **training.SMALL) as path:
         yield path
 
@@ -47,13 +46,13 @@ def first_rows_s(num_buckets: int, V: int) -> float:
     return time.process_time() - began
 
 
-def test_the_first_rows_of_many_buckets_and_lanes_take_no_more_than_their_number() -> None:
+def test_the_first_rows_of_many_buckets_and_lanes_take_no_more_than_their_number():
     """200 buckets x 1,024 lanes gave no row in 160 s, 50 x 256 took 1 s; 16 times as much takes 16 times as long."""
     small = min(first_rows_s(10, 64) for _ in range(3))
     assert first_rows_s(40, 256) < 40 * small + 1.0
 
 
-def test_a_generator_of_a_loader_that_is_left_unfinished_ends_without_a_word(base: Path) -> None:
+def test_a_generator_of_a_loader_that_is_left_unfinished_ends_without_a_word(base):
     """Once in 16 times it was "FATAL: exception not rethrown", when Python ended under the prefetching thread."""
     code = f"""
 import os, sys
@@ -73,8 +72,7 @@ for _ in range(2):  # each ends by itself, as its parent does
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_verify_takes_a_bare_tag_and_small_runs_learn_at_the_rates_of_the_example(
-        base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_a_bare_tag_and_small_runs_learn_at_the_rates_of_the_example(base, capsys):
     training.succeed(num_iterations=20, save_every=-1)
     training.succeed(num_iterations=20, save_every=-1, model_tag="quick", **EXAMPLE_LR)
     assert training.losses("quick")[-1] < training.losses()[-1] - 0.3
@@ -82,8 +80,7 @@ def test_verify_takes_a_bare_tag_and_small_runs_learn_at_the_rates_of_the_exampl
     assert verify.main(["quick"]) == 0 and "all good" in capsys.readouterr().out
 
 
-def test_the_code_of_a_launch_is_its_commit_and_whether_it_was_changed(tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_launch_is_its_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     (tmp_path / "trainer.py").touch()
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
@@ -95,7 +92,7 @@ def test_the_code_of_a_launch_is_its_commit_and_whether_it_was_changed(tmp_path:
     assert len(clean) == 12 and not clean.endswith("+") and code_version() == f"{clean}+"
 
 
-def test_cursors_of_another_shape_are_refused() -> None:
+def test_cursors_of_another_shape_are_refused():
     """They were a TypeError or an IndexError in whatever used them first."""
     config = StreamConfig(T=32, V=2, seed=1)
     sources = {"data": MemorySource([[np.arange(20, dtype=np.uint32)] * 64] * 4)}
@@ -126,16 +123,14 @@ def test_cursors_of_another_shape_are_refused() -> None:
     (read_manifests, "data_manifest.json", '{"train": {"web": 1}, "val": {}}', "web: expected an object"),
     (read_manifests, "data_manifest.json", '{"train": {"web": {"root": "", "files": []}}, "val": {}}', "a bucket"),
     (load_plain, "optimizer.bin", "", "refused, it holds something other")])
-def test_files_of_a_run_that_hold_something_else_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                           read: Callable[[Path], Any], name: str, text: str,
-                                                           told: str) -> None:
+def test_files_of_a_run_that_hold_something_else_are_named(tmp_path, monkeypatch, read, name, text, told):
     monkeypatch.setattr(torch, "load", mock.Mock(side_effect=OSError(22, "Invalid argument")))  # of a forged archive
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path / name}: .*{told}"):
         read(tmp_path / name)
 
 
-def test_a_log_with_values_of_other_types_is_named(base: Path) -> None:
+def test_a_log_with_values_of_other_types_is_named(base):
     """The report ended in a TypeError, and so did the comparison of two runs."""
     training.succeed(num_iterations=2, save_every=-1)
     log = training.run_dir() / "logs" / "train.jsonl"

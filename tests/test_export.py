@@ -5,7 +5,6 @@ import functools
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from tests.toy import examples, write_parquet
 
 
 @pytest.fixture(scope="module", autouse=True)
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def base(tmp_path_factory):
     """A base directory with a run of three steps, and its exports hf/ and nc/."""
     changed = {"num_iterations": 3, "save_every": -1, "eval_every": 3, "max_seq_len": 64, "total_batch_size": 64 * 8,
                "eval_tokens": 64 * 16}

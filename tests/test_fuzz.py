@@ -2,16 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dev import fuzz
 
 
-def test_a_short_run_over_all_readers_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_over_all_readers_finds_nothing(capsys):
     assert fuzz.main(["--cases=100", "--seed=7"]) == 0, capsys.readouterr().out
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:-1]] == [*fuzz.READERS, "all"]
@@ -27,8 +25,7 @@ def refuse(base: Path, seed: int) -> None:
     (lambda base, seed: {}["key"], "KeyError: 'key'"), (refuse, "ValueError: a sentence without a name"),
     (lambda base, seed: time.sleep(60), "no answer in 0 s"), (lambda base, seed: os._exit(9), "the process died"),
     (lambda base, seed: None, "")])
-def test_a_reader_that_fails_without_a_sentence_hangs_or_dies_is_found(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path, int], Any], told: str) -> None:
+def test_a_reader_that_fails_without_a_sentence_hangs_or_dies_is_found(tmp_path, monkeypatch, read, told):
     (tmp_path / "whole.json").write_text('{"a": [1, 2]}')
     monkeypatch.setattr(fuzz, "LIMIT_S", 0.4 if told.startswith("no answer") else 60.0)
     monkeypatch.setitem(fuzz.READERS, "mine", fuzz.Reader(read, ("whole.json",)))
@@ -40,7 +37,7 @@ def test_a_reader_that_fails_without_a_sentence_hangs_or_dies_is_found(
     assert (tmp_path / "whole.json").read_text() == '{"a": [1, 2]}'
 
 
-def test_an_altered_token_file_that_verify_passes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_token_file_that_verify_passes_is_found(tmp_path, monkeypatch):
     (tmp_path / "a.bin").write_bytes(b"12345678")
     monkeypatch.setattr(fuzz, "read_verify", lambda base, seed: None)
     monkeypatch.setitem(fuzz.READERS, "verify", fuzz.Reader(lambda base, seed: None, ("a.bin",)))

@@ -25,7 +25,7 @@ def run(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[in
     return code, printed[printed.index("") + 2:-2]
 
 
-def test_every_part_runs_and_tells_each_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_runs_and_tells_each_measure(tmp_path, capsys):
     peer = tmp_path / "peer" / "scripts" / "base_train.py"
     peer.parent.mkdir(parents=True)
     peer.write_text(NANOCHAT)
@@ -40,8 +40,7 @@ def test_every_part_runs_and_tells_each_measure(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(tmp_path, capsys):
     def bad(bench: gpu_check.Bench) -> Iterator[gpu_check.Figure]:
         yield "tests that fail", "these", 3.0
 
@@ -60,7 +59,7 @@ def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(
         gpu_check.main(["--device=cpu"])
 
 
-def test_a_trace_tells_how_busy_the_gpu_was_and_who_waited_for_it() -> None:
+def test_a_trace_tells_how_busy_the_gpu_was_and_who_waited_for_it():
     def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict[str, object]:
         return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
 

@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def corpus(tmp_path_factory):
     """(data folder, tokenizer folder): three files, the last is validation."""
     root = tmp_path_factory.mktemp("corpus")
     for i in range(3):
@@ -92,14 +92,14 @@ def make_run(path: Path, corpus: tuple[Path, Path], shape: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh(corpus: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def fresh(corpus, tmp_path_factory):
     """A run of each shape that has trained no step."""
     base = tmp_path_factory.mktemp("fresh")
     return {shape: str(make_run(base / shape, corpus, shape)) for shape in SHAPES}
 
 
 @pytest.fixture
-def run_dir(corpus: tuple[Path, Path], tmp_path: Path) -> Path:
+def run_dir(corpus, tmp_path):
     """A run that trained 8 steps and kept the cursors of steps 3, 6 and 8; those of 6 are torn."""
     path = make_run(tmp_path / "run", corpus, "crop")
     rows, cursors = batches(corpus, "crop", 8)

@@ -57,7 +57,7 @@ def make_run(path: Path, *, digest: str = "", num: int = STEPS) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def runs(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
     return [make_run(base / "<b>one & only"), make_run(base / "two", digest="f" * 16)]
 
@@ -75,7 +75,7 @@ def curves(run: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
     return {(series["chart"], series["name"]): series["y"] for series in run["series"]}
 
 
-def test_what_is_drawn_is_what_the_log_has(runs: list[Path], tmp_path: Path) -> None:
+def test_what_is_drawn_is_what_the_log_has(runs, tmp_path):
     text, data = write(runs[:1], tmp_path / "page.html")
     [run] = data["runs"]
     logged = [record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record]
@@ -100,7 +100,7 @@ def test_what_is_drawn_is_what_the_log_has(runs: list[Path], tmp_path: Path) -> 
         assert told in shown, told
 
 
-def test_two_runs_show_what_differs_between_them(runs: list[Path], tmp_path: Path) -> None:
+def test_two_runs_show_what_differs_between_them(runs, tmp_path):
     write_json(runs[1] / "config.json", json.loads((runs[1] / "config.json").read_text()) | {"depth": 7})
     text, data = write(runs, tmp_path / "page.html")
     assert [run["name"] for run in data["runs"]] == ["<b>one & only", "two"]
@@ -109,14 +109,14 @@ def test_two_runs_show_what_differs_between_them(runs: list[Path], tmp_path: Pat
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
-def test_hostile_texts_stay_texts(runs: list[Path], tmp_path: Path) -> None:
+def test_hostile_texts_stay_texts(runs, tmp_path):
     text, data = write(runs, tmp_path / "page.html")
     ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]  # without plotly
     assert "onerror=alert(1)>" not in ours and "<b>one" not in ours and "{{curves" not in ours
     assert EVIL in data["buckets"] and ours.count("<img") == 0 and ours.count("</script>") == 2
 
 
-def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "ROOM", 100_000)
     text, data = write([make_run(tmp_path / "long", num=2_000)], tmp_path / "page.html")
     [run] = data["runs"]
@@ -126,7 +126,7 @@ def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path: Path, monkeypatch:
     assert SPIKE in run["steps"] and max(filter(None, curves(run)[page.LOSS, "loss"])) == 50.0
 
 
-def test_a_run_at_work_is_drawn_again_and_again(runs: list[Path], tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_at_work_is_drawn_again_and_again(runs, tmp_path, monkeypatch):
     out, naps = tmp_path / "page.html", []
     alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
     looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
@@ -137,7 +137,7 @@ def test_a_run_at_work_is_drawn_again_and_again(runs: list[Path], tmp_path: Path
     assert naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
 
 
-def test_a_run_without_a_step_has_a_page_and_what_is_missing_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_without_a_step_has_a_page_and_what_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     write_json(tmp_path / "new" / "config.json", {"max_seq_len": T})
     assert "No step was logged" in write([tmp_path / "new"], tmp_path / "page.html")[0]
@@ -159,7 +159,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 }, 0))</script>"""
 
 
-def test_a_browser_shows_it_without_an_error_or_a_request(runs: list[Path], tmp_path: Path) -> None:
+def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
     """In headless Chromium: its console is silent, nothing is asked for, the curves have the log's points."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:

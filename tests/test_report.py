@@ -46,7 +46,7 @@ STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrai
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run directory as a finished training leaves it."""
     path = tmp_path / "runs" / "tiny"
     path.mkdir(parents=True)
@@ -72,7 +72,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-def test_every_figure_is_the_one_on_disk(run: Path) -> None:
+def test_every_figure_is_the_one_on_disk(run):
     text = make_report(read_facts(run, run.parent.parent / "stages.tsv"))
     found = rows(text)
     assert "# Run `tiny`: completed" in text
@@ -106,7 +106,7 @@ FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]
 
 
 @pytest.mark.parametrize("missing", [*FILES, "everything"])
-def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
+def test_there_is_a_report_whatever_is_missing(run, missing):
     full = make_report(read_facts(run))
     gone = FILES if missing == "everything" else [missing]
     for name in gone:
@@ -121,7 +121,7 @@ def test_there_is_a_report_whatever_is_missing(run: Path, missing: str) -> None:
     assert ("eval.json is of step 20" in make_report(read_facts(run))) == ("logs/train.jsonl" not in gone)
 
 
-def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
+def test_a_run_is_what_its_last_launch_was(tmp_path):
     """Logs as training writes them."""
     with training.workplace(tmp_path, **training.SMALL):
         training.succeed(num_iterations=2)
@@ -135,7 +135,7 @@ def test_a_run_is_what_its_last_launch_was(tmp_path: Path) -> None:
         assert read_facts(training.run_dir()).status == "unfinished, saved at step 2"
 
 
-def test_the_pictures_beside_it_have_the_figures_of_the_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
     facts = read_facts(run)
     for i, step in enumerate(facts.steps):
         step |= {"tokens/a|b": i, "tokens/web": 2 * i}
@@ -156,19 +156,19 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run: Path, monkeypat
     assert report.main([f"{run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
 
 
-def test_accounts_that_do_not_balance_are_said_not_to() -> None:
+def test_accounts_that_do_not_balance_are_said_not_to():
     right = dict.fromkeys(LEDGER, 0) | {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
     assert unbalanced({"data": right}) == {}
     assert "off in code by -2." in told_ledger(1, {"data": right, "code": {**right, "read": 94}}, T)[0]
 
 
-def test_tables_and_texts_stay_whole_whatever_is_in_them() -> None:
+def test_tables_and_texts_stay_whole_whatever_is_in_them():
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
     assert quoted("a\n````") == ["`````text", "a", "````", "`````", ""]
 
 
-def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_writes_the_report_and_says_where(run, capsys):
     stages = run.parent.parent / "stages.tsv"
     assert report.main([f"{run}", f"--stages={stages}"]) == 0
     output = capsys.readouterr().out
@@ -179,7 +179,7 @@ def test_the_script_writes_the_report_and_says_where(run: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "{"])
-def test_a_broken_file_is_one_sentence_that_names_it(run: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_file_is_one_sentence_that_names_it(run, text, monkeypatch):
     """Regression: a list in place of an object, or 100,000 brackets, ended in a traceback."""
     for name in ("data_manifest.json", "eval.json"):
         (run / name).write_text(text)

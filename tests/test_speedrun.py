@@ -53,12 +53,12 @@ def arguments(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(params=["gpu", "cpu"])
-def profile(request: pytest.FixtureRequest) -> str:
+def profile(request):
     return request.param
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_bash_strict_and_says_what_it_costs(script: str) -> None:
+def test_a_script_is_bash_strict_and_says_what_it_costs(script):
     text = (ROOT / script).read_text()
     assert subprocess.run(["bash", "-n", ROOT / script], capture_output=True).returncode == 0
     assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
@@ -68,12 +68,12 @@ def test_a_script_is_bash_strict_and_says_what_it_costs(script: str) -> None:
         assert SCRIPTS[script] in head and "cost" in head and ("minutes" in head or "duration" in head)
 
 
-def test_ci_runs_exactly_the_test_script() -> None:
+def test_ci_runs_exactly_the_test_script():
     lines = [x for x in (ROOT / ".ci/run").read_text().splitlines() if x and not x.startswith(("#", "set "))]
     assert lines == ['exec bash "$(dirname "${BASH_SOURCE[0]}")/../dev/test.sh"']
 
 
-def test_the_stages_come_in_an_order_that_works(profile: str) -> None:
+def test_the_stages_come_in_an_order_that_works(profile):
     modules = [module_of(words) for words in commands(PROFILE=profile)]
     tail = ["scripts.base_train", "scripts.base_eval", "scripts.sample", "scripts.report"]
     if profile == "gpu":  # None: the set-up, and waiting for the download
@@ -83,7 +83,7 @@ def test_the_stages_come_in_an_order_that_works(profile: str) -> None:
         assert modules == [None, "dev.make_sample_corpus", "scripts.tok_train", *tail]
 
 
-def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_one_that_its_module_takes(profile, monkeypatch):
     def stop(parser: Parser, argv: list[str] | None = None) -> None:
         parse(parser, argv)
         raise KeyError("parsed")
@@ -103,7 +103,7 @@ def test_every_command_is_one_that_its_module_takes(profile: str, monkeypatch: p
     assert checked == (8 if profile == "gpu" else 6)
 
 
-def test_all_stages_mean_the_same_run_and_the_same_folders(profile: str, tmp_path: Path) -> None:
+def test_all_stages_mean_the_same_run_and_the_same_folders(profile, tmp_path):
     base = tmp_path / "with a space"
     found = {module_of(w): w for w in commands(PROFILE=profile, NANOCHAT_BASE_DIR=str(base))}
     train = base_train.parse_args(arguments(found["scripts.base_train"]))
@@ -118,7 +118,7 @@ def test_all_stages_mean_the_same_run_and_the_same_folders(profile: str, tmp_pat
     assert not base.exists(), "a dry run writes nothing"
 
 
-def test_wandb_is_asked_for_by_name_only(profile: str) -> None:
+def test_wandb_is_asked_for_by_name_only(profile):
     for environment, expected in (({}, "dummy"), ({"WANDB_RUN": ""}, "dummy"), ({"WANDB_RUN": "my run"}, "my run")):
         found = commands(PROFILE=profile, **environment)
         words = next(w for w in found if module_of(w) == "scripts.base_train")
@@ -126,7 +126,7 @@ def test_wandb_is_asked_for_by_name_only(profile: str) -> None:
         assert not any("wandb" in w for words in found for w in words)
 
 
-def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon() -> None:
+def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon():
     found = commands(PROFILE="gpu", NGPU="3")
     words = next(w for w in found if module_of(w) == "scripts.base_train")
     assert words[:6] == ["torchrun", "--standalone", "--nproc_per_node=3", "-m", "scripts.base_train", "--"]
@@ -143,7 +143,7 @@ def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon
     assert next(w for w in found if "300" in w)[-1] == "&"
 
 
-def test_without_gpus_the_profile_is_cpu_and_gpu_is_an_error(tmp_path: Path) -> None:
+def test_without_gpus_the_profile_is_cpu_and_gpu_is_an_error(tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -181,7 +181,7 @@ def called(folder: Path) -> list[str]:
     return re.findall(r"-m (\S+)", (folder / "calls").read_text())
 
 
-def test_a_failed_stage_stops_everything_and_its_time_is_kept(tmp_path: Path) -> None:
+def test_a_failed_stage_stops_everything_and_its_time_is_kept(tmp_path):
     folder = stand_ins(tmp_path / "repo", failing="base_train")
     result = speedrun(folder, PROFILE="cpu", CALLS=str(folder / "calls"), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
     assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr
@@ -192,7 +192,7 @@ def test_a_failed_stage_stops_everything_and_its_time_is_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("download", ["true", "echo gone; exit 5"])
-def test_training_waits_for_the_download_and_does_not_start_without_it(tmp_path: Path, download: str) -> None:
+def test_training_waits_for_the_download_and_does_not_start_without_it(tmp_path, download):
     folder = stand_ins(tmp_path / "repo", download=f"sleep 0.3; {download}")
     result = speedrun(folder, PROFILE="gpu", NGPU="2", CALLS=str(folder / "calls"),
                       NANOCHAT_BASE_DIR=str(tmp_path / "base"))
@@ -205,7 +205,7 @@ def test_training_waits_for_the_download_and_does_not_start_without_it(tmp_path:
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps")
-def test_the_download_ends_with_the_script(tmp_path: Path) -> None:
+def test_the_download_ends_with_the_script(tmp_path):
     folder = stand_ins(tmp_path / "repo", download=f"echo $$ >{tmp_path}/pid; exec sleep 60", failing="tok_train")
     # the tokenizer fails only once the download runs
     path = folder / ".venv" / "bin" / "python"
@@ -221,7 +221,7 @@ def test_the_download_ends_with_the_script(tmp_path: Path) -> None:
     pytest.fail("the download still runs")
 
 
-def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path: Path) -> None:
+def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("dev/setup.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -234,7 +234,7 @@ def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path: P
     assert not (tmp_path / ".venv").exists()
 
 
-def test_setup_takes_uv_where_it_is_and_leaves_what_pip_made_to_pip(tmp_path: Path) -> None:
+def test_setup_takes_uv_where_it_is_and_leaves_what_pip_made_to_pip(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("dev/setup.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -257,7 +257,7 @@ def test_setup_takes_uv_where_it_is_and_leaves_what_pip_made_to_pip(tmp_path: Pa
     assert done.returncode == 1 and "could not install .venv/requirements-torch.txt" in done.stderr
 
 
-def test_the_lock_file_is_that_of_the_project_and_names_public_places_only() -> None:
+def test_the_lock_file_is_that_of_the_project_and_names_public_places_only():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "uv.lock").read_text()
     assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}

@@ -66,7 +66,7 @@ with StopWatch(deadline(float(env.get("RUNTIME_S", -1)), env, started)) as stop:
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> Path:
+def base(tmp_path, monkeypatch):
     """A base directory, with the trainer, and a python for shell scripts whose torch is an empty module: what they
     start is a matter of milliseconds then."""
     (tmp_path / "trainer.py").write_text(TRAINER)
@@ -341,7 +341,7 @@ def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_a
 # ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------
 
 @pytest.fixture
-def cluster(base) -> Path:
+def cluster(base):
     """Stand-ins for srun, which runs the trainer in place of torchrun, and scontrol, which notes what it is told."""
     bin_dir = base / "bin"
     bin_dir.mkdir()

@@ -3,7 +3,6 @@
 import csv
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ SIZES = {"small": 12, "large": 36}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def runs(tmp_path_factory):
     """Two sizes that are completed, and a run that is not."""
     with training.workplace(tmp_path_factory.mktemp("sweep")) as path:
         for tag, width in SIZES.items():
@@ -30,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def test_a_row_is_what_the_run_logged(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_what_the_run_logged(runs, capsys):
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
     told = capsys.readouterr().out
     assert "left out: s_unfinished is not completed" in told
@@ -50,7 +49,7 @@ def test_a_row_is_what_the_run_logged(runs: Path, capsys: pytest.CaptureFixture[
         assert (runs / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_size_and_no_runs_are_refused(runs: Path) -> None:
+def test_one_size_and_no_runs_are_refused(runs):
     with pytest.raises(ValueError, match="at least 2 points of different FLOPs, got 1"):
         sweep.main(["s_small", f"--out={runs / 'none'}"])
     with pytest.raises(ValueError, match="no runs: expected tags"):
@@ -66,7 +65,7 @@ def made(budgets: list[float], sizes: np.ndarray) -> list[dict[str, Any]]:
             for C in budgets for N in sizes]
 
 
-def test_a_known_law_is_found_within_its_error() -> None:
+def test_a_known_law_is_found_within_its_error():
     points = sweep.points_of(made([1e12, 1e13, 1e14, 1e15], np.geomspace(2e4, 1e7, 9)))
     assert {point["how"] for point in points} == {"minimum of a parabola"}
     for what in ("params_scaling", "tokens"):
@@ -76,7 +75,7 @@ def test_a_known_law_is_found_within_its_error() -> None:
     assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)
 
 
-def test_the_error_is_the_one_of_least_squares_and_two_budgets_have_none() -> None:
+def test_the_error_is_the_one_of_least_squares_and_two_budgets_have_none():
     """Regression: a third run of a second budget made an error near 0 of a line through two budgets."""
     points = [{"flops": C, "tokens": tokens} for C, tokens in ((1e10, 1e5), (1e11, 4e5), (1e12, 9e5), (1e13, 4e6))]
     law, x = sweep.power_law(points, "tokens"), np.log([point["flops"] for point in points])
@@ -86,14 +85,14 @@ def test_the_error_is_the_one_of_least_squares_and_two_budgets_have_none() -> No
     assert again["points"] == 3 and again["standard_error"] is None
 
 
-def test_a_best_size_outside_of_the_sizes_is_said() -> None:
+def test_a_best_size_outside_of_the_sizes_is_said():
     [point] = sweep.points_of(made([1e12], np.geomspace(1e6, 1e7, 4)))
     assert point["params_scaling"] == 1e6 and "at the edge" in point["how"]
 
 
 @pytest.mark.parametrize("script, runs_made", [("miniseries", 3), ("scaling_laws", 9)])
 @pytest.mark.parametrize("tiny", ["", "1"])
-def test_the_commands_of_the_scripts_can_be_run(tmp_path: Path, script: str, runs_made: int, tiny: str) -> None:
+def test_the_commands_of_the_scripts_can_be_run(tmp_path, script, runs_made, tiny):
     told = subprocess.run(["bash", f"runs/{script}.sh", "name"], cwd=ROOT, text=True, capture_output=True, check=True,
                           env={**os.environ, "DRY_RUN": "1", "TINY": tiny, "NANOCHAT_BASE_DIR": str(tmp_path)}).stdout
     trained = [line.split("scripts.base_train ")[1].split() for line in told.splitlines() if "base_train" in line]

@@ -224,8 +224,7 @@ def test_other_arguments_are_refused(raw, tmp_path, tokenizer):
 # ---- killed ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("again", [False, True], ids=["first run", "made again"])
-def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again,
-                                                                           monkeypatch):
+def test_killed_before_any_change_to_the_disk_it_goes_on_to_the_same_bytes(tmp_path, tokenizer, again, monkeypatch):
     monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
     raw = tmp_path / "raw"  # jsonl only: what is forked here should have no threads
     for n in range(2):

@@ -8,7 +8,6 @@ that are neither tiny nor nearly as long as a row."""
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
-from nanochat.stream import Row, Stream
+from nanochat.stream import Stream
 from tests.toy import MemorySource
 
 LEVEL = 0.001
@@ -25,7 +24,7 @@ GROUPS, GROUP = 400, 16
 EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS
 
 
-def p_value(counts: np.ndarray, shares: np.ndarray) -> float:
+def p_value(counts, shares):
     """How likely counts at least so far from these shares are, by Pearson's chi-square."""
     expected = shares / shares.sum() * counts.sum()
     assert expected.min() >= 5, "the test wants at least five of each"
@@ -33,17 +32,17 @@ def p_value(counts: np.ndarray, shares: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), torch.tensor(statistic / 2)))
 
 
-def corpus(seed: int) -> MemorySource:
+def corpus(seed):
     """Lengths as of text: log-normal with a heavy tail. Half of the documents are shorter than 25 tokens, one in six
     fills a row."""
     rng = np.random.default_rng(seed)
-    def document() -> np.ndarray:
+    def document():
         return np.zeros(int(np.clip(np.exp(rng.normal(3.2, 1.0)), 1, 60 * T)), np.uint32)
     return MemorySource([[document() for _ in range(GROUP)] for _ in range(GROUPS)])
 
 
 @cache
-def windows(seed: int, long_docs: str) -> tuple[MemorySource, list[list[Row]]]:
+def windows(seed, long_docs):
     """The rows of each 100 steps, as far as they go in the first epoch."""
     source = corpus(seed)
     config = StreamConfig(T=T, V=V, seed=seed, long_docs=long_docs, overlap=8, buffer_size=16)
@@ -54,21 +53,21 @@ def windows(seed: int, long_docs: str) -> tuple[MemorySource, list[list[Row]]]:
     return source, [a + b for a, b in pairwise(halves)]  # windows that overlap by half
 
 
-def begun(rows: list[Row]) -> list[tuple[int, int]]:
+def begun(rows):
     """(group, row of the group) of each document that begins in these rows."""
     return [(group, row) for of_row in rows for (_, group, row), start, *_ in of_row.placed if start == 0]
 
 
-def classes(lengths: np.ndarray) -> np.ndarray:
+def classes(lengths):
     return np.bincount(np.searchsorted(EDGES, lengths, side="right"), minlength=len(EDGES) + 1)
 
 
-def all_lengths(source: MemorySource) -> np.ndarray:
+def all_lengths(source):
     return np.array([1 + len(document) for group in source.documents for document in group])
 
 
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
-def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs: str) -> None:
+def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs):
     source, found = windows(0, long_docs)
     assert len(found) >= 2
     for rows in found:
@@ -76,10 +75,10 @@ def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs: str) 
         assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
 
 
-def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch):
     push = BestFit.push
 
-    def dropping(self: BestFit, key: Any, length: int, *rest: Any) -> None:
+    def dropping(self, key, length, *rest):
         if length > 8 or hash(key) % 2:
             push(self, key, length, *rest)
 

@@ -9,11 +9,9 @@ import json
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +42,7 @@ class NumberTokenizer(ByteTokenizer):
 
     token_dtype = np.dtype(np.uint32)
 
-    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts, *, num_threads=4):
         ids = [[BOS, *map(int, text.split())] for text in texts]
         offsets = np.cumsum([0, *map(len, ids)])
         return np.array([i for document in ids for i in document], self.token_dtype), offsets
@@ -60,12 +58,12 @@ class Entry:
     overlap: int = 0
     closed: bool = True
 
-    def seen(self, framed: bool) -> list[int]:
+    def seen(self, framed):
         """As the stream sees it."""
         return [BOS, *self.ids] if framed else [*self.ids, *[BOS] * self.closed]
 
 
-def windows(ids: Sequence[int], max_length: int, overlap: int) -> Iterator[Entry]:
+def windows(ids, max_length, overlap):
     start = 0
     while max_length and start + max_length < len(ids):
         yield Entry(tuple(ids[start:start + max_length]), overlap if start else 0, False)
@@ -83,14 +81,14 @@ class Corpus:
     overlap: int = 0
 
     @property
-    def groups(self) -> list[list[Entry]]:
+    def groups(self):
         return [group for file in self.files for group in file]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self):
         return [entry for group in self.groups for entry in group]
 
-    def open(self, folder: Path, *, framed: bool) -> Any:
+    def open(self, folder, *, framed):
         """Write it, and open it as a source."""
         folder.mkdir()
         tokenizer = NumberTokenizer()
@@ -110,13 +108,13 @@ class Corpus:
             (folder / "manifest.json").write_text(json.dumps(manifest))
         return TokenSource(scan(folder, find_files(folder, "shards")), tokenizer, as_stored=not framed)
 
-    def _write_text(self, path: Path, file: list[list[Entry]]) -> None:
+    def _write_text(self, path, file):
         schema = pa.schema([("text", pa.string())])
         with pq.ParquetWriter(path, schema) as writer:
             for group in file:
                 writer.write_table(pa.table({"text": [" ".join(map(str, e.ids)) for e in group]}, schema=schema))
 
-    def _write_shard(self, path: Path, file: list[list[Entry]]) -> dict[str, Any]:
+    def _write_shard(self, path, file):
         entries = [entry for group in file for entry in group]
         stored = [entry.seen(framed=False) for entry in entries]
         with ShardWriter(path, vocab_size=1 << 20) as writer:
@@ -133,10 +131,10 @@ class World:
     n: int  # rows of a lane in a step
     plan: list[tuple[int, int]]
 
-    def epochs(self, bucket: str) -> int:
+    def epochs(self, bucket):
         return self.config.epochs(bucket)
 
-    def complete(self, run: "Run", bucket: str) -> bool:
+    def complete(self, run, bucket):
         """Whether a run has read all of a bucket. A lane that has not must be in a phase that does not mix it, and in
         which all others are dry."""
         mixer = Mixer(self.config.curriculum, T=self.config.T, V=self.config.V, seed=self.config.seed)
@@ -148,7 +146,7 @@ class World:
 
 
 @st.composite
-def corpora(draw: st.DrawFn, T: int, layout: str, first: int) -> Corpus:
+def corpora(draw, T, layout, first):
     kinds = ("shards", "foreign") if layout == "binned" else ("shards", "text", "foreign", "megatron")
     kind = draw(st.sampled_from(kinds))
     cut = kind in ("shards", "foreign") and (layout == "binned" or draw(st.booleans()))
@@ -170,7 +168,7 @@ def corpora(draw: st.DrawFn, T: int, layout: str, first: int) -> Corpus:
 
 
 @st.composite
-def worlds(draw: st.DrawFn, layout: str) -> World:
+def worlds(draw, layout):
     T, V = draw(st.integers(6, 16)), draw(st.integers(1, 6))
     names = ["a", "b", "c"][:draw(st.sampled_from([1, 2, 3, 3]))]
     found = {name: draw(corpora(T, layout, 1000 + 100_000 * i)) for i, name in enumerate(names)}
@@ -200,7 +198,7 @@ class Run:
     dropped_at_stops: int = 0  # stops at which a lane had dropped a bucket, and still had two
 
 
-def drained(world: World, sources: dict[str, Any], plan: Sequence[tuple[int, float]]) -> Run:
+def drained(world, sources, plan):
     """Take rows until all lanes are dry. `plan`: (processes, the step before which they stop), the last one inf. The
     accounts must be right at each stop."""
     run = Run()
@@ -223,7 +221,7 @@ def drained(world: World, sources: dict[str, Any], plan: Sequence[tuple[int, flo
     return run
 
 
-def check_accounts(world: World, run: Run) -> None:
+def check_accounts(world, run):
     """The ledger of each bucket, against rows that were counted."""
     T, account = world.config.T, ledger(run.cursors, world.config.T)
     for bucket in world.corpora:
@@ -238,7 +236,7 @@ def check_accounts(world: World, run: Run) -> None:
 
 # ---- what rows ought to hold ----------------------------------------------------------------------------------------
 
-def pieces(world: World, run: Run, bucket: str) -> list[tuple[Entry, list[int], int]]:
+def pieces(world, run, bucket):
     """What waits at the end: (entry, its tokens that no row has had, how many of the entry's were before them)."""
     groups, framed, found = world.corpora[bucket].groups, world.config.framed, []
     for cursor in run.cursors:
@@ -250,7 +248,7 @@ def pieces(world: World, run: Run, bucket: str) -> list[tuple[Entry, list[int], 
     return found
 
 
-def check_documents(world: World, run: Run, bucket: str) -> None:
+def check_documents(world, run, bucket):
     """Each entry of each allowed epoch begins in one row, or waits whole; none twice, none never."""
     waiting = [(lane, *piece) for lane, cursor in enumerate(run.cursors)
                for piece in cursor["buckets"][bucket]["waiting"]]
@@ -270,11 +268,11 @@ def check_documents(world: World, run: Run, bucket: str) -> None:
     assert begun == everything or not world.complete(run, bucket)
 
 
-def check_tokens(world: World, run: Run, bucket: str) -> None:
+def check_tokens(world, run, bucket):
     """Each id is a live target once an epoch, is dropped, or pends; overlaps are emitted and never live."""
     epochs, corpus = world.epochs(bucket), world.corpora[bucket]
-    emitted: Counter[int] = Counter()
-    live: Counter[int] = Counter()
+    emitted = Counter()
+    live = Counter()
     padded = 0
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
@@ -307,7 +305,7 @@ def check_tokens(world: World, run: Run, bucket: str) -> None:
         assert (stored - emitted - waits).total() == account["cropped"]
 
 
-def check_binned_targets(world: World, run: Run, bucket: str) -> None:
+def check_binned_targets(world, run, bucket):
     """Off are: the first of a row (which is no target), overlaps, what follows an EOD, padding."""
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
@@ -323,15 +321,14 @@ def check_binned_targets(world: World, run: Run, bucket: str) -> None:
 # ---- the laws -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(
-        layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(layout, monkeypatch):
     monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are kept as long ones are
     monkeypatch.setenv(READER, "pread" if layout in ("split", "binned") else "mmap")
-    seen: Counter[str] = Counter()
+    seen = Counter()
 
     @LAW
     @given(worlds(layout))
-    def law(world: World) -> None:
+    def law(world):
         with tempfile.TemporaryDirectory() as folder:
             sources = {name: corpus.open(Path(folder) / name, framed=world.config.framed)
                        for name, corpus in world.corpora.items()}
@@ -368,12 +365,12 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(
     assert seen["complete"] > seen["left over"]
 
 
-def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests() -> None:
+def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():
     """Through the loader, with and without dropping what is dry, on one and on several processes, with any threads and
     micro-batches."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
 
-    def until_dry(world: World, sources: dict[str, Any], **how: int) -> tuple[list[int], str]:
+    def until_dry(world, sources, **how):
         digests = []
         with pytest.raises(Dry) as end:
             for digest, _ in load_steps(world.config, sources, R=world.n * world.config.V, steps=10_000, **how):
@@ -382,7 +379,7 @@ def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests() -> No
 
     @settings(LAW, max_examples=examples(0.3))
     @given(st.sampled_from(LAYOUTS).flatmap(worlds), st.integers(1, 5), st.integers(1, 3))
-    def law(world: World, B: int, num_threads: int) -> None:
+    def law(world, B, num_threads):
         layout = world.config.layout
         W = world.plan[-1][0]
         with tempfile.TemporaryDirectory() as folder:

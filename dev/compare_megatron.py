@@ -6,7 +6,7 @@ Samples and blends are those of megatron-core: both are asked for them, on fresh
 For each corpus: 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens), a random
 configuration (split, extra token, partial samples, what EOD does, sizes over several epochs, or none), and for each
 split document_index, sample_index, shuffle_index, dataset_index, dataset_sample_index with their types, and samples,
-tensor by tensor; `row` must agree with them. Where one of the two refuses a blend, the other must as well. Then blends
+tensor by tensor. Where one of the two refuses a blend, the other must as well. Then blends
 by weights alone, of 300,000 samples.
 
 Then text that is tokenized with a `tokenizer.json` as their tools/preprocess_data.py does it (which is in no wheel: the

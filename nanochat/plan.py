@@ -31,7 +31,7 @@ from typing import Any, get_type_hints
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import check_shape, print0, read_json
+from nanochat.common import check_shape, print0, read_json, table
 from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
@@ -118,14 +118,15 @@ class Lengths:
     """The documents of a source as their lengths. Those of text are drawn from 64 documents of each of
     up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
 
-    def __init__(self, source: Source):
-        self.source, self.plenty = source, False
+    def __init__(self, source: Source, config: StreamConfig):
+        self.source, self.plenty, self.documents = source, False, int(source.groups.sum())
         self.groups, self.fingerprint, self.locate = source.groups, source.fingerprint, source.locate
         self.sample: np.ndarray | None = None
         if not source.lengths_known:
             spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
             self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
                 group, np.arange(min(64, int(self.groups[group]))))[0]])
+        self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
         """As `Source.read`, with ranges in place of ids."""
@@ -136,20 +137,19 @@ class Lengths:
             repeated = [0] * len(rows)
         return [range(n) for n in lengths], repeated
 
-    def totals(self, config: StreamConfig) -> tuple[int, int, float]:
-        """(documents, stored tokens, about how many rows) of one pass."""
+    def _totals(self, config: StreamConfig) -> tuple[int, float]:
+        """(stored tokens, about how many rows) of one pass."""
         crop, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0.0
         if self.sample is not None:
-            number, used = int(self.groups.sum()), np.minimum(self.sample, config.T + 1) if crop else self.sample
-            rows = number * float(used.mean()) / (config.T + 1) if config.pack else number
-            return number, round(number * float(self.sample.mean())), rows
+            used = np.minimum(self.sample, config.T + 1) if crop else self.sample
+            share = float(used.mean()) / (config.T + 1) if config.pack else 1.0
+            return round(self.documents * float(self.sample.mean())), self.documents * share
         for group, n in enumerate(self.groups.tolist()):
-            documents, repeated = self.read(group, np.arange(n))
-            lengths = np.array([len(ids) for ids in documents])
-            tokens += int(lengths.sum()) - sum(repeated)
-            used = np.minimum(lengths, config.T + 1) if crop else lengths
+            found, repeated = self.source.lengths(group, np.arange(n))
+            tokens += sum(found) - sum(repeated)
+            used = np.minimum(found, config.T + 1) if crop else np.array(found)
             rows += float(used.sum()) / (config.T + 1) if config.pack else n
-        return int(self.groups.sum()), tokens, rows
+        return tokens, rows
 
 
 class Rehearsal(Feed):
@@ -181,7 +181,7 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     """The plan of a run of `num_steps` steps in all. `cursors`: of all lanes, to plan the rest of a
     run that has done `start_step` steps. Raises ValueError for bad files."""
     V, n = config.V, rows_per_step // config.V
-    lengths = {bucket: Lengths(source) for bucket, source in sources.items()}
+    lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
     stream = Stream(config, lengths, range(V), tokenizer=fingerprint, cursors=cursors,  # type: ignore[arg-type]
                     num_threads=0, drop_dry=drop_dry, feed=Rehearsal)
@@ -190,27 +190,27 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
     phases = _phases(config, buckets, first, stop, n)
     asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
-    totals = {b: lengths[b].totals(config) for b in buckets}
-    for b, (documents, _, rows) in totals.items():
-        most = (stop - first) * V * config.T if drop_dry else 0  # were all other buckets dry
-        there = config.epochs(b) * rows * config.T
-        enough = documents >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
-        lengths[b].plenty = not config.epochs(b) or enough
-    rehearsed = not all(lengths[b].plenty for b in buckets)
-    steps, halt, state, dry = _follow(stream, n, range(start_step, num_steps) if rehearsed else range(0))
-    accounts, plans = ledger(stream.cursors(state), config.T), {}
+    most = (stop - first) * V * config.T if drop_dry else 0  # that is asked, were all other buckets dry
     for b in buckets:
         of = lengths[b]
-        rows = min(SAMPLE_ROWS, asked[b] // config.T // V)
+        there = config.epochs(b) * of.rows * config.T
+        enough = of.documents >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
+        of.plenty = not config.epochs(b) or enough
+    rehearsed = not all(lengths[b].plenty for b in buckets)
+    steps, halt, state, dry = _follow(stream, n, range(start_step if rehearsed else num_steps, num_steps))
+    accounts, plans = ledger(stream.cursors(state), config.T), {}
+    for b in buckets:
+        of, account = lengths[b], accounts[b]
+        trained = account["rows"] * config.T if rehearsed else asked[b]
+        if of.plenty:
+            account = _sample(config, b, of, min(SAMPLE_ROWS, asked[b] // config.T // V))
         usable, dry_step = dry.get(b, (None, None))
-        plans[b] = BucketPlan(
-            documents=totals[b][0], tokens=totals[b][1], max_epochs=config.epochs(b), asked=asked[b],
-            account=_sample(config, b, of, rows) if of.plenty else accounts[b],
-            trained=accounts[b]["rows"] * config.T if rehearsed else asked[b],
-            usable=usable, dry_step=dry_step, exact=not of.plenty)
+        plans[b] = BucketPlan(documents=of.documents, tokens=of.tokens, max_epochs=config.epochs(b), asked=asked[b],
+                              trained=trained, usable=usable, dry_step=dry_step, account=account,
+                              exact=not of.plenty)
     return Plan(estimate=any(lengths[b].sample is not None for b in buckets),
                 T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps,
-                steps=steps if rehearsed else num_steps, halt=halt, allowed=drop_dry,
+                steps=steps, halt=halt, allowed=drop_dry,
                 crops=config.layout == "bestfit" and config.long_docs == "crop", phases=phases,
                 buckets=plans)
 
@@ -336,31 +336,21 @@ def describe(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
              f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
+    tables = []
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
-        rows = [["phase", "from step", "tokens", *plan.buckets]]
+        rows: list[list[Any]] = []
         for number, phase in enumerate(plan.phases, 1):
-            shares = [phase["asked"][name] / max(1, phase["tokens"]) for name in plan.buckets]
-            rows.append([str(number), f"{phase['first_step']:,}", f"{phase['tokens']:,}",
-                         *(f"{share:.1%}" for share in shares)])
-        lines += _table(rows)
-    rows = [["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes",
-             "cropped %", "repeated %", "padded %", "dry at step"]]
+            shares = [asked / max(1, phase["tokens"]) for asked in phase["asked"].values()]
+            rows.append([number, phase["first_step"], phase["tokens"], *(f"{share:.1%}" for share in shares)])
+        tables += table(["phase", "from step", "tokens", *plan.buckets], rows)
+    rows = []
     for name, bucket in plan.buckets.items():
-        guess, about = "~" * plan.estimate, "~" * (plan.estimate or not bucket.exact)
         padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
+        parts = bucket.share("cropped"), bucket.share("repeated"), padded
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
-        enough = "enough" if bucket.max_epochs else "any number"
-        rows.append([
-            name, f"{bucket.documents:,}", f"{guess}{bucket.tokens:,}", f"{bucket.asked:,}",
-            f"{bucket.trained:,}", enough if bucket.usable is None else f"{guess}{bucket.usable:,}",
-            f"{guess}{bucket.passes:.2f}{limit}", f"{about}{100 * bucket.share('cropped'):.2f}",
-            f"{about}{100 * bucket.share('repeated'):.2f}", f"{about}{100 * padded:.2f}",
-            "-" if bucket.dry_step is None else f"{guess}{bucket.dry_step:,}"])
-    return lines + _table(rows)
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Columns side by side, the first flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  " + "   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows]
+        rows.append([name, bucket.documents, bucket.tokens, bucket.asked, bucket.trained, bucket.usable,
+                     f"{bucket.passes:.2f}{limit}", *(f"{100 * part:.2f}" for part in parts),
+                     "exact" if bucket.exact and not plan.estimate else "about", bucket.dry_step])
+    tables += table(["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes", "cropped %",
+                     "repeated %", "padded %", "these are", "dry at step"], rows)
+    return lines + [f"  {line}" for line in tables]

@@ -167,9 +167,7 @@ def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int]]:
         if statistics is not None and statistics.has_null_count and statistics.null_count:
             raise ValueError(NULLS.format(path, statistics.null_count, field, g))
     with path.open("rb") as f:
-        size = f.seek(0, 2)
-        f.seek(size - 8)
-        f.seek(size - 8 - int.from_bytes(f.read(4), "little"))
+        f.seek(-8 - metadata.serialized_size, 2)  # behind it: its length, and PAR1
         return f.read(), counts
 
 

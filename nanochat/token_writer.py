@@ -7,7 +7,7 @@ Writing token files: a class for each of the two formats that `tokens` describes
 
 Ids go to a temporary file as they come. When the `with` block ends well, the .bin is renamed, and
 the .idx last: a pair without a good .idx does not exist. After an exception nothing is left, and a
-pair that was there before is as it was.
+pair that was there before is as it was, or has lost its .idx.
 
 Several processes may write the same pair at once, since they write the same bytes. An old .idx goes
 before the new .bin comes, so that the two never belong to different data. If it is the same it
@@ -96,22 +96,13 @@ class TokenWriter:
         return self.written
 
     def commit(self) -> None:
-        """Let both files appear. After an error neither is there, unless it came before anything
-        changed: then what was there stays."""
-        begun = False
-        try:
-            with self._files:
-                written = self.written or self.finish()
-                begun = True
-                with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
-                    if hash_file(self.idx_path) != written["idx_hash"]:
-                        self.idx_path.unlink()
-                        fsync_dir(self.idx_path.parent)
-        except BaseException:
-            if begun:
-                self.idx_path.unlink(missing_ok=True)
-                self.bin_path.unlink(missing_ok=True)
-            raise
+        """Let both files appear, the .idx last."""
+        with self._files:
+            written = self.written or self.finish()
+            with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
+                if hash_file(self.idx_path) != written["idx_hash"]:
+                    self.idx_path.unlink()
+                    fsync_dir(self.idx_path.parent)
 
     def __enter__(self) -> "TokenWriter":
         return self

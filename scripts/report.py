@@ -15,11 +15,8 @@ stage that ended. Where a stage ran several times, its times are added up.
 
 import argparse
 import json
-import os
-import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,17 +268,11 @@ def settings_part(facts: Facts) -> list[str]:
             *quoted("\n".join(" ".join(row) for row in tables["default"])), "</details>", ""]
 
 
-def machine_part(facts: Facts) -> list[str]:
-    """On what: this machine, and what each launch said of its own and of the code on it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    rows = [("system", platform.platform()),
-            ("processor", f"{named[1] if named else platform.machine()}, {os.cpu_count()} cores"),
-            ("Python", sys.version.split()[0])]
-    rows += [(f"trained from step {launch['first']:,} on",
-              f"{launch['world_size']} process(es) on {launch['gpu'] or launch['device']}, PyTorch {launch['torch']}, "
-              f"commit {launch['code'] or 'not known'}") for launch in facts.launches]
-    return markdown(("machine", "of this report"), rows)
+def launches_part(facts: Facts) -> list[str]:
+    """On what: what each launch said of its machine and of the code on it."""
+    return markdown(("trained from step", "processes", "on", "PyTorch", "commit"), [
+        (launch["first"], launch["world_size"], launch["gpu"] or launch["device"], launch["torch"],
+         launch["code"] or "not known") for launch in facts.launches])
 
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -321,7 +312,7 @@ def samples_part(facts: Facts) -> list[str]:
     return lines or ["None: --sample-every says how often."]
 
 
-PARTS = {"Result": result_part, "What ran": settings_part, "On what": machine_part,
+PARTS = {"Result": result_part, "What ran": settings_part, "On what": launches_part,
          "Data": data_part, "Samples": samples_part}
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,9 @@ from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness,
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
 WATCH_EVERY_S = 2.0
-# what --sort names: the figure of a run that decides
-SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "run": lambda facts: Path(facts["run"]).name, "state": lambda facts: facts["shown"],
-    "step": lambda facts: facts.get("step"), "loss": lambda facts: facts.get("loss"),
-    "bpb": lambda facts: facts["val_bpb"], "rate": lambda facts: facts.get("tokens_per_s"),
-    "eta": lambda facts: facts.get("eta_s"), "age": lambda facts: facts.get("heartbeat_age_s")}
+# what --sort names, and the fact of a run that decides
+SORTS = {"run": "run", "state": "shown", "step": "step", "loss": "loss", "bpb": "val_bpb", "rate": "tokens_per_s",
+         "eta": "eta_s", "age": "heartbeat_age_s"}
 GREEN, YELLOW, RED = 32, 33, 31  # of a terminal
 COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": YELLOW, "stopped": YELLOW,
           "halted": RED, "failed": RED, "dead": RED, "unreadable": RED}
@@ -134,10 +131,10 @@ def describe(facts: dict[str, Any]) -> str:
 def sort(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     """Runs in the order of a name in SORTS, with "-" before it in the other order; those without a
     figure last."""
-    key = SORTS[by.removeprefix("-")]
-    known = [facts for facts in found if key(facts) is not None]
-    known.sort(key=key, reverse=by.startswith("-"))
-    return known + [facts for facts in found if key(facts) is None]
+    fact = SORTS[by.removeprefix("-")]
+    known = [facts for facts in found if facts.get(fact) is not None]
+    known.sort(key=lambda facts: facts[fact], reverse=by.startswith("-"))
+    return known + [facts for facts in found if facts.get(fact) is None]
 
 
 def colored(lines: list[str], found: list[dict[str, Any]]) -> list[str]:

@@ -3,11 +3,11 @@ Ask a run to stop: it finishes its step, saves, and ends. The same training comm
 
     python -m scripts.stop d24             # a tag or a run directory; may be left out where one run only is at work
     python -m scripts.stop d24 --wait      # and wait until it has ended
-    python -m scripts.stop d24 --force     # end its processes on this host: SIGTERM, then SIGKILL after a grace time
+    python -m scripts.stop d24 --force     # kill its processes on this host
 
 The request is a file in the run directory, so it reaches a run on any host that shares the file system. `--force` is
-for a run that no longer looks: it ends the processes that the run's state names, if they are on this host and are
-still the same (a process id that another program has now is left alone).
+for a run that no longer looks: it sends SIGKILL to the processes that the run's state names, if they are on this host
+and are still the same (a process id that another program has now is left alone).
 """
 
 import argparse
@@ -32,8 +32,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Ask a run to stop.", epilog=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only one at work)")
     parser.add_argument("--wait", action="store_true", help="until the run has ended; 1 if it did not end by itself")
-    parser.add_argument("--force", action="store_true", help="end the run's processes on this host")
-    parser.add_argument("--grace-seconds", type=float, default=30.0, help="with --force: from SIGTERM to SIGKILL")
+    parser.add_argument("--force", action="store_true", help="kill the run's processes on this host")
     return parser.parse_args(argv)
 
 
@@ -46,26 +45,20 @@ def only_live_run() -> Path:
     raise ValueError(f"which run? Of those in {get_base_dir() / 'runs'}, {names}")
 
 
-def force(facts: dict[str, Any], grace_s: float) -> bool:
-    """End the run's processes on this host; say what is left to do on others. Whether all of them are gone."""
-    here = [rank for rank in facts["ranks"] if is_alive_here(rank)]
-    for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
-        for rank in here:
-            print(f"{number.name} to pid {rank['pid']}", flush=True)
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
-                if is_alive_here(rank):
-                    os.kill(rank["pid"], number)
-        end = time.monotonic() + patience
-        while here and time.monotonic() < end:
-            time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
-            here = [rank for rank in here if is_alive_here(rank)]
+def force(facts: dict[str, Any]) -> bool:
+    """Kill the run's processes on this host; say what is left to do on others. Whether all of them are gone."""
     elsewhere: dict[str, list[int]] = {}
     for rank in facts["ranks"]:
-        if is_alive_here(rank) is None and facts["liveness"] != "ended":
+        alive = is_alive_here(rank)
+        if alive:
+            print(f"SIGKILL to pid {rank['pid']}", flush=True)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(rank["pid"], signal.SIGKILL)
+        elif alive is None and facts["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
         print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
-    return not here and not elsewhere
+    return not elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if facts["liveness"] == "alive":
         (run_dir / FLAG_NAME).touch()
         print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
-    if args.force and not force(facts, args.grace_seconds):
+    if args.force and not force(facts):
         return EXIT_FAILED
     while args.wait and look(run_dir)["liveness"] == "alive":
         time.sleep(POLL_S)

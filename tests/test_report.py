@@ -82,10 +82,8 @@ def test_every_figure_is_the_one_on_disk(run):
     assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
     assert found["time in steps"] == ["20.0 s, 10.00 % of it waiting for data"]
     assert found["tokens/s, median step"] == ["339.5"]
-    assert found["Python"][0].startswith("3.") and "cores" in found["processor"][0]
     assert found["params"] == ["12,345"] and found["lanes"] == ["4"], "worked out"
-    assert found["trained from step 0 on"] == ["2 process(es) on cpu, PyTorch 2.13.0, commit abc+"]
-    assert found["trained from step 20 on"] == ["1 process(es) on cpu, PyTorch 2.13.0, commit not known"]
+    assert found["0"] == ["2", "cpu", "2.13.0", "abc+"] and found["20"] == ["1", "cpu", "2.13.0", "not known"]
     assert found["set-up"] == ["1.0 s", "1", "0"] and found["training"] == ["2 min 45 s", "2", "1"]
     assert found["data (train)"] == ["/data", "4", "4,900", "52"], "bytes of the user's own files"
     assert found["data"] == ["192", "8", "0", "160", "26", "14", "0", "10", "8", "1", "13.98"]

@@ -256,35 +256,30 @@ def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(b
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
 
 
-ALIVE = "print(1, flush=True); time.sleep(1000)"
-HEEDS = f"import time; {ALIVE}"
-DEAF = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ALIVE}"
-
-
-def process_of(code: str) -> tuple[subprocess.Popen, dict]:
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+def process_of_its_own() -> tuple[subprocess.Popen, dict]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(1000)"],
+                               stdout=subprocess.PIPE)
     process.stdout.readline()
     return process, {**identify(), "pid": process.pid, "start": lifecycle.process_start(process.pid)}
 
 
 @pytest.mark.parametrize("rank_0_lives", [True, False])
-def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, rank_0_lives):
-    """Of four ranks one heeds SIGTERM, one does not, one's pid is another program's now, one is on another host. And
-    what a dead run left behind is ended, too."""
-    (heeds, a), (deaf, b), (bystander, c) = process_of(HEEDS), process_of(DEAF), process_of(HEEDS)
+def test_force_kills_the_processes_of_the_run_and_no_others(base, capsys, rank_0_lives):
+    """Of four ranks one's pid is another program's now, one is on another host. And what a dead run left behind is
+    killed, too."""
+    (*mine, bystander), (a, b, c) = zip(*(process_of_its_own() for _ in range(3)))
     elsewhere = {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}
     try:
         made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"}, elsewhere] if rank_0_lives else [
             {**c, "start": "1"}, a, b])
-        code = stop.main(["d1", "--force", "--grace-seconds", "0.5"])
+        code = stop.main(["d1", "--force"])
         captured = capsys.readouterr()
         assert code == rank_0_lives  # node9 is left
         assert ("on node9, if they are still there: kill 77" in captured.err) == rank_0_lives
-        assert heeds.wait(PATIENCE_S) == -signal.SIGTERM and deaf.wait(PATIENCE_S) == -signal.SIGKILL
-        assert captured.out.count("SIGTERM to pid") == 2 and captured.out.count("SIGKILL to pid") == 1
-        assert bystander.poll() is None
+        assert [process.wait(PATIENCE_S) for process in mine] == [-signal.SIGKILL] * 2
+        assert captured.out.count("SIGKILL to pid") == 2 and bystander.poll() is None
     finally:
-        for process in (heeds, deaf, bystander):
+        for process in (*mine, bystander):
             process.kill()
             process.wait()
 

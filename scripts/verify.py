@@ -26,7 +26,7 @@ import argparse
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
-LISTED = 20  # problems of one pair that are told one by one; the others are counted
 
 Check = Callable[[tqdm], Iterator[str]]  # yields what it finds, and tells a progress bar how many bytes it has read
 
@@ -72,14 +71,15 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], bar: 
         found: dict[str, Any] = {
             "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
             "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path)), "documents": 0}
-        for first in range(0, len(pair), BLOCK_ENTRIES):
-            try:
-                ended = yield from check_entries(pair, first, max_length, eod, vocab_size)
-                found["documents"] += ended
-            except ValueError as e:
-                found["documents"] = None
-                yield str(e).partition("; python -m scripts.verify")[0]
-                break
+        wrong: dict[str, list[Any]] = {}
+        try:
+            for first in range(0, len(pair), BLOCK_ENTRIES):
+                found["documents"] += check_entries(pair, first, max_length, eod, vocab_size, wrong)
+        except ValueError as e:
+            found["documents"] = None
+            yield str(e).partition("; python -m scripts.verify")[0]
+        for sentence, number in wrong.values():
+            yield sentence + (f", and {number - 1:,} more" if number > 1 else "")
     except (ValueError, OSError) as e:
         yield str(e)
         return
@@ -93,25 +93,25 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], bar: 
                    f"the file {len(pair):,}")
 
 
-def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
-                  vocab_size: int | None) -> Generator[str, None, int]:
-    """Yield the problems of a block of entries from number `first` on; gives back how many
-    documents end in it."""
+def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
+                  wrong: dict[str, list[Any]]) -> int:
+    """Note what is wrong with a block of entries from number `first` on, {what: [a sentence of the first
+    entry, how many]}; returns how many documents end in the block."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
 
-    def tell(wrong: np.ndarray, what: str) -> Iterator[str]:
-        places = np.flatnonzero(wrong).tolist()
-        return (f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {what}" for i in places)
+    def note(which: np.ndarray, what: str) -> None:
+        for i in np.flatnonzero(which).tolist():
+            known = wrong.setdefault(what, [f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {what}", 0])
+            known[1] += 1
 
     full = lengths > 0
-    yield from tell(~full, "is empty")
-    yield from tell(full & (prefixes >= lengths), "is no longer than its prefix")
+    note(~full, "is empty")
+    note(full & (prefixes >= lengths), "is no longer than its prefix")
     if first == 0 and prefixes[0] > 0:
-        yield f"{pair.path}: entry 0 has a prefix of {prefixes[0]:,}, but no entry is before it"
+        note(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but no entry is before it")
     if max_length:
-        yield from tell(lengths > max_length + 1,
-                        f"is longer than a window of {max_length:,} and its end")
+        note(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
     ids, edges = pair.read_flat(first, last)
 
     def within(which: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
 
     if vocab_size is not None:
         outside = within((ids < 0) | (ids >= vocab_size)) > 0
-        yield from tell(outside, f"has ids outside the vocabulary of {vocab_size:,}")
+        note(outside, f"has ids outside the vocabulary of {vocab_size:,}")
     if eod is None:
         return len(lengths)
     is_end = ids == eod
@@ -131,11 +131,11 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     ends[:len(following)] = following == 0
     must_end = ends if pair.ends_follow else np.arange(first, last) == len(pair) - 1
     end = f"the end-of-document id {eod}"
-    yield from tell(within(is_end) > closed, f"has {end} inside it")
+    note(within(is_end) > closed, f"has {end} inside it")
     if pair.ends_follow:
-        yield from tell(closed & ~ends, f"ends with {end}, but its document goes on")
+        note(closed & ~ends, f"ends with {end}, but its document goes on")
     if pair.ends_follow or pair.format == "shards":
-        yield from tell(must_end & full & ~closed, f"ends a document without {end}")
+        note(must_end & full & ~closed, f"ends a document without {end}")
     return int((closed & ends).sum())
 
 
@@ -158,10 +158,7 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
                     for name in listed if name not in there)
     counts = Counter[str]()
     for path in paths:
-        found = list(check_pair(path, args, counts, bar))
-        yield from map(Problem, found[:LISTED])
-        if len(found) > LISTED:
-            yield Problem(f"{path}: {len(found) - LISTED:,} more problems")
+        yield from map(Problem, check_pair(path, args, counts, bar))
     yield f"{folder}: {', '.join(f'{number:,} {what}' for what, number in counts.items()) or 'nothing could be read'}"
     if manifest is None and args.vocab_size is None:
         yield "  ids have no known bound: give --tokenizer or --vocab-size to check it"

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import requests
 from tqdm import tqdm
 
-from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, get_base_dir, read_json, setup_logging, write_json
 from nanochat.dataset import (
     BASE_URL,
     MARKER,
@@ -51,7 +51,7 @@ BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.a
 @dataclass(frozen=True)
 class Downloader:
     """Where shards come from and go to: a folder, which is made and marked. ValueError for what is no
-    address."""
+    address, and for a folder that holds another data set."""
 
     base_url: str
     data_dir: Path
@@ -59,7 +59,10 @@ class Downloader:
     def __post_init__(self) -> None:
         check_url(self.base_url)
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.data_dir / MARKER, {"name": NAME, "validation": index_to_filename(MAX_SHARD)})
+        marker = self.data_dir / MARKER
+        if marker.exists() and (there := read_json(marker, {"name": str})["name"]) != NAME:
+            raise ValueError(f"{self.data_dir}: holds {there}; use another --data-dir")
+        write_json(marker, {"name": NAME, "validation": index_to_filename(MAX_SHARD)})
 
     def fetch(self, index: int) -> None:
         """Bring shard `index` here unless it is. Raises OSError, and then leaves nothing under the

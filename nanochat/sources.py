@@ -191,21 +191,20 @@ class TokenSource(Source):
                              f"the old file back, or start a new run (--model-tag)")
         return found
 
-    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int]:
-        """(pair, first entry, end) of what lies between the first and the last of some rows of a group."""
-        first = int(self._first_entry[group])
-        return self._pair(self.place(group)[0]), first + int(rows.min()), first + int(rows.max()) + 1
+    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
+        """(pair, first entry, end, which of these the rows are) of what lies between the first and the
+        last of some rows of a group."""
+        pair, first, low = self._pair(self.place(group)[0]), int(self._first_entry[group]), int(rows.min())
+        return pair, first + low, first + int(rows.max()) + 1, rows - low
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        pair, first, stop = self._entries(group, rows)
+        pair, first, stop, at = self._entries(group, rows)
         found = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
-        at = rows - rows.min()
         return [found[i] for i in at.tolist()], pair.prefixes(first, stop)[at].tolist()
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        pair, first, stop = self._entries(group, rows)
+        pair, first, stop, at = self._entries(group, rows)
         known = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
-        at = rows - rows.min()
         return known[at].tolist(), pair.prefixes(first, stop)[at].tolist()
 
 

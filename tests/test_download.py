@@ -269,6 +269,13 @@ def test_bad_flags_are_named(server, argv, said):
         run(server, *argv)
 
 
+def test_the_folder_of_another_data_set_is_refused(server, tmp_path):
+    (tmp_path / "dataset.json").write_text('{"name": "fineweb-edu", "validation": "shard_01822.parquet"}')
+    with pytest.raises(ValueError, match="holds fineweb-edu; use another --data-dir"):
+        run(server, "--data-dir", str(tmp_path))
+    assert on_disk(tmp_path) == [] and not server.requests
+
+
 # ---- verifying ------------------------------------------------------------------------------------------------------
 
 def test_verify_names_every_bad_file_and_why(tmp_path, capsys):

@@ -451,7 +451,6 @@ class Saver:
         if kept and self._errors < MAX_ERRORS and not last:
             return Outcome(f"{told}; the run goes on, {kept} is kept (error {self._errors} of "
                            f"{MAX_ERRORS} in a row)")
-        many = "" if last else f", but this was error {self._errors} in a row"
-        why = f"{kept} is kept{many}" if kept else "no good checkpoint is left"
+        why = f"{kept} is kept" if kept else "no good checkpoint is left"
         told = f"{told}; {why}. Make room or mend the rights, then start the same command again"
         return Outcome(told, fatal=OSError(error.errno or errno.EIO, told))

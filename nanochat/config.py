@@ -56,7 +56,8 @@ def numbers(text: str) -> list[float]:
 
 # Each class is a group of --help, and its docstring the group's title. A field with `flag=False`
 # follows from other fields or from the machine. Where the command gives the default of a field
-# with `auto`, the run keeps its value.
+# with `auto`, the run keeps its value. A value that is not the default is at least `least`, at most
+# `most`, above `above`; with `of_order` it means something in that order alone.
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -129,15 +130,15 @@ class DataSettings:
         "", "of the tokenizer", flag=False,
         fixed="decides the tokens of every text; the run's own copy is in its folder: "
         "--tokenizer=RUN/tokenizer")
-    tokenizer_threads: int = setting(4, "threads per process that read and tokenize")
+    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
         metavar="DIR")
     packing: str = setting(
-        "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM)
-    pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM)
+        "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
+    pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
-        "crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM)
+        "crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
         64, "context tokens repeated before a split document's rest", fixed=STREAM)
     buffer_size: int = setting(
@@ -156,7 +157,7 @@ class DataSettings:
         "phase lasts, is free")
     allow_bucket_exhaustion: bool = setting(
         False, "go on without a bucket that has run dry",
-        note="a lane whose bucket has run dry goes on with the others, or halts the run")
+        note="a lane whose bucket has run dry goes on with the others, or halts the run", of_order="lanes")
     allow_budget_mismatch: bool = setting(False, "as the curriculum says", flag=False)
 
 
@@ -171,12 +172,12 @@ class MegatronSettings:
     split: str | None = setting(
         None, "shares of training, validation, test (default: 969,30,1; all for training where "
         "validation has data of its own)", auto=True,
-        fixed="decides which documents train and which validate")
+        fixed="decides which documents train and which validate", of_order="megatron")
     blend_weights: list | None = setting(
         None, "the weight of each prefix (default: all of each prefix once; of a single one as "
-        "much as it takes)", type=numbers, metavar="A,B", fixed=STREAM)
+        "much as it takes)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
     eod_mask_loss: bool = setting(
-        False, "no loss where the input is EOD", fixed="decides which targets count")
+        False, "no loss where the input is EOD", fixed="decides which targets count", of_order="megatron")
     num_samples: int = setting(
         -1, "of the whole run", flag=False, auto=True,
         fixed="Megatron's order is a shuffle of so many samples: another number is another order")
@@ -211,13 +212,13 @@ class OptimizerSettings:
     scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP)
     weight_decay: float = setting(0.28, "cautious weight decay of matrices", fixed=STEP)
     max_grad_norm: float | None = setting(
-        None, "a longer gradient is scaled down to this norm (default: none is)", fixed=STEP)
+        None, "a longer gradient is scaled down to this norm (default: none is)", fixed=STEP, above=0)
     skip_spikes: float | None = setting(
         None, "do not apply a step whose loss or gradient norm is so many robust deviations above the "
-        "last 128 (default: apply all)", metavar="SIGMA", fixed=STEP)
+        "last 128 (default: apply all)", metavar="SIGMA", fixed=STEP, above=0)
     z_loss: float = setting(
         0.0, "coefficient of the squared logsumexp of the logits, which is added to the loss in training "
-        "alone, and told nowhere", fixed=STEP)
+        "alone, and told nowhere", fixed=STEP, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +235,12 @@ class LookSettings:
         None, "the folder of its tasks (default: <base dir>/eval_bundle)", metavar="DIR")
     sample_every: int = setting(2000, "steps between continuations of validation text")
     save_every: int = setting(-1, "steps between checkpoints")
-    log_every: int = setting(1, "steps between printed lines; the log has every step")
+    log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
-    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)")
-    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides")
+    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)", least=1)
+    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,15 +249,15 @@ class LongRunSettings:
 
     max_runtime_seconds: float = setting(
         -1.0, "stop in time, saved (default: the end of the SLURM job)")
-    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least")
-    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run")
+    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", least=0)
+    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run", above=0)
     init_from: str | None = setting(
         None, "a new run starts with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
     init_optimizer: bool = setting(False, "and with the state of its optimizer", fixed=ORIGIN)
     init_data: str = setting("fresh", "at the start of the data, or where the other was",
                              choices=("fresh", "continue"), fixed=ORIGIN)
     skip_steps: int = setting(
-        0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN)
+        0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,21 +267,21 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     for flags that contradict each other."""
 
     def __post_init__(self) -> None:
-        least = {"tokenizer_threads": 1, "log_every": 1, "skip_steps": 0, "keep_last_k": 1,
-                 "keep_milestone_every": 1}
         for name, value in self.differing().items():
-            if name in least and value < least[name]:
-                raise ValueError(f"{flag(name)}: got {value}, expected at least {least[name]}")
+            rule = FIELDS[name].metadata
+            if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
+                most = f" and at most {rule['most']}" if "most" in rule else ""
+                raise ValueError(f"{flag(name)}: got {value}, expected at least {rule['least']}{most}")
+            if "above" in rule and not value > rule["above"]:
+                raise ValueError(f"{flag(name)}: got {value}, expected a number above {rule['above']}")
+            if rule.get("of_order", self.order) != self.order:
+                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave it out, or take "
+                                 f"--order {rule['of_order']}")
         if not set(self.log_to.split(",")) <= {"wandb", "tensorboard"}:
             raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard or both with a comma between")
         if self.profile_steps is not None and self.profiled is None:
             raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
                              f"behind the last, such as 10:13")
-        for name in ("max_grad_norm", "skip_spikes"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{flag(name)}: got {value}, expected a number above 0; leave it out to switch it off")
-        if not 0 <= self.z_loss < float("inf"):
-            raise ValueError(f"--z-loss: got {self.z_loss}, expected 0 (off) or more, such as 1e-4")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
                              f"0; leave out a prefix that should give nothing")
@@ -298,15 +299,6 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         if self.order == "megatron" and self.curriculum is not None:
             raise ValueError("--curriculum: Megatron's order has one mix for the whole run "
                              "(--blend-weights); take --order lanes for a curriculum")
-        # flags of one order would do nothing beside the other
-        own = {"lanes": ["packing", "pack", "long_docs", "allow_bucket_exhaustion"],
-               "megatron": ["split", "blend_weights", "eod_mask_loss"]}
-        own.pop(self.order)
-        for other, names in own.items():
-            for name in [name for name in names if name in self.differing()]:
-                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave "
-                                 f"it out, or take --order {other}")
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json; what it does not have has its default, what is no

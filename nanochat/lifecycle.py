@@ -129,8 +129,6 @@ class StopWatch:
     Entered in another thread than the main one, it leaves signals alone (Python's rule)."""
 
     def __init__(self, deadline: float | None = None, *, reserve_s: float = 0.0) -> None:
-        if not 0 <= reserve_s < float("inf"):
-            raise ValueError(f"--walltime-reserve-seconds: got {reserve_s}, expected 0 or more")
         self._deadline, self._reserve_s = deadline, reserve_s
         self._signals: list[int] = []
         self._first_int: float | None = None

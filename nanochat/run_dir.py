@@ -170,9 +170,8 @@ def clean_stale(run_dir: Path) -> None:
 
 
 def remake_folder(folder: Path) -> None:
-    """See to it that a folder of a run is there. One that somebody removed while the run trains is
-    made anew, with a warning. FileNotFoundError if what it lies in is gone, too: the run directory
-    is never made by the way."""
+    """Make a folder of a run anew, with a warning, if somebody removed it. FileNotFoundError if what it
+    lies in is gone, too."""
     if not folder.is_dir():
         try:
             folder.mkdir()

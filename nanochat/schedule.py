@@ -116,10 +116,10 @@ def _ramp(start: float, end: float, progress: float) -> float:
 class ScheduleSettings:
     """schedule"""
 
-    warmup_steps: int = setting(40, "steps over which rates rise", fixed="what a step computes")
-    warmdown_ratio: float = setting(0.65, "share of the run in which rates come down",
+    warmup_steps: int = setting(40, "steps over which rates rise", least=0, fixed="what a step computes")
+    warmdown_ratio: float = setting(0.65, "share of the run in which rates come down", least=0, most=1,
                                     fixed="what a step computes")
-    final_lr_frac: float = setting(0.05, "rates at the end, of the full rates",
+    final_lr_frac: float = setting(0.05, "rates at the end, of the full rates", least=0, most=1,
                                    fixed="what a step computes")
 
 
@@ -137,16 +137,6 @@ class Schedule(ScheduleSettings):
         """The schedule that a run's settings ask for."""
         chosen = {f.name: getattr(settings, f.name) for f in fields(ScheduleSettings)}
         return cls(num_iterations, peak_weight_decay=peak_weight_decay, **chosen)
-
-    def __post_init__(self) -> None:
-        if self.num_iterations < 1:
-            raise ValueError(f"--num-iterations: got {self.num_iterations}, expected at least 1")
-        if self.warmup_steps < 0:
-            raise ValueError(f"--warmup-steps: got {self.warmup_steps}, expected 0 or more")
-        if not 0 <= self.warmdown_ratio <= 1:
-            raise ValueError(f"--warmdown-ratio: got {self.warmdown_ratio}, expected 0 to 1")
-        if not 0 <= self.final_lr_frac <= 1:
-            raise ValueError(f"--final-lr-frac: got {self.final_lr_frac}, expected 0 to 1")
 
     @property
     def warmdown_steps(self) -> int:

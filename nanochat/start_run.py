@@ -181,9 +181,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         from nanochat.core_eval import read_bundle
 
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
-    config: dict[str, Any] = {}
-    notices: list[str] = []
-    checkpoint = origin = None
+    config, notices, checkpoint, origin = dict[str, Any](), list[str](), None, None
     if exists and not scratch:
         config = read_config(run_dir)
         settings, notices = go_on(config, settings, run_dir=run_dir)

@@ -73,8 +73,6 @@ class Watchdog:
     def __init__(self, store: Any, ranks: Sequence[dict[str, Any]], *, rank: int = 0, timeout_s: float = 600.0,
                  first_timeout_s: float = 1800.0, look: Callable[[], str] = lambda: "",
                  on_failure: Callable[[str], None] = lambda verdict: None) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"--collective-timeout-seconds: got {timeout_s}, expected a positive number of seconds")
         self.rank, self.ranks = rank, ranks
         self.interval_s = min(2.0, timeout_s / 20)
         self.silence_s = max(1.0, min(30.0, timeout_s / 4))

@@ -253,7 +253,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
     """Own the run, make everything, go through the loop. `told`: "command" and "typed", the names of
     the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
-    schedule = agree(lambda: Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled))
+    schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
     owner = on_rank0(lambda: own(start, data))
     with ExitStack() as stack:
         from nanochat.watchdog import Watchdog, open_store

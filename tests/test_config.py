@@ -69,12 +69,17 @@ def test_help_shows_each_flag_with_its_default() -> None:
 @pytest.mark.parametrize(("argv", "told"), [
     (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
     (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"), (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
+    (["--walltime-reserve-seconds=-1"], "--walltime-reserve-seconds: got -1.0, expected at least 0"),
+    (["--collective-timeout-seconds=0"], "--collective-timeout-seconds: got 0.0, expected a number above 0"),
+    (["--warmup-steps=-1"], "--warmup-steps: got -1"), (["--final-lr-frac=nan"], "--final-lr-frac: got nan"),
+    (["--warmdown-ratio=1.1"], "--warmdown-ratio: got 1.1, expected at least 0 and at most 1"),
     (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
     (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
-    (["--blend-weights=0,1"], "numbers above 0"),
-    (["--blend-weights=1,inf"], "numbers above 0"), (["--blend-weights=nan,1"], "numbers above 0")])
+    (["--blend-weights=0,1"], "it does nothing with --order lanes"),
+    *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
+      for weights in ("0,1", "1,inf", "nan,1"))])
 def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)

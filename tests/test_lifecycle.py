@@ -164,8 +164,6 @@ def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
 def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
     with pytest.raises(ValueError, match=told):
         deadline(seconds, env, 0.0)
-    with pytest.raises(ValueError, match="--walltime-reserve-seconds: got -1"):
-        StopWatch(reserve_s=-1)
 
 
 @pytest.mark.parametrize("reserve_s, save_s, looks, stops_at, left", [
@@ -398,7 +396,7 @@ from nanochat.lifecycle import acquire
 print("ready", flush=True)
 began = float(sys.stdin.readline())
 for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
-    time.sleep(max(0, began + i / 100 - time.time()))  # one that runs alone for a while waits for the others
+    time.sleep(max(0, began + i / 40 - time.time()))  # one that runs alone for a while waits for the others
     try:
         print(run_dir.name, acquire(run_dir).generation, flush=True)
     except ValueError as e:

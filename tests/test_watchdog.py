@@ -256,8 +256,6 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert group.wait() == [1]
     assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", group.text())
     assert "in hang_alone" in group.text()
-    with pytest.raises(ValueError, match="--collective-timeout-seconds: got 0"):
-        watcher(timeout_s=0)
 
 
 def hang_alone(argv: list[str]) -> None:

@@ -7,7 +7,7 @@ The data's way to the model against what others do with the same data in the sam
               loader with all its threads (`split`, 64 lanes, 64 rows a step); anonymous memory along a run over that
               of the bare process
     tokens    tokens per second of processor time from token files of Megatron's format: megatron-core's GPTDataset
-              behind a DataLoader without workers, and our lanes: bestfit with and without digests, and concat
+              behind a DataLoader without workers, and our lanes, with their digests: bestfit and concat
 
 `tokens` runs with the Python of an environment that has megatron-core beside our packages; `dev/compare_megatron.sh`
 makes one and says where. Without it our layouts are told alone. Token files lie in /dev/shm, because some machines take
@@ -63,12 +63,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "conca
 
 
 def open_loader(args: argparse.Namespace, path: Path, data_format: str, *, micro: int = STEP,
-                digest: bool = True, **settings: Any) -> DataLoader:
+                **settings: Any) -> DataLoader:
     """The loader on all files below a folder, with `micro` micro-batches a step."""
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
     source = open_source(scan(path, find_files(path, data_format)), tokenizer)
     return DataLoader(StreamConfig(T=T, V=LANES, **settings), {"data": source}, tokenizer=tokenizer,
-                      rows_per_step=micro * B, device_batch_size=B, num_threads=1, with_digest=digest)
+                      rows_per_step=micro * B, device_batch_size=B, num_threads=1)
 
 
 def take(batches: Iterator[Any], num: int) -> None:
@@ -164,8 +164,7 @@ def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:
 def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
     with many_shards(args) as folder, tempfile.TemporaryDirectory() as cache:
         one_core()
-        loaders = {f"{layout}{', digests' * digest}": open_loader(args, folder, "megatron", digest=digest, **settings)
-                   for layout, settings in LAYOUTS.items() for digest in (False, True)}
+        loaders = {layout: open_loader(args, folder, "megatron", **settings) for layout, settings in LAYOUTS.items()}
         batches: dict[str, Iterator[Any]] = {}
         if find_spec("megatron") is not None:
             prefixes = [file.with_suffix("") for file in find_files(folder, "megatron")]

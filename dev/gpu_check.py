@@ -638,7 +638,7 @@ def loader(bench: Bench) -> Iterator[Figure]:
     files, num = find_files(bench.base / "data")[:-1], sizes.batches
     source = open_source(scan(bench.base / "data", files), tokenizer)
     with DataLoader(StreamConfig(T=sizes.T, V=min(64, 4 * B)), {"data": source}, tokenizer=tokenizer,
-                    rows_per_step=4 * B, device_batch_size=B, device=bench.device, with_digest=True,
+                    rows_per_step=4 * B, device_batch_size=B, device=bench.device,
                     num_threads=Settings().tokenizer_threads) as batches:
         def take(number: int) -> None:
             for _ in range(number):

@@ -35,7 +35,7 @@ from nanochat.common import block, get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig
 from nanochat.sources import Source, open_source, scan
-from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
+from nanochat.stream import Cursor, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
@@ -189,10 +189,10 @@ class DataLoader:
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
                  world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
-                 start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False, with_digest: bool = True,
+                 start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False,
                  drop_dry: bool = False):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
-        self.config, self.device, self.with_digest = config, torch.device(device), with_digest
+        self.config, self.device = config, torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
                                   cursors=cursors, num_threads=num_threads, drop_dry=drop_dry)
@@ -230,9 +230,8 @@ class DataLoader:
         if len(rows) < n * len(lanes):
             dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
             raise Dry(step, dry, self.stream.dry_bucket(dry))
-        state, digest = self.stream.state(), 0
-        if self.with_digest:
-            digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
+        state = self.stream.state()
+        digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
         done = 0
         for leaf in self.layout.leaves:
             begin, end = (leaf.start - lanes.start) * n, (leaf.stop - lanes.start) * n
@@ -281,10 +280,6 @@ class DataLoader:
         """{bucket: how many of this rank's lanes have dropped it by the end of the last complete step}."""
         lanes = [dropped for _, _, dropped, _ in self._ends[self.step]]
         return {bucket: sum(bucket in dropped for dropped in lanes) for bucket in self.buckets}
-
-    def ledger(self) -> dict[str, dict[str, int]]:
-        """This rank's accounts after the last complete step, see `stream.ledger`."""
-        return ledger(self.cursors(), self.config.T)
 
     @property
     def phase(self) -> int | None:
@@ -380,7 +375,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     source = open_source(scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer)
     with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
                     device=device, rank=rank, world_size=world_size, num_threads=tokenizer_threads,
-                    with_digest=False, cursors=state["cursors"]) as loader:
+                    cursors=state["cursors"]) as loader:
         for batch in loader:
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]

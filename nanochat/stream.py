@@ -294,7 +294,8 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
     """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is
     told."""
     for cursor in cursors:
-        check_shape(cursor, {"format": int, "lane": int, "stream": dict}, "cursor of a lane")
+        check_shape(cursor, {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict},
+                    "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; go on "
@@ -360,7 +361,6 @@ class Stream:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
                 lane = cursor["lane"]
-                check_shape(cursor, {"row": int, "dropped": [str], "buckets": dict}, f"cursor of lane {lane}")
                 if lane in self.rows:
                     self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
                     for bucket in cursor["buckets"].keys() & self.feeds.keys():

@@ -15,7 +15,7 @@ import nanochat.dataloader as module
 from nanochat.common import block, permutation
 from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves, validation_config, validation_loader
 from nanochat.order import StreamConfig
-from nanochat.stream import Stream
+from nanochat.stream import Stream, ledger
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
@@ -155,7 +155,7 @@ def test_what_was_prefetched_but_not_used_is_not_in_the_state():
             assert loader.cursors() == before and loader.step == 0, "in the middle of a step"
         next(loader)
         assert json_copy(loader.cursors()) == after and loader.step == 1
-        account = loader.ledger()["b"]
+        account = ledger(loader.cursors(), loader.config.T)["b"]
         assert account["rows"] == R
         assert account["read"] + account["bos"] + account["repeated"] == sum(
             account[k] for k in ("emitted", "cropped", "pending"))

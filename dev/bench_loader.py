@@ -3,9 +3,8 @@ The data's way to the model against what others do with the same data in the sam
 
     python -m dev.bench_loader [--part text|tokens] [--megatron-python VENV/bin/python]
 
-    text      tokens per second of processor time of bare tiktoken, of `encode_flat`, of scripts.tok_shards and of the
-              loader with all its threads (`split`, 64 lanes, 64 rows a step); anonymous memory along a run over that
-              of the bare process
+    text      tokens per second of processor time of bare tiktoken and of the loader with all its threads (`split`, 64
+              lanes, 64 rows a step); anonymous memory along a run over that of the bare process
     tokens    tokens per second of processor time from token files of Megatron's format: megatron-core's GPTDataset
               behind a DataLoader without workers, and our lanes, with their digests: bestfit and concat
 
@@ -76,20 +75,14 @@ def take(batches: Iterator[Any], num: int) -> None:
         next(batches)
 
 
-def make_shards(args: argparse.Namespace, folder: Path, data_format: str) -> int:
-    """The text as token files, made in this thread; how many tokens."""
-    with contextlib.redirect_stdout(sys.stderr):
-        tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder}", f"--format={data_format}",
-                         f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--max-length=0", "--num-workers=1"])
-    return sum(file.stat().st_size // 2 for file in folder.rglob("*.bin"))
-
-
 @contextlib.contextmanager
 def many_shards(args: argparse.Namespace) -> Iterator[Path]:
     """A folder of Megatron's files: the corpus several times, by links."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
         folder = Path(name)
-        make_shards(args, folder / "once", "megatron")
+        with contextlib.redirect_stdout(sys.stderr):
+            tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder / 'once'}", "--format=megatron",
+                             f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--num-workers=1"])
         for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
             if file.suffix in (".bin", ".idx"):
                 target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")
@@ -126,18 +119,10 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
         for text in batch:
             tokenizer.enc.encode_ordinary(text)
 
-    def shards() -> float:
-        began = time.thread_time()
-        with tempfile.TemporaryDirectory() as folder:
-            made = make_shards(args, Path(folder), "gpts")
-            return made / (time.thread_time() - began)
-
     found = in_turns({
         # in this thread alone: that of the loader still fills its queue
         "bare tiktoken": lambda: num_tokens / seconds(bare_tiktoken, time.thread_time),
-        "encode_flat": lambda: num_tokens / seconds(
-            lambda: tokenizer.encode_flat(batch, num_threads=1), time.thread_time),
-        "tok_shards": shards, "loader": load}, args.rounds)
+        "loader": load}, args.rounds)
     loader.close()
     return result | {"tokens_per_s": tell_ratios(found, "tokens/s")}
 

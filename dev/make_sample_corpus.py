@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,12 +61,6 @@ class Settings:
     buckets: bool = False
     format: int = FORMAT
 
-    def __post_init__(self) -> None:
-        if not (1 <= self.min_chars <= self.max_chars * (1 - VAL_SHARE) and self.num_shards >= 1):
-            raise ValueError(f"got --min-chars {self.min_chars} --max-chars {self.max_chars} --num-shards "
-                             f"{self.num_shards}; expected at least 1 each, and --min-chars at most "
-                             f"{1 - VAL_SHARE:.0%} of --max-chars (the rest is for validation)")
-
 
 Document = tuple[str, str]  # text; bucket, code or docs
 
@@ -79,10 +74,7 @@ def _key(*parts: object) -> bytes:
 def python_roots() -> dict[str, Path]:
     """Where the standard library and the installed packages lie: {label: folder}."""
     paths = sysconfig.get_paths()
-    roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"]), "platform": Path(paths["platlib"])}
-    if roots["platform"] == roots["packages"]:
-        del roots["platform"]
-    return roots
+    return {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
 
 
 def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
@@ -121,10 +113,6 @@ def docstrings(name: str, source: str) -> str:
 
 def pydoc_topics() -> list[str]:
     """The language reference that `help()` shows."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some systems ship it apart
-        return []
     return [text for _, text in sorted(topics.items())]
 
 

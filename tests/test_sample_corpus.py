@@ -114,8 +114,6 @@ def test_too_little_text_and_a_folder_with_something_else_are_errors_that_leave_
     with pytest.raises(ValueError, match=r"found .* characters.*--min-chars 20,000,000"):
         make_sample_corpus(tmp_path / "out", Settings(), roots=roots)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lib", "packages"]
-    with pytest.raises(ValueError, match="--max-chars"):
-        Settings(max_chars=1000)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
     with pytest.raises(ValueError, match="is there already"):

@@ -45,8 +45,8 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from dev.measure import SHARED, new_parser, tell_about
-from nanochat.common import run_main, write_json
+from dev.measure import SHARED, tell_about
+from nanochat.common import Parser, run_main, write_json
 from nanochat.dataset import find_files
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
@@ -297,8 +297,8 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.4f}{deviation}"
 
 
-def new_arguments() -> argparse.ArgumentParser:
-    p = new_parser(__doc__)
+def new_arguments() -> Parser:
+    p = Parser(description=__doc__)
     p.add_argument("--work", type=Path, required=True, help="where corpus, rows and results are kept")
     p.add_argument("--data-path", type=Path, default=SHARED)
     p.add_argument("--nanochat", type=Path, help="a checkout of nanochat (any path where its rows are "

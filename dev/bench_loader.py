@@ -39,14 +39,13 @@ from dev.measure import (
     find_tokenizer,
     in_process,
     in_turns,
-    new_parser,
     one_core,
     seconds,
     tell,
     tell_about,
     tell_ratios,
 )
-from nanochat.common import quiet_gc, run_main
+from nanochat.common import Parser, quiet_gc, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
 from nanochat.order import StreamConfig
@@ -175,7 +174,7 @@ PARTS = {"text": bench_text, "tokens": bench_tokens}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or the one named."""
-    p = new_parser(__doc__)
+    p = Parser(description=__doc__)
     p.add_argument("--data-path", type=Path, default=SHARED, help="folder of text")
     p.add_argument("--tokenizer-dir", type=Path, help="default: one of 32,768 tokens is trained on the data")
     p.add_argument("--megatron-python", default=sys.executable, help="of an environment that has megatron-core")

@@ -15,7 +15,6 @@ torch==2.13.0 gpt-simple-lm==0.1.2). Its tokenizer is a byte-level BPE that the 
 texts: nothing is downloaded.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -180,7 +179,9 @@ def compare(python: str, work: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from nanochat.common import Parser
+
+    parser = Parser(description=__doc__)
     parser.add_argument("--python", required=True, help="of an environment with gpt-simple")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,6 @@ their own environment (pip install torch transformers lm-eval accelerate).
 Exit code 1 where something differs by more than it may. --out keeps the export.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -174,7 +173,9 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from nanochat.common import Parser
+
+    parser = Parser(description=__doc__)
     parser.add_argument("--hf-python", required=True, help="Python of an environment with transformers and lm-eval")
     parser.add_argument("run", metavar="RUN", help="or RUN@STEP, with a tokenizer that transformers reads")
     parser.add_argument("--out", type=Path, help="where the export goes (default: nowhere that stays)")

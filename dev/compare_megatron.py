@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dev.measure import digests_of, new_parser
+from dev.measure import digests_of
 from nanochat.blend import BlendedMegatronDatasetBuilder
-from nanochat.common import run_main
+from nanochat.common import Parser, run_main
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, MockGPTDataset, Split, normalize
 from nanochat.sample_index import blend_sources
 from scripts import tok_shards
@@ -239,7 +239,7 @@ class Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = new_parser(__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--corpora", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)

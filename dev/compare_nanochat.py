@@ -14,7 +14,6 @@ DIR is a checkout of it, whose `nanochat` and `scripts` are imported in processe
 difference.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -173,7 +172,9 @@ def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str |
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from nanochat.common import Parser
+
+    p = Parser(description=__doc__)
     p.add_argument("--nanochat", type=Path, required=True, help="a checkout of it")
     p.add_argument("run", metavar="RUN", nargs="?", help="ours, of the part checkpoints (default: one from there)")
     p.add_argument("--part", choices=("core", "checkpoints"), help="only this one")

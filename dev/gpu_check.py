@@ -53,10 +53,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dev.make_sample_corpus import Settings as CorpusSettings
 from dev.make_sample_corpus import make_sample_corpus
-from dev.measure import find_tokenizer, new_parser, seconds, tell_about
+from dev.measure import find_tokenizer, seconds, tell_about
 from nanochat.attention import attention, make_masks
 from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, Saver, save_checkpoint, to_host
-from nanochat.common import run_main, table, write_json
+from nanochat.common import Parser, run_main, table, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files
@@ -730,7 +730,7 @@ def prepare(bench: Bench) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and tell in a table; 1 where something is not as it should be."""
-    p = new_parser(__doc__)
+    p = Parser(description=__doc__)
     p.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     p.add_argument("--tiny", action="store_true", help="a small model, to try this script itself")

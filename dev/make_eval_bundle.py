@@ -8,7 +8,6 @@ choices, a choice that is the beginning of another, spaces at the ends of contex
 and endings that repeat what stands before them, so that a model which repeats has some items right.
 """
 
-import argparse
 import csv
 import io
 import json
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import yaml
 
-from nanochat.common import run_main, write_bytes
+from nanochat.common import Parser, run_main, write_bytes
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -116,7 +115,7 @@ def make_repeater(seed: int) -> tuple[GPT, RustBPETokenizer]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the bundle."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-items", type=int, default=20, help="of each task")
     args = parser.parse_args(argv)

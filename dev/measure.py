@@ -5,7 +5,6 @@ A figure of one machine on one afternoon says little; the ratio of two things th
 by round, says much. So a bench hands its contestants to `in_turns` and tells ratios to the first of them.
 """
 
-import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -24,18 +23,12 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from nanochat.common import Parser
 from nanochat.dataset import find_files
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 PACKAGES = ("numpy", "torch", "pyarrow", "tiktoken", "fastokens", "megatron-core")
-
-
-def new_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the bench's docstring."""
-    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def tell_about() -> dict[str, Any]:

@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dev.measure import new_parser
-from nanochat.common import run_main
+from nanochat.common import Parser, run_main
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import training
 
@@ -188,7 +187,7 @@ def compare(args: argparse.Namespace) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Torture a run in a temporary folder; 0 if it did not mind."""
-    parser = new_parser(__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("kills", type=int, nargs="?", default=50)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the choices, not of the moments")
     args = parser.parse_args(argv)

@@ -78,7 +78,7 @@ class Layout:
     device_batch_size: int
     rank: int = 0
     world_size: int = 1
-    num_leaves: int | None = None  # None: as `default_leaves` says
+    num_leaves: int = 1  # K, of the whole step
 
     def __post_init__(self) -> None:
         if self.rows_per_step % self.V:
@@ -87,20 +87,15 @@ class Layout:
         if self.world_size > self.V:
             raise ValueError(f"{self.world_size} processes but only {self.V} lanes, and each process needs "
                              f"one; raise --lanes or start fewer processes")
-        if not 1 <= self.K <= self.V or self.K & (self.K - 1):
-            raise ValueError(f"--leaves: got {self.K}, expected a power of two, at most the {self.V} lanes")
+        if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
+            raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two, at most the {self.V} lanes")
         if self.device_batch_size < 1:
             raise ValueError(f"--device-batch-size: got {self.device_batch_size}, expected at least 1")
 
     @property
-    def K(self) -> int:
-        """Leaves of the step: a power of two, at most V."""
-        return default_leaves(self.world_size, self.V) if self.num_leaves is None else self.num_leaves
-
-    @property
     def num_blocks(self) -> int:
         """Leaves of all ranks: K where W divides it, else each rank's block is one."""
-        return self.K if self.K % self.world_size == 0 else self.world_size
+        return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
     def lanes(self) -> range:
@@ -188,7 +183,7 @@ class DataLoader:
 
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
                  rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
-                 world_size: int = 1, num_leaves: int | None = None, cursors: Sequence[Cursor] | None = None,
+                 world_size: int = 1, num_leaves: int = 1, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False,
                  drop_dry: bool = False):
         self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)

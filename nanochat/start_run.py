@@ -451,11 +451,11 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
-           f"rows; {layout.K} leaves")
+           f"rows; {layout.num_leaves} leaves")
     if (room := device_memory(device)) is not None:
         print0(tell_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
-    if layout.K % layout.world_size:
-        print0(f"note: {layout.world_size} processes do not divide {layout.K} leaves: same data, "
+    if layout.num_leaves % layout.world_size:
+        print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "
                f"but other bits than with a number that does (--leaves is chosen when a run "
                f"starts)")
     if layout.dead_share > 0.1:

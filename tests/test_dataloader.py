@@ -136,7 +136,7 @@ def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
 
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
-    assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W).K
+    assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W, K).num_leaves
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_ho
 def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(leaves):
     with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):
         Layout(8, 8, 1, num_leaves=leaves)
-    assert Layout(8, 8, 1, num_leaves=8).K == 8
+    assert Layout(8, 8, 1, num_leaves=8).num_blocks == 8
 
 
 def test_beside_a_gpu_the_thread_works_on_its_own_one_and_sleeps_while_it_waits(monkeypatch):

@@ -202,12 +202,6 @@ def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) 
 
 # ---- evaluation ----------------------------------------------------------------------------------
 
-def max_tokens_of(model: Any) -> int:
-    """The longest row that a model takes: its `max_seq_len` if it has one, as GPT-2 does, else as
-    far as its rotary tables reach."""
-    return getattr(model, "max_seq_len", None) or model.cos.size(0)
-
-
 @torch.no_grad()
 def score(model: Any, batch: Sequence[Rows], pad: int) -> list[list[tuple[float, bool]]]:
     """For each item of a batch, and each of its rows: the mean loss in nats of the tokens that count
@@ -255,7 +249,7 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
     for group in groups[rank::world_size]:
         prompts = [make_prompts(task, index) for index in group]
         tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
-        rows = [make_rows(task, index, [next(tokens) for _ in texts], max_tokens_of(model))
+        rows = [make_rows(task, index, [next(tokens) for _ in texts], model.cos.size(0))  # as far as rotary tables reach
                 for index, texts in zip(group, prompts)]
         for batch in make_batches(rows):
             for item, scores in zip(batch, score(model, batch, bos)):

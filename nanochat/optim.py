@@ -236,21 +236,19 @@ class MuonAdamW(torch.optim.Optimizer):
     Every rank passes the same groups, after the process group exists.
 
     reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
-    polar_dtype: what Polar Express computes in (default: bfloat16 on GPUs that have it, else
-    float32). compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
+    compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
     more graphs than torch keeps ends in an error, not in slow steps. batched: orthogonalize as many
     matrices at once as `muon_batch` says. Raises ValueError for a group that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
-                 polar_dtype: torch.dtype | None = None, compiled: bool | None = None,
-                 batched: bool = False) -> None:
+                 compiled: bool | None = None, batched: bool = False) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
         self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self._polar_dtype = polar_dtype or get_compute_dtype(self._device)
+        self._polar_dtype = get_compute_dtype(self._device)
         self._batched = batched
         self._muon_updates, self._adamw_update = muon_updates, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:

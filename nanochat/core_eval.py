@@ -249,7 +249,8 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
     for group in groups[rank::world_size]:
         prompts = [make_prompts(task, index) for index in group]
         tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
-        rows = [make_rows(task, index, [next(tokens) for _ in texts], model.cos.size(0))  # as far as rotary tables reach
+        room = model.cos.size(0)  # as far as rotary tables reach
+        rows = [make_rows(task, index, [next(tokens) for _ in texts], room)
                 for index, texts in zip(group, prompts)]
         for batch in make_batches(rows):
             for item, scores in zip(batch, score(model, batch, bos)):

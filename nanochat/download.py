@@ -103,10 +103,7 @@ def copy(url: str, part: Path) -> None:
                 if code != 429 and code < 500:
                     raise OSError(problem)
         except requests.RequestException as e:
-            cause: BaseException = e
-            while cause.__context__ is not None:  # the first says what happened, the others where it passed
-                cause = cause.__context__
-            problem = f"no whole answer ({cause})"
+            problem = f"no whole answer ({e})"
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)

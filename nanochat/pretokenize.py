@@ -17,14 +17,10 @@ them at once. A list of what is finished would need a lock, so there is none: an
 when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair
 appears) says of what it was made. Where it was made of something else, it is made again.
 
-Invariants
-- Every id of a document stands outside a prefix exactly once.
-- Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone. So it
-  does no harm if two processes make the same pair.
-- A manifest appears when all its pairs are there. Before one is made again the manifest goes.
-- An input that cannot be read to its end has no pair. Broken lines of jsonl are skipped and
-  counted; a whole file that is no UTF-8 is refused, because it is probably not what it seems.
-- The text of 256 documents is held at a time, however large the input.
+Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so it
+does no harm if two processes make the same pair. A manifest appears when all its pairs are there,
+and goes before one is made again. An input that cannot be read to its end has no pair. The text of
+256 documents is held at a time, however large the input.
 
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """

@@ -10,15 +10,10 @@ whose join has the lowest rank are joined first. Ids 0..255 are the bytes, so ev
 encoding; then come the trained ranks, then the special tokens. Text never turns into a special
 token: "<|bos|>" in a document is seven ordinary characters.
 
-Invariants
-- `decode(encode(text)) == text` for every text that UTF-8 can hold (a lone surrogate becomes
-  U+FFFD).
-- `encode`, `encode_one` and `encode_flat` give the ids of tiktoken's `encode_ordinary`, for any
-  number of threads.
-- The fingerprint is a hash of everything that decides ids (ranks, pattern, special tokens, BOS)
-  and of nothing else, so equal fingerprints mean equal ids. A tokenizer on disk is checked against
-  its fingerprint when loaded.
-- The same texts in the same order train the same ranks, whatever the number of threads.
+Ids are those of tiktoken's `encode_ordinary`, and decoding gives the text back (a lone surrogate
+becomes U+FFFD). The fingerprint is a hash of everything that decides ids (ranks, pattern, special
+tokens, BOS) and of nothing else, so equal fingerprints mean equal ids; what is loaded is checked
+against it. The same texts in the same order train the same ranks, whatever the number of threads.
 
 On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`,
 written last. A pickle of the tiktoken object would be one file less, but to load it is to run
@@ -33,7 +28,6 @@ import base64
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
+from nanochat.common import each, get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it
@@ -220,8 +214,7 @@ class Tokenizer:
         else:
             size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
             runs = [texts[i:i + size] for i in range(0, len(texts), size)]
-            with ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:
-                ids, lengths = map(np.concatenate, zip(*pool.map(self.encoder, runs)))
+            ids, lengths = map(np.concatenate, zip(*each(self.encoder, runs, at_once=num_threads)))
         ids = ids.astype(self.token_dtype)
         if bos:
             ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1

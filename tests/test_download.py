@@ -226,14 +226,15 @@ def test_a_bundle_arrives_whole_and_is_not_asked_for_again(server, tmp_path, cap
         dataset.main(["--eval-bundle", "--base-url", server.url])
         assert f"{there}: 7 tasks with 56 items" in capsys.readouterr().out
     [retry] = caplog.messages
-    assert "eval_bundle.zip: no whole answer (IncompleteRead(1000 bytes" in retry and "attempt 2 of 6 in " in retry
+    assert all(part in retry for part in ("eval_bundle.zip: no whole answer (", "IncompleteRead(1000 bytes",
+                                          "attempt 2 of 6 in "))
     assert len(server.requests) == 2 and [p.name for p in there.parent.iterdir()] == ["eval_bundle"]
     for path in there.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "made" / "eval_bundle" / path.relative_to(there)).read_bytes()
 
 
 def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from_else(tmp_path, caplog, capsys):
-    with pytest.raises(OSError, match=r"zip: gave up after 6 attempts; the last: .*Connection refused\)") as e:
+    with pytest.raises(OSError, match=r"zip: gave up after 6 attempts; the last: .*Connection refused") as e:
         dataset.main(["--eval-bundle", "--base-url=http://127.0.0.1:9"])
     assert "--base-url" in str(e.value) and "by hand" in str(e.value)
     assert capsys.readouterr().out == f"fetching http://127.0.0.1:9/eval_bundle.zip -> {tmp_path}/base/eval_bundle\n"

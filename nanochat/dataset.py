@@ -1,7 +1,8 @@
 """
 Which files are data, which of them validate, and the data set that we know: climbmix, nanochat's.
 
-    climbmix --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket: files}}
+    climbmix --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket:
+    files}}
 
 Where a file lies says whether it trains or validates, and its suffix says its format:
 
@@ -185,7 +186,8 @@ def index_to_filename(index: int) -> str:
 
 
 def default_data_dir() -> Path:
-    """Where climbmix is, or is downloaded to: data/climbmix, or where nanochat's own downloads are."""
+    """Where climbmix is, or is downloaded to: data/climbmix, or where nanochat's own downloads
+    are."""
     ours, theirs = get_base_dir() / "data" / NAME, get_base_dir() / f"base_data_{NAME}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 

@@ -1,6 +1,5 @@
-"""
-Downloads: the shards of climbmix over HTTP, and whether those that are here are whole; and the tasks
-of the CORE metric.
+""" Downloads: the shards of climbmix over HTTP, and whether those that are here are whole; and the
+tasks of the CORE metric.
 
     shard_00007.parquet.part   grows; whatever breaks off begins again
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
@@ -50,8 +49,8 @@ BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.a
 
 @dataclass(frozen=True)
 class Downloader:
-    """Where shards come from and go to: a folder, which is made and marked. ValueError for what is no
-    address, and for a folder that holds another data set."""
+    """Where shards come from and go to: a folder, which is made and marked. ValueError for what is
+    no address, and for a folder that holds another data set."""
 
     base_url: str
     data_dir: Path
@@ -117,7 +116,8 @@ def check_url(url: str) -> None:
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
-    """Why `call` of each item failed, '' where it did not; several at once, under a progress bar."""
+    """Why `call` of each item failed, '' where it did not; several at once, under a progress
+    bar."""
     def problem_of(item: Any) -> str:
         try:
             call(item)
@@ -138,9 +138,10 @@ def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> li
 
 
 def fetch_bundle(base_url: str, folder: Path) -> None:
-    """Bring the tasks of the CORE metric into `folder`, or read those that are there already. Nobody
-    publishes a checksum of the archive: it is good if its own sums are right and all its items can
-    be read. OSError, and then there is no folder, for what does not arrive or is no good."""
+    """Bring the tasks of the CORE metric into `folder`, or read those that are there already.
+    Nobody publishes a checksum of the archive: it is good if its own sums are right and all its
+    items can be read. OSError, and then there is no folder, for what does not arrive or is no
+    good."""
     from nanochat.core_eval import read_bundle
 
     check_url(base_url)

@@ -15,8 +15,8 @@ around a text, padding, truncation), and so is dropout, which would draw ids at 
 
 **The end of a document.** These programs have a BOS and an EOS; the stream has one id between
 documents, and files that others tokenized hold EOS there. So it is EOS where the files name one (a
-tokenizer_config.json or special_tokens_map.json beside tokenizer.json, the header of a .model), then
-BOS, then a special token with one of the usual names. --eod-token comes before all of these.
+tokenizer_config.json or special_tokens_map.json beside tokenizer.json, the header of a .model),
+then BOS, then a special token with one of the usual names. --eod-token comes before all of these.
 
 **Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. One of
 SentencePiece's writes a blank as U+2581, bytes that it has no piece for as <0xE6>, and begins every
@@ -103,7 +103,8 @@ class Foreign(Tokenizer):
                              f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
 
     def load(self, package: Any) -> None:
-        """Set `library`, `vocab`, `size`, `special_tokens` and `ends`. Raises anything for a broken file."""
+        """Set `library`, `vocab`, `size`, `special_tokens` and `ends`. Raises anything for a broken
+        file."""
         raise NotImplementedError
 
     def batch(self, texts: list[str]) -> list[list[int]]:
@@ -185,7 +186,8 @@ class HuggingFaceTokenizer(Foreign):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the parts that decide ids: others (decoder, post_processor, layout of the file) may change."""
+        """Of the parts that decide ids: others (decoder, post_processor, layout of the file) may
+        change."""
         parts = {name: self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hash_json({"kind": self.kind, **parts, "bos_token_id": self.bos_token_id})
 
@@ -264,7 +266,8 @@ SAVED: Mapping[str, type[Foreign]] = {kind.kind: kind for kind in (*KINDS.values
 
 
 def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
-    """What a --tokenizer names that is not in our format; see `nanochat.tokenizer.get_tokenizer`."""
+    """What a --tokenizer names that is not in our format; see
+    `nanochat.tokenizer.get_tokenizer`."""
     path = place(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
@@ -304,19 +307,14 @@ def named_ends(folder: Path) -> list[str | int]:
 def _find_file(path: Path) -> Path:
     """The file of a tokenizer that a path names, itself or in a folder. FileNotFoundError with the
     ways out where there is none."""
-    train = f"train one with python -m scripts.tok_train --output-dir {path}"
-    if path.is_dir():
-        for file in (path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))):
-            if file.is_file():
-                return file
-        raise FileNotFoundError(f"{path}: no tokenizer here (tokenizer.json, *.model, tokenizer.pkl); {train}")
-    if not path.is_file():
-        raise FileNotFoundError(f"--tokenizer {path}: no such file or folder, and no name of tiktoken's "
-                                f"({', '.join(tiktoken.list_encoding_names())}); nothing is fetched from a hub: "
-                                f"fetch its tokenizer.json and name that, or {train}")
-    if path.suffix not in (*KINDS, ".pkl"):
-        raise ValueError(f"--tokenizer {path}: expected a folder, tokenizer.json, FILE.model or tokenizer.pkl")
-    return path
+    inside = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
+    for file in inside:
+        if file.is_file() and file.suffix in (*KINDS, ".pkl"):
+            return file
+    raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, FILE.model, "
+                            f"tokenizer.pkl or a name of tiktoken's ({', '.join(tiktoken.list_encoding_names())}); "
+                            f"nothing is fetched from a hub: fetch its tokenizer.json and name that, or train one "
+                            f"with python -m scripts.tok_train --output-dir {path}")
 
 
 def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
@@ -337,7 +335,8 @@ def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
 # ---- nanochat's pickle ---------------------------------------------------------------------------
 
 class Restored:
-    """Stands in for tiktoken's class while its pickle is read: it keeps the state and does nothing."""
+    """Stands in for tiktoken's class while its pickle is read: it keeps the state and does
+    nothing."""
 
     state: Any = None
 
@@ -346,8 +345,8 @@ class Restored:
 
 
 class OneClass(pickle.Unpickler):
-    """Reads a pickle that names tiktoken's Encoding and nothing else. What a pickle executes are the
-    names that it looks up here; every other one ends the reading."""
+    """Reads a pickle that names tiktoken's Encoding and nothing else. What a pickle executes are
+    the names that it looks up here; every other one ends the reading."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("tiktoken.core", "Encoding"):

@@ -12,13 +12,13 @@ lane wants 64 documents now and the next 64 much later. Holding each lane's grou
 megabytes a lane; decoding it for each unit would cost sixteen times the work. So a group is decoded
 once, and the units that the lane will read soon are kept compressed until it reads them.
 
-**Pinned files.** A run must see the same files for ever. `scan` makes the manifest: for each file its
-relative name, size, a hash of its footer and the rows of its groups, and of an object its ETag.
+**Pinned files.** A run must see the same files for ever. `scan` makes the manifest: for each file
+its relative name, size, a hash of its footer and the rows of its groups, and of an object its ETag.
 `check` compares it with the disk or the store and names the file that changed or went. Files that
 came later are not in the manifest and so not in the stream. Hashing whole files at each start would
 take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk,
-so a rewritten parquet file does not keep it. ETags count where a manifest's data still lie where they
-lay: another store gives the same bytes another one.
+so a rewritten parquet file does not keep it. ETags count where a manifest's data still lie where
+they lay: another store gives the same bytes another one.
 """
 
 import functools
@@ -71,8 +71,8 @@ class Source:
     @staticmethod
     def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
         """What pins a file in a manifest: {"name", "size", "footer": a hash, "groups": documents in
-        each}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file that
-        cannot be read."""
+        each}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file
+        that cannot be read."""
         raise NotImplementedError
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
@@ -126,8 +126,8 @@ class ParquetSource(Source):
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
-        """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Those behind them
-        and before row `keep` are kept, in units of as many. ValueError names the file."""
+        """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Those behind
+        them and before row `keep` are kept, in units of as many. ValueError names the file."""
         file, local = self.place(group)
         path, size, at = self.paths[file], stop - first, 0
         found: list[pa.Array] = []
@@ -157,8 +157,9 @@ def _packed(texts: pa.Array) -> bytes:
 # ---- token files ------------------------------------------------------------------------------------
 
 class TokenSource(Source):
-    """Pairs of .bin and .idx, GPTS or Megatron's. A document is an entry, as `[BOS] + ids`, or as it is
-    stored with `as_stored`. Files are opened when first used. ValueError for another tokenizer's."""
+    """Pairs of .bin and .idx, GPTS or Megatron's. A document is an entry, as `[BOS] + ids`, or as
+    it is stored with `as_stored`. Files are opened when first used. ValueError for another
+    tokenizer's."""
 
     lengths_known = True
 
@@ -192,8 +193,8 @@ class TokenSource(Source):
         return found
 
     def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
-        """(pair, first entry, end, which of these the rows are) of what lies between the first and the
-        last of some rows of a group."""
+        """(pair, first entry, end, which of these the rows are) of what lies between the first and
+        the last of some rows of a group."""
         pair, first, low = self._pair(self.place(group)[0]), int(self._first_entry[group]), int(rows.min())
         return pair, first + low, first + int(rows.max()) + 1, rows - low
 
@@ -211,8 +212,9 @@ class TokenSource(Source):
 # ---- kinds of files ---------------------------------------------------------------------------------
 
 def source_class(name: str) -> type[Source]:
-    """The kind of a data file, by its suffix. That of a suffix `.xyz` which is not known here is the
-    class `FileSource` of a module `nanochat/source_xyz.py`; --data-format=xyz then reads such files."""
+    """The kind of a data file, by its suffix. That of a suffix `.xyz` which is not known here is
+    the class `FileSource` of a module `nanochat/source_xyz.py`; --data-format=xyz then reads such
+    files."""
     if name.endswith(SUFFIXES):
         return ParquetSource
     if name.endswith(".bin"):
@@ -225,7 +227,8 @@ def source_class(name: str) -> type[Source]:
 
 
 def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False) -> Source:
-    """The source of a manifest's files. `as_stored`: entries of token files as they are, for `binned`."""
+    """The source of a manifest's files. `as_stored`: entries of token files as they are, for
+    `binned`."""
     kind = source_class(manifest["files"][0]["name"])
     if kind is TokenSource:
         return TokenSource(manifest, tokenizer, as_stored=as_stored)
@@ -238,9 +241,9 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
 # ---- manifests --------------------------------------------------------------------------------------
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture were
-    meant nobody can tell, and to leave one kind out would make the data silently less, so that is a
-    ValueError too."""
+    """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture
+    were meant nobody can tell, and to leave one kind out would make the data silently less, so that
+    is a ValueError too."""
     fetch(f.with_suffix(".idx") for f in files if f.suffix == ".bin")
     for file in files:
         found = pair_format(file) if file.suffix == ".bin" else None
@@ -260,14 +263,16 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Read
 
 
 def _pin(path: Path, name: str, reading: Reading) -> dict[str, Any]:
-    """What pins one file, whatever its kind; of one that was converted also its own size, for people."""
+    """What pins one file, whatever its kind; of one that was converted also its own size, for
+    people."""
     readable = as_parquet(path, reading)
     found = source_class(name).scan_file(readable, name, reading.text_field)
     return found if readable == path else {**found, "own_size": path.stat().st_size}
 
 
 def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
-    """What a run has pinned in its data_manifest.json, {} where there is none. ValueError if it is broken."""
+    """What a run has pinned in its data_manifest.json, {} where there is none. ValueError if it is
+    broken."""
     if not path.exists():
         return {}
     way_out = "put it back, or start a new run (--model-tag)"
@@ -285,7 +290,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 
 def check(manifest: Manifest, root: Path | str | None = None) -> Manifest:
-    """Compare a manifest with the disk (under another root, if given). Returns it with the root in use.
+    """Compare a manifest with the disk (under another root, if given). Returns it with the root in
+    use.
 
     Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
     """

@@ -120,8 +120,8 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def saved_files(folder: Path) -> set[str]:
-    """Names of the .arrow files that are data: where Hugging Face's `datasets` saved them those that
-    its state.json lists, for caches may lie beside them; else all of the folder."""
+    """Names of the .arrow files that are data: where Hugging Face's `datasets` saved them those
+    that its state.json lists, for caches may lie beside them; else all of the folder."""
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
@@ -147,7 +147,8 @@ def _read_txt(path: Path) -> str:
 
 
 def _read_jsonl(path: Path, field: str, skipped: dict[str, Any]) -> Iterator[str]:
-    """The documents of a .jsonl file, which may be compressed; broken lines are noted in `skipped`."""
+    """The documents of a .jsonl file, which may be compressed; broken lines are noted in
+    `skipped`."""
     codec = CODECS.get(path.suffix)
     with contextlib.ExitStack() as files:
         lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
@@ -188,7 +189,8 @@ def _document(line: bytes, field: str) -> str:
 # ---- cached parquet ------------------------------------------------------------------------------
 
 def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
-    """The documents of a text file of any kind, by way of the cached parquet; broken lines are told."""
+    """The documents of a text file of any kind, by way of the cached parquet; broken lines are
+    told."""
     return read_documents(as_parquet(place(path), reading), Reading(reading.text_field))
 
 

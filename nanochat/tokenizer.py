@@ -20,7 +20,8 @@ written last. A pickle of the tiktoken object would be one file less, but to loa
 code, and tiktoken's classes change.
 
 `Tokenizer` is what every command asks of a tokenizer, whoever trained it. Those of other programs
-are in nanochat/hf.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of ours.
+are in nanochat/hf.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of
+ours.
 """
 
 import argparse

@@ -173,9 +173,11 @@ class TokenFile:
                 f"{vocab_size:,}; it was made with another tokenizer: name that one with "
                 f"--tokenizer")
         # entries begin at these places, counted in tokens or in sequences
-        is_gpts, n = self.format == "shards", len(self)
-        self._edges, what = ("offsets", "tokens") if is_gpts else ("boundaries", "sequences")
-        total = self.num_bytes / self.dtype.itemsize if is_gpts else self.tables["lengths"][2]
+        if self.format == "shards":
+            self._edges, what, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
+        else:
+            self._edges, what, total = "boundaries", "sequences", self.tables["lengths"][2]
+        n = len(self)
         first, last = self.table(self._edges, 0, 1)[0], self.table(self._edges, n, n + 1)[0]
         if first != 0 or last != total:
             raise ValueError(f"{self.path}: {total:,.10g} {what} on disk, but the {self._edges} in "

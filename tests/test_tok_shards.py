@@ -196,7 +196,7 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_told(raw, tmp_path, to
     (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
     (("--num-workers", 0), "--num-workers 0"), (("--val-files", -1), "--val-files -1"),
     (("--task-index", 2, "--num-tasks", 2), "--task-index 2 --num-tasks 2"), (("--num-tasks", 0), "--num-tasks 0"),
-    (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no such file or folder"),
+    (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no tokenizer here"),
     (("--input-dir", "nowhere"), "--input-dir nowhere: no such folder"), (("--output-dir", "raw"), "--output-dir")])
 def test_bad_arguments_write_nothing(raw, tmp_path, tokenizer, monkeypatch, more, what):
     monkeypatch.chdir(tmp_path)

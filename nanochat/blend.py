@@ -254,9 +254,6 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]
     fewer samples than the run takes."""
     pairs = list(sources.values())
     prefixes = [_prefix(source.manifest) for source in pairs]
-    if config.weights is not None and len(config.weights) != len(prefixes):
-        raise ValueError(f"--blend-weights: got {len(config.weights)} for {len(prefixes)} prefixes "
-                         f"({', '.join(sources)}), expected one for each")
     try:
         wanted = GPTDatasetConfig(
             random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights),

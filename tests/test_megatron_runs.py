@@ -146,7 +146,7 @@ def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
     ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
     ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
-    ({"blend_weights": "1,2,3"}, r"--blend-weights: got 3 for 2 prefixes \(a, b\), expected one for each"),
+    ({"blend_weights": "1,2,3"}, r"--order megatron: blend: got weights \[1.0, 2.0, 3.0\] for 2 prefixes, expected"),
     ({"blend_weights": "0,2"}, r"--blend-weights: got \[0\.0, 2\.0\], expected numbers above 0"),
     ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),

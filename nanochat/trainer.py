@@ -370,8 +370,8 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- telling people ------------------------------------------------------------------------------
 
 class Silence:
-    """Stands where ranks other than 0 have no journal, and runs without boards have none: whatever it is told, it does
-    nothing."""
+    """Stands where ranks other than 0 have no journal and no state, and runs no boards: whatever it is
+    told, it does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None

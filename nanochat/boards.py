@@ -54,14 +54,6 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_wandb(settings: Settings, run_dir: Path, wandb_id: str | None) -> Any:
-    """Start the wandb run `settings.run`, or go on with the one that has this id."""
-    import wandb  # takes a second
-
-    return wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
-                      id=wandb_id, resume="allow")
-
-
 class Boards:
     """All boards that a run asks for, and its profile. `wandb_id`: that of the wandb run to go on with;
     afterwards that of the run which was begun. `step`: from which this launch goes on."""
@@ -71,12 +63,16 @@ class Boards:
         self._open: dict[str, Any] = {}
         if "wandb" in settings.boards:
             with self._guard("wandb"):
-                self._open["wandb"] = open_wandb(settings, run_dir, wandb_id)
-                self.wandb_id = self._open["wandb"].id
+                import wandb  # takes a second
+
+                run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
+                                 id=wandb_id, resume="allow")
+                self._open["wandb"], self.wandb_id = run, run.id
         if "tensorboard" in settings.boards:
             with self._guard("tensorboard"):
                 self._open["tensorboard"] = TensorBoard(run_dir, step)
-        self._profile = Profile(run_dir, *settings.profiled) if settings.profiled else None
+        if settings.profiled is not None:
+            self._open["profile"] = Profile(run_dir, *settings.profiled)
 
     @contextlib.contextmanager
     def _guard(self, name: str) -> Iterator[None]:
@@ -87,24 +83,23 @@ class Boards:
             log.warning("%s failed (%s); going on without it", name, e)
             self._open.pop(name, None)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Tell all boards some values, "step" among them."""
+    def _tell(self, what: str, *args: Any) -> None:
+        """Call a method of all boards that have it."""
         for name, board in list(self._open.items()):
             with self._guard(name):
-                board.log(values)
+                getattr(board, what, lambda *_: None)(*args)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Tell all boards some values, "step" among them."""
+        self._tell("log", values)
 
     def at(self, step: int) -> None:
         """So many steps are done."""
-        if self._profile is not None:
-            self._profile.at(step)
+        self._tell("at", step)
 
     def finish(self) -> None:
         """The run has ended."""
-        if self._profile is not None:
-            self._profile.finish()
-        for name, board in list(self._open.items()):
-            with self._guard(name):
-                board.finish()
+        self._tell("finish")
 
 
 class Profile:
@@ -132,10 +127,7 @@ class Profile:
             return
         profiler, self._profiler = self._profiler, None
         self._last = self._first  # it does not begin again
-        try:
-            profiler.stop()
-            self._path.parent.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self._path))
-            print0(f"profile: {self._path}")
-        except (OSError, RuntimeError) as e:
-            log.warning("%s cannot be written (%s); going on without it", self._path, e)
+        profiler.stop()
+        self._path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+        print0(f"profile: {self._path}")

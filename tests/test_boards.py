@@ -89,4 +89,4 @@ def test_a_profile_that_cannot_be_written_costs_no_run(plain: dict[str, Any], tm
     run_dir("full").mkdir()
     (run_dir("full") / "profile").write_text("in the way")
     outcome = succeed(model_tag="full", profile_steps="0:9", **SHORT)
-    assert "cannot be written" in outcome.err and losses("full") == plain["losses"]
+    assert "profile failed (" in outcome.err and losses("full") == plain["losses"]

@@ -28,11 +28,11 @@ A model is in one of three modes:
 - `varlen`: `varlen_attn` on documents laid end to end and told apart by their edges, so that there
   is no T x T of anything. CUDA only, bfloat16 and float16 only.
 
-Rejected for documents: FlexAttention, which does what `varlen` does and is only fast when it is compiled,
-so evaluation and generation, which run eagerly, would pay minutes of compilation for odd shapes. `flash`
-is an ordinary operator that torch.compile keeps in one graph.
-`torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up `flash` and `sdpa` without a change
-here, for those who have installed that package.
+Rejected for documents: FlexAttention, which does what `varlen` does and is only fast when it is
+compiled, so evaluation and generation, which run eagerly, would pay minutes of compilation for odd
+shapes. `flash` is an ordinary operator that torch.compile keeps in one graph.
+`torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up `flash` and `sdpa` without a
+change here, for those who have installed that package.
 
 On exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set; `sdpa` on a CPU is exact for a thread count.
@@ -79,11 +79,10 @@ def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str,
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Tensor | None = None) -> Tensor:
     """Softmax attention, scaled by 1/sqrt(D); returns (B, Tq, H, D) in q's dtype.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head
-    h // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
+    // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
     window: how many tokens before itself a query sees; -1 is all of them. mask: what `make_masks`
-    made for this window; needs Tq == Tk. Raises ValueError for shapes that do not go
-    together.
+    made for this window; needs Tq == Tk. Raises ValueError for shapes that do not go together.
     """
     Tq, Tk = q.size(1), k.size(1)
     if Tk < Tq or q.size(2) % k.size(2):
@@ -218,8 +217,8 @@ class KVCache:
         self.pos += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Take over what `other` holds; its one row becomes every row. Raises ValueError if this one
-        is not empty, too small, or has another number of rows than an `other` of several."""
+        """Take over what `other` holds; its one row becomes every row. Raises ValueError if this
+        one is not empty, too small, or has another number of rows than an `other` of several."""
         rows = other.k.size(1)
         if self.pos or self.seq_len < other.pos or rows not in (1, self.k.size(1)):
             raise ValueError(f"KVCache.prefill: {rows} rows of {other.pos} tokens do not go into "

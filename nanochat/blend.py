@@ -13,10 +13,10 @@ Blends of Megatron's data sets, and a run that trains on their samples.
 
     step s: R rows = samples sR .. sR + R - 1; lane l of V gives n = R / V of them, from sR + ln on
 
-So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share of
-the data and no buffer; a cursor holds how many samples the run has had, and how many rows of each
-bucket its lane gave. Shuffles are over all the epochs that the run's number of samples takes, so
-another number is another order.
+So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share
+of the data and no buffer; a cursor holds how many samples the run has had, and how many rows of
+each bucket its lane gave. Shuffles are over all the epochs that the run's number of samples takes,
+so another number is another order.
 
 **Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are
 its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`. `epoch`

@@ -15,8 +15,8 @@ item. There are three kinds, and each asks which tokens of the prompt count (her
                          The wall| fell, so ... |    loss of what all prompts end with
     language_modeling    The capital of France is |Paris|     right if each token is the likeliest
 
-A task's result is centred, so that guessing gets 0 and knowing gets 1: (accuracy - guess) / (1 - guess).
-CORE is the mean over the tasks.
+A task's result is centred, so that guessing gets 0 and knowing gets 1: (accuracy - guess) / (1 -
+guess). CORE is the mean over the tasks.
 
 No result depends on the number of processes or on a batch size, because what is computed together
 follows from the task alone. Items go through in groups of 32 consecutive ones, a group on one rank;
@@ -70,8 +70,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of CORE. `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order in
-    which they are evaluated, and the examples in the prompts are drawn from them."""
+    """A task of CORE. `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order
+    in which they are evaluated, and the examples in the prompts are drawn from them."""
 
     label: str
     kind: str

@@ -10,16 +10,16 @@ Curricula: which buckets are mixed when, in phases, and the bucket of each row t
     allow_bucket_exhaustion: false    # true: a lane whose bucket has run dry goes on with the others
     allow_budget_mismatch: false      # true: training may be longer or shorter than the phases together
 
-A weight is a share of rows; weights need not sum to 1. A phase lasts floor(duration_tokens / (T V)) rows of
-each of the V lanes; the last phase goes on for as long as anyone asks.
+A weight is a share of rows; weights need not sum to 1. A phase lasts floor(duration_tokens / (T V))
+rows of each of the V lanes; the last phase goes on for as long as anyone asks.
 
 `Mixer` tells the bucket of row k of lane l, for any row, without a look at those before it:
 
     rows of a lane, in a phase of 600:
     |--- block 0: 256 rows ---|--- block 1: 256 rows ---|- 88 of block 2 -|   next phase: block 0 ...
 
-In a block the counts are the weights, rounded: lay the buckets end to end on a line of 256 rows, and count
-for each the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
+In a block the counts are the weights, rounded: lay the buckets end to end on a line of 256 rows,
+and count for each the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
 
     weights 5, 3, 1:   |------------ 142.2 ------------|------ 85.3 ------|- 28.4 -|
     u = 0.9                         143                         85            28
@@ -31,8 +31,8 @@ lane sqrt(2)), which is spread about as evenly as points can be, remainders carr
 (seed, phase, lane, block). All arithmetic is of integers, a weight is the decimal that the file shows, and
 buckets are taken by name: the same sequence on every machine, in whatever order the file names them.
 
-Rejected: a draw for each row (a quarter of 256 rows would be 7 off, as a rule); remainders added up from
-block to block (the mix of a row would need all blocks before it).
+Rejected: a draw for each row (a quarter of 256 rows would be 7 off, as a rule); remainders added up
+from block to block (the mix of a row would need all blocks before it).
 """
 
 import difflib
@@ -170,8 +170,8 @@ class Curriculum:
 
     @classmethod
     def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
-        """What `to_json` gave; a curriculum file calls the list of phases `curriculum`. Raises ValueError for
-        anything else, which says where."""
+        """What `to_json` gave; a curriculum file calls the list of phases `curriculum`. Raises
+        ValueError for anything else, which says where."""
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
@@ -183,16 +183,16 @@ class Curriculum:
         return cls(phases, **{key: value[key] for key in OPTIONAL if key in value})
 
     def identity(self) -> str:
-        """Canonical JSON of what decides the bucket of a row, and when a bucket is dry: equal strings, equal
-        rows. How the file writes a weight is not in it, nor what is allowed, nor how long the last phase is:
-        it goes on."""
+        """Canonical JSON of what decides the bucket of a row, and when a bucket is dry: equal
+        strings, equal rows. How the file writes a weight is not in it, nor what is allowed, nor how
+        long the last phase is: it goes on."""
         phases = [{"duration_tokens": p.duration_tokens, "shares": p.shares()} for p in self.phases]
         phases[-1]["duration_tokens"] = None
         value = {"version": VERSION, "phases": phases, "max_epochs": {b: self.epochs(b) for b in self.buckets}}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-# ---- the file ---------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 class _Loader(yaml.SafeLoader):
     """Plain values only. A key that is there twice is an error, and not silently the last one."""
@@ -206,8 +206,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or take what stands in a file of flags instead. Every error (FileNotFoundError,
-    ValueError) names the file, what is there and what is expected."""
+    """Read a curriculum file, or take what stands in a file of flags instead. Every error
+    (FileNotFoundError, ValueError) names the file, what is there and what is expected."""
     if isinstance(path, dict):
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)
@@ -226,11 +226,11 @@ def load(path: Path | str | dict) -> Curriculum:
         raise ValueError(f"{path}: {e}") from None
 
 
-# ---- mixing -----------------------------------------------------------------------------------------
+# ---- mixing --------------------------------------------------------------------------------------
 
 class Mixer:
-    """The bucket of row k of lane l. No history: any row may be asked for at any time. ValueError for a phase of no
-    rows."""
+    """The bucket of row k of lane l. No history: any row may be asked for at any time. ValueError
+    for a phase of no rows."""
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
         self.V, self.seed = V, seed
@@ -251,8 +251,8 @@ class Mixer:
         return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
-        """The buckets of a block's rows. On the line bucket j ends behind floor(BLOCK * P_j + u) rows, P_j being
-        the share of the buckets up to j."""
+        """The buckets of a block's rows. On the line bucket j ends behind floor(BLOCK * P_j + u)
+        rows, P_j being the share of the buckets up to j."""
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
         total, up_to, line = sum(shares.values()), 0, list[str | None]()
         u = (block * GOLDEN + lane * SQRT2) % 2**64  # of 2**64, so that all of this is exact

@@ -4,19 +4,19 @@ The loader: rows of the stream as batches on the device.
     Stream --rows--> [prefetch thread: fills slots] --queue (bounded)--> next(loader): copy to the device
 
 A rank owns a block of lanes. Its rows of a step are cut into **leaves** (blocks of lanes over which
-gradients are added in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never
-cross a leaf, and every leaf has as many of them as the longest needs. What is short is filled with dead
-rows, whose targets are all off, so shapes never change:
+gradients are added in a fixed order), and each leaf into micro-batches of B rows. Micro-batches
+never cross a leaf, and every leaf has as many of them as the longest needs. What is short is filled
+with dead rows, whose targets are all off, so shapes never change:
 
     V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
-One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the stream's
-pool. Host buffers are a ring of **slots**: pinned on CUDA, and a slot is filled again only after the event
-recorded behind its copy has passed. The state of the lanes travels with the last micro-batch of its step,
-so what was prefetched but not used is never part of what is saved.
+One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the
+stream's pool. Host buffers are a ring of **slots**: pinned on CUDA, and a slot is filled again only
+after the event recorded behind its copy has passed. The state of the lanes travels with the last
+micro-batch of its step, so what was prefetched but not used is never part of what is saved.
 
-Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared
-memory, state and a shutdown of their own.
+Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need
+shared memory, state and a shutdown of their own.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ class MicroBatch:
 
 
 class Dry(Exception):
-    """A lane of this rank cannot give the rows of a step: the bucket that is due has run dry, and dropping
-    it is not allowed, or all have (`bucket` is None)."""
+    """A lane of this rank cannot give the rows of a step: the bucket that is due has run dry, and
+    dropping it is not allowed, or all have (`bucket` is None)."""
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
@@ -70,8 +70,8 @@ def default_leaves(world_size: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names the flag
-    to mend."""
+    """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names
+    the flag to mend."""
 
     V: int
     rows_per_step: int
@@ -176,9 +176,9 @@ Filled = tuple[Slot, tuple[int, int, Any] | None]
 class DataLoader:
     """Endless iterator over this rank's micro-batches. Where epochs are limited it ends by raising `Dry`.
 
-    `config` says which order it is. `cursors`: of all V lanes, or of this rank's at least; `drop_dry`: see
-    `Stream`. What goes wrong while prefetching is raised by the `next` that would have had the batch.
-    Close it, or use it as a context manager.
+    `config` says which order it is. `cursors`: of all V lanes, or of this rank's at least;
+    `drop_dry`: see `Stream`. What goes wrong while prefetching is raised by the `next` that would
+    have had the batch. Close it, or use it as a context manager.
     """
 
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
@@ -267,8 +267,8 @@ class DataLoader:
         return batch
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after the last complete step, or after so many steps: the last one or the one
-        before."""
+        """This rank's cursors after the last complete step, or after so many steps: the last one or
+        the one before."""
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
@@ -296,7 +296,7 @@ class DataLoader:
         self.close()
 
 
-# ---- validation -------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 def validation_config(source: Source, T: int) -> StreamConfig:
     """Validation's own lanes, layout and seed, from the data alone. Nothing is dropped, in one pass."""
@@ -308,8 +308,8 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from each lane
-    (at least one; fewer where the data ends).
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from
+    each lane (at least one; fewer where the data ends).
 
     A batch is of one leaf's lanes (the run's leaves, or as many as there are lanes), so that batches are
     the same for every W that divides the leaves. A rank beyond the number of lanes has none.
@@ -335,7 +335,7 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
                 yield slot.batch()
 
 
-# ---- nanochat's loaders -----------------------------------------------------------------------------
+# ---- nanochat's loaders --------------------------------------------------------------------------
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 State = dict[str, Any]
@@ -349,10 +349,10 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device`, BOS-aligned rows, documents
     cropped. `data_dir`: a folder of parquet files, the last of which validates; None: the download.
 
-    It knows no global batch, so one step is B rows on each of the W ranks. `state_dict` shows pq_idx, rg_idx
-    and epoch (from 1) of this rank's first lane, and holds the exact cursors of its lanes: resuming goes on
-    with the very next row, on the same rank of as many; otherwise ValueError (`DataLoader` can).
-    `buffer_size` is shared by the lanes.
+    It knows no global batch, so one step is B rows on each of the W ranks. `state_dict` shows
+    pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the exact cursors of its
+    lanes: resuming goes on with the very next row, on the same rank of as many; otherwise
+    ValueError (`DataLoader` can). `buffer_size` is shared by the lanes.
     """
     _, rank, _, world_size = get_dist_info()
     if split not in ("train", "val"):

@@ -4,8 +4,8 @@ Generation: each token costs one position of compute, as keys and values of the 
     prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens a step
 
 What decoding gives equals the full forward, position by position, for chunks of any length: the
-cache only remembers, all arithmetic is the model's. Rows that met a stop token go on being computed,
-so that shapes stay the same, and their tokens are dropped by `generate_batch`.
+cache only remembers, all arithmetic is the model's. Rows that met a stop token go on being
+computed, so that shapes stay the same, and their tokens are dropped by `generate_batch`.
 
 The samples of a seed depend on num_samples (all rows draw from one generator) and, at equal
 probabilities, on the device. There is no calculator tool: nothing here is trained to call it.
@@ -123,7 +123,7 @@ class Engine:
         return results, masks
 
 
-# ---- a model from a checkpoint alone --------------------------------------------------------------------------------
+# ---- a model from a checkpoint alone -------------------------------------------------------------
 
 def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, *,
                compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:

@@ -271,11 +271,11 @@ class GPT(nn.Module):
     `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
     arbitrary.
 
-    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere) or
-    `varlen` (fast, on CUDA). activation_checkpointing: keep only what goes into a layer,
-    and compute the layer again when its gradients are due: a third more time, far less memory.
-    z_loss: what the squared logsumexp of a token's logits counts in the gradient beside its loss, so
-    that logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
+    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere)
+    or `varlen` (fast, on CUDA). activation_checkpointing: keep only what goes into a layer, and
+    compute the layer again when its gradients are due: a third more time, far less memory. z_loss:
+    what the squared logsumexp of a token's logits counts in the gradient beside its loss, so that
+    logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",

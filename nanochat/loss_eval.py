@@ -6,8 +6,8 @@ Bits per byte: how many bits the model needs for a byte of text, whatever its to
 A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have
 none. Where a tokenizer puts a blank of its own in front of every document, `token_bytes` of BOS is
 -1, and takes that byte off the target behind it. Unlike loss per token, this compares vocabularies.
-It is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on how
-rows are dealt to batches and ranks. With 1 for every token it is bits per token: `in_nats`.
+It is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on
+how rows are dealt to batches and ranks. With 1 for every token it is bits per token: `in_nats`.
 
 The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows
 are added by `math.fsum`, whose result is the rounded true sum. So order, batch size and number of

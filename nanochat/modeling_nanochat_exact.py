@@ -1,11 +1,11 @@
 """
-The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` puts beside
-the weights. It needs torch and transformers (5.x) and nothing else of this project.
+The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` puts
+beside the weights. It needs torch and transformers (5.x) and nothing else of this project.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The arithmetic is that of `gpt.py`, and its docstring says where each part comes from; parameters have
-the same names, so weights travel unchanged. What differs is what transformers asks of a model:
+The arithmetic is that of `gpt.py`, and its docstring says where each part comes from; parameters
+have the same names, so weights travel unchanged. What differs is what transformers asks of a model:
 
 - Rows may be padded, on either side. `attention_mask` says which positions are tokens; no token looks
   at padding, and rotary angles do not count it.
@@ -172,12 +172,12 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values: Cache | None = None, labels: Tensor | None = None,
                 use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
                 **ignored: Any) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where they
-        do not count, the mean loss in nats.
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where
+        they do not count, the mean loss in nats.
 
-        attention_mask: (B, past + T), 0 at padding. logits_to_keep: of the last so many positions, 0
-        for all, or an index of positions. ValueError for a cache of a fixed size, or embeddings in
-        place of ids."""
+        attention_mask: (B, past + T), 0 at padding. logits_to_keep: of the last so many positions,
+        0 for all, or an index of positions. ValueError for a cache of a fixed size, or embeddings
+        in place of ids."""
         if ignored.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
         cache = past_key_values
@@ -219,8 +219,8 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
-        """Add to each position of x (B, T, C) a gated share of the embedding before it, but not to the
-        first of a row, and never of padding."""
+        """Add to each position of x (B, T, C) a gated share of the embedding before it, but not to
+        the first of a row, and never of padding."""
         T, so_far = x.size(1), x
         if cache is not None:
             while len(cache.layers) <= self.config.n_layer:

@@ -7,8 +7,8 @@ The order of the data: settings of the stream, and which lane reads which docume
         u0 u1 u2 u3 |  u4 u5 u6   |   u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...   (V = 4)
 
 So a group is read by one lane (or two neighbours), once, in order; in a unit the documents are
-permuted. In epoch e lane l takes share (l + e) mod V. Where a bucket has fewer units than lanes, some
-shares are empty, and turning the shares gives every lane its turn.
+permuted. In epoch e lane l takes share (l + e) mod V. Where a bucket has fewer units than lanes,
+some shares are empty, and turning the shares gives every lane its turn.
 
 Permutations sort raw words of a counter-based generator, keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.

@@ -15,10 +15,10 @@ keeps the ledger and answers which documents step N held.
                b # c c c c c c
     binned     a a a a a / b /      stored entries (/ is EOD), whole; what is left is padding
 
-A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document
-`key`, whose token 0 is its BOS. `start` is the document's token they begin at. In `bestfit`, a
-placement with `start > 0` has a BOS of its own in front (counted in `length`), and the `off` tokens
-after that BOS are repeated context whose targets are off.
+A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
+document `key`, whose token 0 is its BOS. `start` is the document's token they begin at. In
+`bestfit`, a placement with `start > 0` has a BOS of its own in front (counted in `length`), and the
+`off` tokens after that BOS are repeated context whose targets are off.
 
 **Fitting.** Whole documents shorter than a row are *fillers*. Their lengths are a set of bits in one
 Python integer: bit n is on when a document of n tokens waits. Beside it is its mirror image, where
@@ -135,8 +135,8 @@ class Packer:
 
 
 class BestFit(Packer):
-    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it is
-    dropped."""
+    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it
+    is dropped."""
 
     own_bos = True
 
@@ -261,8 +261,8 @@ class BestFit(Packer):
         return self.by_length[length][0]
 
     def _best(self, room: int) -> int:
-        """The length of an exact fit, of the larger of an exact pair, of one that is a few tokens too
-        long (where that is allowed), or of the largest that fits; 0 where none does."""
+        """The length of an exact fit, of the larger of an exact pair, of one that is a few tokens
+        too long (where that is allowed), or of the largest that fits; 0 where none does."""
         if room in self.by_length:
             return room
         pairs = self.bits & self.mirror >> self.capacity - room
@@ -276,8 +276,8 @@ class BestFit(Packer):
 
 
 class Binned(BestFit):
-    """Stored entries, whole: the oldest first, then what fills the row best. What is left of the row
-    is padding. With `pack=False` a row is one entry, in order."""
+    """Stored entries, whole: the oldest first, then what fills the row best. What is left of the
+    row is padding. With `pack=False` a row is one entry, in order."""
 
     framed = own_bos = False
 

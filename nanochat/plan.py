@@ -115,8 +115,8 @@ def read_plan(path: Path) -> Plan:
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
 class Lengths:
-    """The documents of a source as their lengths. Those of text are drawn from 64 documents of each of
-    up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
+    """The documents of a source as their lengths. Those of text are drawn from 64 documents of each
+    of up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source, self.plenty, self.documents = source, False, int(source.groups.sum())
@@ -153,8 +153,8 @@ class Lengths:
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows and makes none. Of a bucket with plenty it packs none either,
-    and has one whenever one is due."""
+    """A feed of `Lengths`: it packs rows and makes none. Of a bucket with plenty it packs none
+    either, and has one whenever one is due."""
 
     source: Any
 
@@ -216,8 +216,8 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
 
 
 def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Take the rows of `steps`, n of each lane: (the step before which the run halts, why or "", the
-    state there, {bucket that ran dry: (its usable tokens, the step)})."""
+    """Take the rows of `steps`, n of each lane: (the step before which the run halts, why or "",
+    the state there, {bucket that ran dry: (its usable tokens, the step)})."""
     dry: dict[str, tuple[int, int]] = {}
     state, V, T = stream.state(), stream.config.V, stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):

@@ -1,17 +1,17 @@
 """
 The stream: which tokens are in row k of lane l, for ever.
 
-**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World
-size, ranks, batch size, threads, prefetching and restarts come after it and cannot change it, because
-nothing here knows them.
+**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`.
+World size, ranks, batch size, threads, prefetching and restarts come after it and cannot change it,
+because nothing here knows them.
 
     step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
     rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1
 
 So the ranks' rows, put one after another, are the same for any W.
 
-A lane has, for each bucket, a **feed**: its place in the order of the data, a packer in which documents
-wait, their tokens, and the accounts.
+A lane has, for each bucket, a **feed**: its place in the order of the data, a packer in which
+documents wait, their tokens, and the accounts.
 
     order --rows of a group--> source.read: ids --> packer (lengths) and documents (ids) --> next row
                                               until enough wait
@@ -70,9 +70,9 @@ class Row:
 
 
 class Packed:
-    """The ids of a long document of `split`, compressed: it waits for many rows, and so do thousands like it.
-    Rows ask for stretches in order, and what lies before the last one is let go. Measured on files of code:
-    0.85 bytes a token instead of 2, for 40 ns of a processor."""
+    """The ids of a long document of `split`, compressed: it waits for many rows, and so do
+    thousands like it. Rows ask for stretches in order, and what lies before the last one is let go.
+    Measured on files of code: 0.85 bytes a token instead of 2, for 40 ns of a processor."""
 
     CHUNK = 4096  # ids
 
@@ -115,8 +115,8 @@ class Feed:
         return 0 < self.max_epochs <= self.epoch
 
     def _fetch(self, epoch: int, unit: int) -> tuple[Any, ...]:
-        """(group, rows, lengths, what is kept, repeated ids) of a unit's documents, in the order in which
-        they are used."""
+        """(group, rows, lengths, what is kept, repeated ids) of a unit's documents, in the order in
+        which they are used."""
         stop = self.order.share(self.lane, epoch).stop
         group, rows, keep = self.order.unit(epoch, unit, stop)
         ids, repeated = self.source.read(group, rows, keep)
@@ -154,8 +154,8 @@ class Feed:
         self._settle()
 
     def _kept(self, ids: np.ndarray) -> Any:
-        """What is kept of a document's ids while it waits. Where documents are cropped, that is what a row
-        can hold; long ones that `split` cuts are kept compressed."""
+        """What is kept of a document's ids while it waits. Where documents are cropped, that is
+        what a row can hold; long ones that `split` cuts are kept compressed."""
         if self.packer.most is not None:
             return ids[:self.packer.most].copy() if len(ids) > self.packer.most else ids
         return Packed(ids) if self.packer.own_bos and len(ids) > Packed.CHUNK else ids
@@ -163,8 +163,8 @@ class Feed:
     # -- rows
 
     def pack(self) -> list[Placement] | None:
-        """The next row as placements; None where the bucket is dry: nothing more comes, and what waits
-        cannot fill a row."""
+        """The next row as placements; None where the bucket is dry: nothing more comes, and what
+        waits cannot fill a row."""
         target = self.config.fill_target(self.packer.row)
         while self.packer.wants(target) and not self.exhausted:
             self._read()
@@ -258,11 +258,11 @@ def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
             "waiting": [[*key, *piece] for key, piece in waiting.items()]}
 
 
-# ---- cursors ----------------------------------------------------------------------------------------
+# ---- cursors -------------------------------------------------------------------------------------
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The accounts of some lanes' cursors, in tokens: {bucket: {name: tokens}} with the names of LEDGER.
-    In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
+    """The accounts of some lanes' cursors, in tokens: {bucket: {name: tokens}} with the names of
+    LEDGER. In each, read + bos + repeated = emitted + cropped + pending; padding stands apart."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
@@ -279,8 +279,8 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
 
 
 def share(account: Mapping[str, int], name: str) -> float:
-    """What part of the tokens that have left the buffers, emitted + cropped, was cropped (or repeated):
-    what every table calls `cropped %`."""
+    """What part of the tokens that have left the buffers, emitted + cropped, was cropped (or
+    repeated): what every table calls `cropped %`."""
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
@@ -291,8 +291,8 @@ def stream_identity(config: StreamConfig, sources: Mapping[str, Source], tokeniz
 
 
 def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]) -> None:
-    """ValueError unless they are of this stream, one of each lane and maybe of others; what differs is
-    told."""
+    """ValueError unless they are of this stream, one of each lane and maybe of others; what differs
+    is told."""
     for cursor in cursors:
         check_shape(cursor, {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict},
                     "cursor of a lane")
@@ -312,9 +312,9 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Cursors of another run, as those of a new one that goes on with its data: what it consumed stays
-    consumed. With another curriculum each bucket goes on where it was, rows are counted from 0, and
-    buckets that are new begin at their beginning."""
+    """Cursors of another run, as those of a new one that goes on with its data: what it consumed
+    stays consumed. With another curriculum each bucket goes on where it was, rows are counted from
+    0, and buckets that are new begin at their beginning."""
     found = []
     for cursor in cursors:
         theirs = cursor["stream"]
@@ -328,7 +328,7 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
     return found
 
 
-# ---- lanes ------------------------------------------------------------------------------------------
+# ---- lanes ---------------------------------------------------------------------------------------
 
 class Stream:
     """Some lanes of the stream: those of a rank, or all of them.
@@ -419,8 +419,8 @@ class Stream:
 
 
 def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> Stream:
-    """Some lanes of the stream that a configuration describes, in the order of lanes or in Megatron's.
-    `given`: what else `Stream` takes."""
+    """Some lanes of the stream that a configuration describes, in the order of lanes or in
+    Megatron's. `given`: what else `Stream` takes."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **given)
     from nanochat.blend import SampleStream

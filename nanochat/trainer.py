@@ -29,7 +29,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -269,26 +268,24 @@ class Trainer:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
         p, settings, run_dir = self.progress, self.settings, self.start.run_dir
-        self.dog.beat(p.step, "save", LONG_S)
+        step = p.step
+        self.dog.beat(step, "save", LONG_S)
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
-        cursors = gather_all(self.loader.cursors(p.step))
+        cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
         rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
-            save = partial(
-                save_checkpoint, run_dir, name, step=p.step, states=states, model_config=asdict(self.model.config),
-                cursors=[cursor for of_rank in cursors for cursor in of_rank],
-                trainer_state={"progress": asdict(p), "status": status, "tokens": p.tokens,
-                               "phase": self.loader.phase, "K": settings.leaves,
-                               "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                               "wandb_id": self.journal.wandb_id, **more})
+            told = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+                    "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+                    "wandb_id": self.journal.wandb_id, **more}
 
-            def write(step: int = p.step) -> Path:
+            def write() -> Path:
                 if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
                     raise ValueError(lost)
-                path = save()
+                path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
+                                       cursors=cursors, trainer_state=told)
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
                       keep_milestone_every=settings.keep_milestone_every)
                 return path

@@ -129,7 +129,7 @@ GPU = SimpleNamespace(
 TINY = SimpleNamespace(
     models={"d12": SMALL, "d24": SMALL}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, bits={**SMALL, "max_seq_len": 64, "total_batch_size": 8 * 64}, steps=6, warm=2, timed=3,
-    buffer=8, tests=("common",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8, batches=4)
+    buffer=8, tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8, batches=4)
 
 
 Figure = tuple[str, str, float | None]  # the measure, of what, and how much

@@ -286,11 +286,8 @@ class Pretokenizer:
         return missing
 
     def clean_up(self, **kwargs: float) -> None:
-        """`remove_leftovers` in all folders."""
-        folders = {self.output / TOKENIZER}
-        for i in self.inputs:
-            folders |= {i.prefix(self.output).parent, i.record(self.output).parent}
-        for folder in folders:
+        """`remove_leftovers` wherever there are any."""
+        for folder in {path.parent for path in self.output.rglob(".*.tmp")}:
             remove_leftovers(folder, **kwargs)
 
 

@@ -53,8 +53,8 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
                   ) -> RustBPETokenizer | None:
     """The tokenizer in `output_dir` if training again would read the same text (going by names and
     sizes) with the same arguments; shards that arrived since do not matter unless the text had run
-    out. None where there is none or a damaged one; ValueError where there is another one, before any
-    time is spent."""
+    out. None where there is none; ValueError where there is another or a damaged one, before any time
+    is spent."""
     description = read_description(output_dir)
     if description is None:
         return None
@@ -64,11 +64,7 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     if training.get("arguments") != arguments or not same_files:
         raise ValueError(f"{output_dir}: holds a tokenizer of other arguments or files, which data and runs may "
                          f"have been made with; name another --output-dir, or replace it with --force")
-    try:
-        return RustBPETokenizer.from_directory(output_dir)
-    except (ValueError, OSError) as e:
-        print(f"training again, because of {e}")
-        return None
+    return RustBPETokenizer.from_directory(output_dir)
 
 
 def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) -> RustBPETokenizer:

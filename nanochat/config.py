@@ -154,7 +154,7 @@ class DataSettings:
     curriculum: dict | None = setting(
         None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
         fixed="decides which bucket a row comes from; how it is written, and how long its last "
-        "phase lasts, is free")
+        "phase lasts, is free", of_order="lanes")
     allow_bucket_exhaustion: bool = setting(
         False, "go on without a bucket that has run dry",
         note="a lane whose bucket has run dry goes on with the others, or halts the run", of_order="lanes")
@@ -296,9 +296,7 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
             raise ValueError(f"--order megatron: it is an order of Megatron's files, and "
                              f"--data-format is {self.data_format}; take --data-format megatron, "
                              f"or --order lanes")
-        if self.order == "megatron" and self.curriculum is not None:
-            raise ValueError("--curriculum: Megatron's order has one mix for the whole run "
-                             "(--blend-weights); take --order lanes for a curriculum")
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json; what it does not have has its default, what is no

@@ -49,7 +49,7 @@ from nanochat.checkpoint import (
 from nanochat.common import LAUNCH, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
-from nanochat.dist import gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
+from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -125,8 +125,7 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
     for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table
     of which each rank fills in its own; the digest travels as four 16-bit parts; the rest is counts.
     `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
-    `stop`: it should stop; `unsaved`: it could not save, and the
-    run must end."""
+    `stop`: it should stop; `unsaved`: it could not save, and the run must end."""
     flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, *dropped],
                          dtype=sums.dtype, pin_memory=sums.is_cuda)
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
@@ -204,18 +203,14 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
         unembedding_lr=settings.unembedding_lr * scale, embedding_lr=settings.embedding_lr * scale,
         scalar_lr=settings.scalar_lr * scale, matrix_lr=settings.matrix_lr * scale,
         weight_decay=start.horizon.weight_decay_scaled)
-    source, states = start.checkpoint or start.origin, dict[str, Any]()
+    source, is_rank0 = start.checkpoint or start.origin, get_dist_info()[1] == 0
     if source is not None:
-        def read() -> None:
-            model.load_state_dict(source.model_state())
-            if start.checkpoint is not None or settings.init_optimizer:
-                states["optimizer"] = source.optimizer_state()
-
-        on_rank0(read)  # so that no other machine need see the files
+        # rank 0 reads, so that no other machine need see the files
+        agree(lambda: model.load_state_dict(source.model_state()) if is_rank0 else None)
         for tensor in model.state_dict().values():
             share(tensor)
         if start.checkpoint is not None or settings.init_optimizer:
-            optimizer.load_state(states.get("optimizer", {}))
+            optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
     progress = Progress(**start.state.get("progress", {}))
     if progress.step > 0:
         # rates are saved with the state: those of the step before

@@ -40,7 +40,7 @@ from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.sample_index import blend_sources, cached
 from nanochat.sources import Manifest, Source, check_format, scan
-from nanochat.stream import FORMAT, Cursor, Row, check_cursors
+from nanochat.stream import FORMAT, Cursor, Row, check_cursors, stream_identity
 from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -179,7 +179,6 @@ class SampleConfig:
     eod_mask_loss: bool = False  # no loss where the input is the end of a document
     index_cache: str | None = None  # a folder; decides nothing
 
-    curriculum: ClassVar[None] = None
     framed: ClassVar[bool] = True  # for what reads documents as well
 
     def identity(self) -> dict[str, Any]:
@@ -301,10 +300,8 @@ class SampleStream:
         any_source = next(iter(sources.values()))
         self.far = in_store(any_source.manifest["root"])  # where a read takes a while
         self.eod = any_source.bos
-        self.identity = {
-            **config.identity(), "tokenizer": tokenizer, "prefixes": self.buckets,
-            "samples": hash_json(self.samples.identity()),
-            **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+        self.identity = stream_identity(config, sources, tokenizer) | {
+            "prefixes": self.buckets, "samples": hash_json(self.samples.identity())}
         self.taken = self.row = 0  # samples that all lanes have given; rows of each lane
         self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each
         if cursors is not None:

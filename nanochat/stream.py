@@ -284,7 +284,7 @@ def share(account: Mapping[str, int], name: str) -> float:
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
-def stream_identity(config: StreamConfig, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
+def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
     """All that decides the rows, as JSON values: equal identities, equal rows."""
     return {**config.identity(), "tokenizer": tokenizer,
             **{f"data {name}": source.fingerprint for name, source in sources.items()}}

@@ -19,7 +19,7 @@ a good checkpoint keeps it, for by the law of the stream it is the same; a bad o
 `final` of an earlier end, where the run was made longer, becomes the checkpoint of its step. So no
 instant is without the newest good one.
 
-**Reading.** `newest_good` goes from the newest checkpoint to the oldest and takes the first in
+**Reading.** `first_good` goes from the newest checkpoint to the oldest and takes the first in
 which every byte has its sum; it is not checked again. States hold tensors and plain values only,
 and are loaded with `weights_only=True`: nothing is executed.
 
@@ -326,11 +326,6 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
         except (OSError, ValueError) as e:
             log.warning("checkpoint %s is passed over: %s", path.name, e)
     return None
-
-
-def newest_good(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint of a run that verifies, or None."""
-    return first_good(list_checkpoints(run_dir))
 
 
 def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:

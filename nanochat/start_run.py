@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, newest_good
+from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
@@ -186,7 +186,8 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         config = read_config(run_dir)
         settings, notices = go_on(config, settings, run_dir=run_dir)
     if not scratch:
-        checkpoint = newest_good(run_dir) if settings.resume == "auto" else find_checkpoint(settings.resume)
+        is_auto = settings.resume == "auto"
+        checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),

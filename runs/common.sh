@@ -29,7 +29,7 @@ if [[ -n "$TINY" ]]; then
     [[ -f "$tokenizer/tokenizer.json" ]] ||
         run python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=1024
     # rates are four times the usual ones, which are for long runs
-    MODEL=(--data-path="$data" --tokenizer-dir="$tokenizer" --aspect-ratio=16 --head-dim=16 --max-seq-len=128
+    MODEL=(--data-path="$data" --tokenizer="$tokenizer" --aspect-ratio=16 --head-dim=16 --max-seq-len=128
         --total-batch-size=2048 --device-batch-size=16 --warmup-steps=10 --matrix-lr=0.08 --embedding-lr=1.2
         --unembedding-lr=0.03 --long-docs=split --overlap=16 --tokenizer-threads=1 --eval-every=1000 --eval-tokens=32768
         --sample-every=-1 --save-every=50 --keep-last-k=1 --device-type=cpu)

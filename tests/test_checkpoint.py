@@ -60,7 +60,7 @@ def save(run: Path, step: int, *, seed: int | None = None, name: str | None = No
 
 
 def newest(run: Path) -> Path | None:
-    found = ckpt.newest_good(run)
+    found = ckpt.first_good(ckpt.list_checkpoints(run))
     return found and found.path
 
 
@@ -186,9 +186,9 @@ def test_any_changed_byte_of_any_file_is_found(whole: Path, caplog: pytest.LogCa
 
 
 def test_all_bad_is_none_and_an_older_final_is_found(tmp_path: Path) -> None:
-    assert ckpt.list_checkpoints(tmp_path) == [] and ckpt.newest_good(tmp_path) is None
+    assert ckpt.list_checkpoints(tmp_path) == [] and newest(tmp_path) is None
     flip(save(tmp_path, 5) / "optimizer.bin")
-    assert ckpt.newest_good(tmp_path) is None
+    assert newest(tmp_path) is None
     assert save(tmp_path, 3, name="final") == newest(tmp_path)
 
 

@@ -111,7 +111,7 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
     assert training.start(hook=hook, keep_last_k=1).wait() == [0]
     newest = []
     for copy in sorted(copies.iterdir()):
-        good = ckpt.newest_good(copy)
+        good = ckpt.first_good(ckpt.list_checkpoints(copy))
         assert good is not None and sums(good.path) == reference["sums"][good.step]
         kept = [read_cursors(path)[0] for path in cursor_files(copy).values()]
         logged = {r["step"]: r["digest"] for r in iter_log(copy / "logs" / "train.jsonl") if "event" not in r}

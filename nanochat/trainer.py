@@ -108,10 +108,6 @@ class StepTotals:
         """Mean loss of a live target, nats; NaN where there is none."""
         return math.fsum(self.nats) / sum(self.live) if any(self.live) else math.nan
 
-    def bucket_losses(self) -> list[float | None]:
-        """Mean loss of a live target in each bucket, None where the step has none of it."""
-        return [nats / live if live else None for nats, live in zip(self.nats, self.live)]
-
 
 def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
     """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live

@@ -77,8 +77,8 @@ class Watchdog:
         self.interval_s = min(2.0, timeout_s / 20)
         self.silence_s = max(1.0, min(30.0, timeout_s / 4))
         self._store, self._look, self._on_failure = store, look, on_failure
-        self._limits_s = (max(timeout_s, first_timeout_s), timeout_s)  # until the second step, and after it
-        self._count, self._steps, self._step, self._at, self._patience_s = 0, 0, -1, "set-up", 0.0
+        self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
+        self._count, self._first_step, self._at, self._patience_s = 0, -1, "set-up", first_timeout_s
         self._active = self._answered = time.monotonic()  # the main thread, and the store
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what others published, and when that was new
         self._ours, self._verdict = "", ""  # what this rank would say, and what counts
@@ -92,8 +92,10 @@ class Watchdog:
         """The main thread is alive and, with a step, has come to a new point that all ranks come
         to. From there to the next one may take `patience_s`, or the limit if that is more."""
         if step is not None:
-            self._steps += step != self._step
-            self._count, self._step, self._patience_s = self._count + 1, step, patience_s
+            self._first_step = step if self._count == 0 else self._first_step
+            self._count += 1
+            first_s = self._first_timeout_s if step == self._first_step else 0.0
+            self._patience_s = max(patience_s, first_s)
             self._at = f"step {step} ({where})" if where else f"step {step}"
         self._active = time.monotonic()
 
@@ -139,7 +141,7 @@ class Watchdog:
         return time.monotonic() - self._active
 
     def _limit(self) -> float:
-        return max(self._limits_s[self._steps >= 2], self._patience_s)
+        return max(self._timeout_s, self._patience_s)
 
     def _record(self) -> dict[str, Any]:
         return {"count": self._count, "at": self._at, "late": self._idle() > self._limit(), "left": self._left}

@@ -175,8 +175,8 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate,
         "total_training_flops": run.flops_per_token * p.tokens, "total_training_time": p.train_time_s}
     if len(loader.buckets) > 1:
-        for bucket, loss, live in zip(loader.buckets, totals.bucket_losses(), totals.live):
-            record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}
+        for bucket, nats, live in zip(loader.buckets, totals.nats, totals.live):
+            record |= {f"loss/{bucket}": nats / live if live else None, f"tokens/{bucket}": live}
     line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
             f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
             *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),

@@ -82,16 +82,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Tensor
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
     // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
     window: how many tokens before itself a query sees; -1 is all of them. mask: what `make_masks`
-    made for this window; needs Tq == Tk. Raises ValueError for shapes that do not go together.
+    made for this window; needs Tq == Tk.
     """
     Tq, Tk = q.size(1), k.size(1)
-    if Tk < Tq or q.size(2) % k.size(2):
-        raise ValueError(f"attention: queries {tuple(q.shape)} do not fit keys {tuple(k.shape)}: "
-                         "expected Tk >= Tq and H a multiple of Hkv")
+    assert Tk >= Tq and q.size(2) % k.size(2) == 0, (q.shape, k.shape)
     if mask is not None:
-        if Tq != Tk:
-            raise ValueError(f"attention: document masks need as many keys as queries, got {Tk} "
-                             f"and {Tq}; leave them out when decoding from a cache")
+        assert Tq == Tk, "document masks are not for decoding from a cache"
         return _sdpa(q, k, v, mask) if mask.ndim == 4 else _flash(q, k, v, window, mask)
     if window >= Tk - 1:
         window = -1
@@ -217,13 +213,8 @@ class KVCache:
         self.pos += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Take over what `other` holds; its one row becomes every row. Raises ValueError if this
-        one is not empty, too small, or has another number of rows than an `other` of several."""
-        rows = other.k.size(1)
-        if self.pos or self.seq_len < other.pos or rows not in (1, self.k.size(1)):
-            raise ValueError(f"KVCache.prefill: {rows} rows of {other.pos} tokens do not go into "
-                             f"{self.k.size(1)} rows with room for {self.seq_len} that hold "
-                             f"{self.pos}")
+        """Take over what `other` holds, into an empty cache; its one row becomes every row."""
+        assert self.pos == 0 and self.seq_len >= other.pos and other.k.size(1) in (1, self.k.size(1))
         self.k[:, :, :other.pos] = other.k[:, :, :other.pos]
         self.v[:, :, :other.pos] = other.v[:, :, :other.pos]
         self.prev_embedding[:] = other.prev_embedding

@@ -142,9 +142,9 @@ def test_cuda_takes_flash_only_where_its_kernel_runs():
 
 def test_what_does_not_fit_is_refused():
     q, k, v, documents = make(0, 1, 6, 4, 2, 8)
-    with pytest.raises(ValueError, match="expected Tk >= Tq"):
+    with pytest.raises(AssertionError):
         attention(q, k[:, :5], v[:, :5])
-    with pytest.raises(ValueError, match="multiple of Hkv"):
+    with pytest.raises(AssertionError):
         attention(q[:, :, :3], k, v)
-    with pytest.raises(ValueError, match="leave them out when decoding"):
+    with pytest.raises(AssertionError, match="not for decoding"):
         attention(q[:, -1:], k, v, mask=mask_of(documents, -1))

@@ -151,7 +151,7 @@ def test_impossible_requests_are_refused(model):
         engine.generate_batch([1] * 500)
     one, two = KVCache(2, 5, model=model), KVCache(3, 5, model=model)
     model(tokens(2, 3), kv_cache=one)
-    with pytest.raises(ValueError, match="2 rows of 3 tokens do not go into 3 rows"):
+    with pytest.raises(AssertionError):
         two.prefill(one)
 
 

@@ -430,10 +430,8 @@ class Saver:
         began = time.perf_counter()
         try:
             path = write()
-        except OSError as e:
-            return self._judge(e, last)
         except Exception as e:  # whatever it is, the loop must hear of it
-            return Outcome(str(e), fatal=e)
+            return self._judge(e, last) if isinstance(e, OSError) else Outcome(str(e), fatal=e)
         self._good, self._errors = path, 0
         seconds = time.perf_counter() - began
         return Outcome(f"saved {path} in {duration(seconds)}", path, seconds)

@@ -248,7 +248,7 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "stop in time, saved (default: the end of the SLURM job)")
+        -1.0, "stop in time, saved (default: the end of the SLURM job, else NANOCHAT_MAX_RUNTIME)")
     walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", least=0)
     collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run", above=0)
     init_from: str | None = setting(

@@ -69,7 +69,7 @@ ACTIVE = ("starting", "running", "stopping")
 EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # of runs that have ended
 EXIT_ALIVE = 20
 
-SLURM_END = "SLURM_JOB_END_TIME"
+SLURM_END, MAX_RUNTIME = "SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME"  # environment variables
 SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
 LOOK_EVERY_S = 1.0  # for the flag file
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
@@ -102,15 +102,18 @@ def slurm_end(env: Mapping[str, str]) -> str:
 
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
     """When this process must have ended, on the monotonic clock, of which `started` is a time too.
-    None without a walltime: `max_runtime_seconds`, and where that is -1 the end of the SLURM job
-    (`slurm_end`). It is logged. ValueError for what is no such number, and for an end that has
-    passed."""
-    name, text = "--max-runtime-seconds", str(max_runtime_seconds)
-    if max_runtime_seconds == -1:
-        name, text = SLURM_END, slurm_end(env)
-    if not text:
+    None without a walltime. The first that is set counts, and is logged: `max_runtime_seconds` (-1:
+    not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for
+    what is no such number, and for an end that has passed."""
+    if max_runtime_seconds != -1:
+        name, text = "--max-runtime-seconds", str(max_runtime_seconds)
+    elif text := slurm_end(env):
+        name = SLURM_END
+    elif text := env.get(MAX_RUNTIME, ""):
+        name = MAX_RUNTIME
+    else:
         return None
-    # the end of a job is a time of the wall clock
+    # the end of a job is a time of the wall clock, the others count from the start
     passed_s, began, expected = (time.time(), time.monotonic(), "the unix time at which this job ends"
                                  ) if name == SLURM_END else (0.0, started, "a positive number of seconds")
     try:

@@ -123,10 +123,11 @@ def test_a_second_sigint_ends_the_process_at_once_with_130():
 # ---- walltime and the flag file ---------------------------------------------------------------------
 
 def test_the_first_limit_that_is_set_counts_and_a_wall_clock_that_jumps_moves_nothing(monkeypatch):
-    env = {"SLURM_JOB_END_TIME": "5000"}
+    env = {"SLURM_JOB_END_TIME": "5000", "NANOCHAT_MAX_RUNTIME": "70"}
     monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
     assert deadline(60, env, 100.0) == 160.0
+    assert deadline(-1, {"NANOCHAT_MAX_RUNTIME": "70"}, 100.0) == 170.0
     assert deadline(-1, {}, 100.0) is None
     assert deadline(-1, env, 100.0) == 1130.0
     stop = StopWatch(deadline(-1, env, 100.0), reserve_s=10)
@@ -159,6 +160,7 @@ def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
 
 @pytest.mark.parametrize("seconds, env, told", [
     *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
+    (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),
     (-1, {"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END"),
     (-1, {"SLURM_JOB_END_TIME": "10"}, "SLURM_JOB_END_TIME: got '10', expected the unix time")])
 def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):

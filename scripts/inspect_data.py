@@ -20,7 +20,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tqdm import tqdm
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
 from nanochat.run_data import RunData, open_run
 from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
-from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
+from nanochat.stream import Row, Stream, ledger, open_stream
 from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
@@ -52,14 +52,10 @@ class Opened:
     def rows_per_lane(self) -> int:
         return self.rows_per_step // self.config.V
 
-    def stream(self, cursors: Sequence[Cursor] | None) -> Any:
-        """All lanes, from their cursors or from the start."""
-        return open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
-                           tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)
-
-    def cursors_at(self, step: int) -> list[Cursor]:
-        """The cursors of all lanes when `step` steps are done. ValueError if those kept are of
-        another stream."""
+    @contextmanager
+    def stream_at(self, step: int) -> Iterator[Any]:
+        """The stream of all lanes when `step` steps are done. A ValueError, also of what is read from
+        there on, names the kept cursors that it began with: they may be what is damaged."""
         kept, done, cursors = cursor_files(self.run_dir), 0, None
         for saved in sorted((s for s in kept if s <= step), reverse=True):
             try:
@@ -68,20 +64,20 @@ class Opened:
             except ValueError as e:  # older ones serve as well
                 log.warning("passed over: %s", e)
         try:
-            stream = self.stream(cursors)
+            with closing(open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
+                                     tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)) as stream:
+                for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
+                    stream.next_rows(self.rows_per_lane)
+                yield stream
         except ValueError as e:
-            raise ValueError(f"{kept[done]}: {e}" if cursors else str(e)) from None
-        with closing(stream):
-            for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
-                stream.next_rows(self.rows_per_lane)
-            return stream.cursors()
+            raise ValueError(f"{e} (packed from {kept[done]})" if cursors else str(e)) from None
 
 
 # ---- the commands -------------------------------------------------------------------------------
 
 def step_digests(opened: Opened, steps: range) -> Iterator[tuple[int, str]]:
     """(step, its digest). ValueError where the data end before."""
-    with closing(opened.stream(opened.cursors_at(steps.start))) as stream:
+    with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
@@ -142,7 +138,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     tell_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
-    with closing(opened.stream(opened.cursors_at(args.step))) as stream:
+    with opened.stream_at(args.step) as stream:
         for number, row in enumerate(stream.next_rows(opened.rows_per_lane)):
             if args.row not in (None, number):
                 continue
@@ -171,7 +167,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
     step = max(cursor_files(opened.run_dir), default=0) if args.step is None else args.step
-    accounts = ledger(opened.cursors_at(step), opened.config.T)
+    with opened.stream_at(step) as stream:
+        accounts = ledger(stream.cursors(), opened.config.T)
     told, header, rows = told_ledger(step, accounts, opened.config.T)
     print(told, *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0

@@ -204,9 +204,22 @@ def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
     for step, steps_packed in ((1, 1), (3, 0), (4, 1), (7, 4), (8, 0)):  # the cursors of step 6 are torn
         packed.clear()
-        assert opened.cursors_at(step) == cursors[step - 1]
+        with opened.stream_at(step) as stream:
+            assert stream.cursors() == cursors[step - 1]
         assert packed == [R // V] * steps_packed
     assert "step-00000006.json.gz" in caplog.text
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_cursors_that_tell_another_length_than_the_data_are_named(corpus, run_dir, step):
+    cursors = batches(corpus, "crop", 3)[1][2]
+    for cursor in cursors:
+        for feed in cursor["buckets"].values():
+            for waiting in feed["waiting"]:
+                waiting[3] += 1  # a length that no document of the data has there
+    keep_cursors(run_dir, 3, pack_cursors(3, cursors))
+    with pytest.raises(ValueError, match=r"the checkpoint says.*\(packed from .*step-00000003\.json\.gz\)"):
+        inspect_data.main(["rows", str(run_dir), f"--step={step}"])
 
 
 # ---- ledger ---------------------------------------------------------------------------------------------------------

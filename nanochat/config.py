@@ -124,7 +124,7 @@ class DataSettings:
     val_fraction: float = setting(0.0, VAL_FRACTION_HELP, metavar="F", fixed=STREAM)
     tokenizer: str | None = setting(
         None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
-        f"where scripts.tok_train puts it)", metavar="NAME")
+        f"where scripts.tok_train puts it)", also=["--tokenizer-dir"], metavar="NAME")
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
         "", "of the tokenizer", flag=False,
@@ -370,7 +370,8 @@ def add_flags(parser: Parser, without: Sequence[str] = ()) -> Parser:
                 [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
                 how.setdefault("type", kind if kind in (int, float) else str)
             if f.metadata.get("flag", True) and f.name not in without:
-                titled.add_argument("--" + f.name.replace("_", "-"), default=f.default, **how)
+                flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
+                titled.add_argument(*flags, dest=f.name, default=f.default, **how)
     return parser
 
 

@@ -448,7 +448,7 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser of a script that takes a tokenizer its two flags."""
-    parser.add_argument("--tokenizer", metavar="NAME", help=TOKENIZER_HELP)
+    parser.add_argument("--tokenizer", "--tokenizer-dir", metavar="NAME", help=TOKENIZER_HELP)
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
 
 

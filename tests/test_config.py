@@ -53,6 +53,7 @@ def test_no_flags_are_the_defaults_and_json_brings_settings_back() -> None:
     assert parse("--depth=4", "--no-pack", "--packing=binned", "--matrix-lr=1", "--sync_save").differing() == {
         "depth": 4, "pack": False, "packing": "binned", "matrix_lr": 1.0, "sync_save": True}
     assert parse("--deterministic") == Settings()
+    assert parse("--tokenizer-dir=x") == parse("--tokenizer=x"), "commands of old runs go on with them"
     assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 

@@ -347,7 +347,7 @@ def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok
     encodings["gpt2"] = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", special_tokens={"<|endoftext|>": 256},
                                           mergeable_ranks={bytes([i]): i for i in range(256)})
     tok.save(tmp_path / "t")
-    assert tok_eval.main(["--tokenizer", str(tmp_path / "t"), "--data-path", str(data_dir)]) == 0
+    assert tok_eval.main(["--tokenizer-dir", str(tmp_path / "t"), "--data-path", str(data_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "not available" in lines[0] and "cl100k_base" in lines[0]
     rows = {line.split()[0]: line.split() for line in lines[2:]}

@@ -133,7 +133,7 @@ cpu_profile() {
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=10 --eval-every=50 --eval-tokens=65536 --save-every=50 \
         --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
-    stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu
+    stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000
     stage "samples" python -m scripts.sample "$TAG" --device-type=cpu
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
     header "the real data"

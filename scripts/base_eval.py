@@ -8,22 +8,26 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 
 Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
 the run's own --eval-tokens, the default, the validation result is the one that training printed at
-that step. CORE needs the eval_bundle folder, and nothing of the run but model and tokenizer
-(nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
+that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
+training, and nothing else. CORE needs the eval_bundle folder, and nothing of the run but model and
+tokenizer (nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
 """
 
 import argparse
+import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Parser, get_dist_info, print0, run_main, table, write_json
 from nanochat.config import Settings
-from nanochat.dataloader import validation_loader
+from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
@@ -44,6 +48,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
     p.add_argument("--eval-tokens", type=int, default=-1,
                    help="tokens of each split; -1: as the run did")
+    p.add_argument("--unigram-tokens", type=int, default=2**22,
+                   help="training tokens of which the unigram model knows how often each occurs")
     p.add_argument("--device-batch-size", type=int, default=-1,
                    help="rows in one forward pass; -1: as the run did")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
@@ -51,6 +57,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for flag, given in (("--eval-tokens", args.eval_tokens), ("--device-batch-size", args.device_batch_size)):
         if given < 1 and given != -1:
             raise ValueError(f"{flag}: got {given}, expected at least 1, or -1")
+    if args.unigram_tokens < 1:
+        raise ValueError(f"--unigram-tokens: got {args.unigram_tokens}, expected at least 1")
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     if unknown := set(args.eval) - set(MODES):
         raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected some of {', '.join(MODES)}, "
@@ -69,15 +77,28 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
             "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
 
 
+def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
+    """What each token costs a model that knows only how often each is a target in the first rows of the
+    run's stream, as many from each lane, together at least `num_tokens` tokens: (vocab_size,) float32.
+    Every token gets one occurrence more, so that none is impossible."""
+    counts = torch.ones(data.tokenizer.get_vocab_size(), dtype=torch.int64)
+    steps = -(-num_tokens // (config.V * config.T))
+    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
+                    device_batch_size=config.V, drop_dry=True) as loader, contextlib.suppress(Dry):
+        for batch in itertools.islice(loader, steps):
+            counts += torch.bincount(batch.targets[batch.targets >= 0], minlength=len(counts))
+    return -(counts / counts.sum(dtype=torch.float64)).log().float()
+
+
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
                   ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation and on as much of each training bucket;
-    nats per token, under names of their own, where the tokenizer does not know bytes."""
+    """Collective. Bits per byte of the model on validation and on as much of each training bucket, and
+    of a unigram model on the same validation tokens; nats per token, under names of their own, where
+    the tokenizer does not know bytes."""
     _, rank, _, world_size = get_dist_info()
-    data, config, settings = opened
-    tokenizer = data.tokenizer
-    if not config.framed:
-        data = open_data(pinned_data(run_dir), tokenizer)
+    stored, config, settings = opened
+    tokenizer = stored.tokenizer
+    data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
     B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
@@ -93,10 +114,18 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
                                             for name, source in data.val.items()}, token_bytes)
     train = {name: evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
              for name, source in data.train.items() if len(source.groups)}
+    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens)).to(model.get_device())
+
+    def unigram(x: Tensor, y: Tensor, loss_reduction: str) -> Tensor:
+        return nats[y.clamp(min=0)]
+
+    floor, _ = evaluate_buckets(unigram, {
+        name: ((batch.inputs, batch.targets) for batch in batches(source, num_tokens // len(data.val)))
+        for name, source in data.val.items()}, token_bytes)
     if tokenizer.knows_bytes:
-        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train}
+        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train, "unigram_bpb": floor}
     buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
-    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train}
+    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor)}
 
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
@@ -149,7 +178,8 @@ def report(result: dict[str, Any], path: Path) -> None:
         buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
         rows = [("validation", result[f"val_{key}"]),
                 *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
-                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items())]
+                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items()),
+                ("validation, unigram model", result[f"unigram_{key}"])]
     heading = f"{result['checkpoint']}, step {result['step']:,}", unit
     lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]) if rows else [heading[0]]
     if "core" in result:

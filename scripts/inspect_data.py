@@ -2,6 +2,7 @@
 Show what data any step of a run sees: documents, digests, counts of tokens. No model, no GPU.
 
     python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
+    python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
     python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
     python -m scripts.inspect_data ledger d12
 
@@ -11,27 +12,33 @@ nearest cursors that the run kept, so any step of a long run is near:
     kept cursors:   0 . . . . . . 1000 . . . . . . 2000
     step 1234:                     restore 1000, pack 234 steps, look
 
-What the run has not come to yet is packed all the same: so rows can be looked at before a long run, once
-its command was started for a single step.
+What the run has not come to yet is packed all the same. With flags of scripts.base_train in place of a
+run, the stream is the one that it would train on: so rows can be looked at before a long run. The digest
+of a step is the same for any number of ranks; with --world-size W each one's part of it is told.
 """
 
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
-from nanochat.run_data import RunData, open_run
-from nanochat.run_dir import cursor_files, find_run, is_step, iter_log, read_cursors, read_log
-from nanochat.stream import Row, Stream, ledger, open_stream
+from nanochat.config import add_flags, flag, from_flags
+from nanochat.dataloader import Layout
+from nanochat.run_data import RunData, open_run, stream_config
+from nanochat.run_dir import cursor_files, find_run, is_run_dir, is_step, iter_log, read_cursors, read_log
+from nanochat.start_run import command, find_data, look
+from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
 from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
@@ -41,12 +48,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """The stream of a run."""
+    """The stream of a run, or that of some flags: then nothing is at `run_dir`. `begin`: the cursors
+    of step 0 where that is not the beginning of the data."""
 
     run_dir: Path
     data: RunData
     config: Any
     rows_per_step: int
+    begin: list[Cursor] | None = None
 
     @property
     def rows_per_lane(self) -> int:
@@ -56,7 +65,7 @@ class Opened:
     def stream_at(self, step: int) -> Iterator[Any]:
         """The stream of all lanes when `step` steps are done. A ValueError, also of what is read from
         there on, names the kept cursors that it began with: they may be what is damaged."""
-        kept, done, cursors = cursor_files(self.run_dir), 0, None
+        kept, done, cursors = cursor_files(self.run_dir), 0, self.begin
         for saved in sorted((s for s in kept if s <= step), reverse=True):
             try:
                 done, cursors = saved, read_cursors(kept[saved])[1]
@@ -70,23 +79,45 @@ class Opened:
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:
-            raise ValueError(f"{e} (packed from {kept[done]})" if cursors else str(e)) from None
+            raise ValueError(f"{e} (packed from {kept[done]})" if done in kept else str(e)) from None
+
+
+def open_it(args: argparse.Namespace) -> Opened:
+    """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
+    settings = from_flags(args)
+    given = [flag(name) for name in settings.differing() if name != "run"]
+    if args.run is None and given:
+        settings, tokenizer = command(settings, 1, "cpu")
+        settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
+        start, data = find_data(look(settings, torch.device("cpu")), tokenizer)
+        run_dir, settings, config, begin = start.run_dir, start.settings, stream_config(start.settings), start.cursors
+    elif given:
+        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")
+    else:
+        run_dir, begin = find_run(args.run), None
+        data, config, settings = open_run(run_dir)
+    return Opened(run_dir, data, config, settings.total_batch_size // config.T, begin)
 
 
 # ---- the commands -------------------------------------------------------------------------------
 
-def step_digests(opened: Opened, steps: range) -> Iterator[tuple[int, str]]:
-    """(step, its digest). ValueError where the data end before."""
+def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
+    """(step, the part of its digest that each of W ranks would have). ValueError where the data end before."""
+    lanes = [Layout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
     with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
                 raise ValueError(f"step {step}: the data end before it does")
-            yield step, f"{sum(row.digest(i) for i, row in enumerate(rows)) % 2**64:016x}"
+            digests = [row.digest(i) for i, row in enumerate(rows)]
+            parts = [sum(digest for row, digest in zip(rows, digests) if row.lane in mine) for mine in lanes]
+            yield step, [part % 2**64 for part in parts]
 
 
 def tell_untrained(opened: Opened, last: int) -> None:
     """Say so where the run has not come as far as step `last`."""
+    if not is_run_dir(opened.run_dir):
+        return
     steps = [record["step"] for record in iter_log(opened.run_dir / "logs" / "train.jsonl") if is_step(record)]
     if last > (trained := max(steps, default=-1)):
         log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
@@ -99,10 +130,12 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     logged = {record["step"]: record["digest"] for record in records if "digest" in record}
     wrong = []
     tell_untrained(opened, args.steps[-1])
-    for step, digest in step_digests(opened, args.steps):
-        line: dict[str, Any] = {"step": step, "digest": digest}
+    for step, parts in step_digests(opened, args.steps, args.ranks or 1):
+        line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
+        if args.ranks:
+            line["ranks"] = [f"{part:016x}" for part in parts]
         if step in logged:
-            line |= {"logged": logged[step], "match": logged[step] == digest}
+            line |= {"logged": logged[step], "match": logged[step] == line["digest"]}
             wrong += [] if line["match"] else [step]
         print(json.dumps(line), flush=True)
     if wrong:
@@ -197,6 +230,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     digest = commands.add_parser("digest", help="one JSON line a step: its batch digest")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B",
                         help="steps A to B - 1, from 0")
+    digest.add_argument("--world-size", dest="ranks", type=integer, metavar="W",
+                        help="add up W ranks' parts, and list them")
     rows = commands.add_parser("rows", help="which documents are in each row of a step")
     rows.add_argument("--step", type=integer, required=True, help="from 0")
     rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
@@ -207,7 +242,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                           help="when so many are done (default: a run's newest kept cursors)")
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)
-        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
+        subparser.add_argument("run", metavar="RUN", nargs="?",
+                               help="a run's name or folder (default: the only run, where no flag is given)")
+        add_flags(subparser, without=("run",))
+        subparser.usage = "%(prog)s [RUN] [flags]"
     return parser.parse_args(argv)
 
 
@@ -216,9 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad input."""
     args = parse_args(argv)
     setup_logging()
-    run_dir = find_run(args.run)
-    data, config, settings = open_run(run_dir)
-    return args.show(Opened(run_dir, data, config, settings.total_batch_size // config.T), args)
+    return args.show(open_it(args), args)
 
 
 if __name__ == "__main__":

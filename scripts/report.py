@@ -213,6 +213,7 @@ def result_part(facts: Facts) -> list[str]:
     rows: list[tuple[str, Any]] = [
         ("validation bits per byte, before training", val[0]["bpb"] if len(val) > 1 and val[0]["step"] == 0 else None),
         ("validation bits per byte, after", evaluation.get("val_bpb", val[-1]["bpb"] if val else None)),
+        ("a unigram model's on the same tokens", evaluation.get("unigram_bpb")),
         *((f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()),
         ("CORE metric", evaluation.get("core", {}).get("core_metric"))]
     if steps:
@@ -228,7 +229,8 @@ def result_part(facts: Facts) -> list[str]:
                    for step in (steps[0], steps[-1]))]
     lines = markdown(("figure", "result"), [row for row in rows if row[1] is not None])
     if not evaluation:
-        lines.append(f"`python -m scripts.base_eval {facts.run_dir.name}` has not run: it adds samples and more.")
+        lines.append(f"`python -m scripts.base_eval {facts.run_dir.name}` has not run: it adds samples, and a "
+                     f"unigram model to compare with.")
     elif steps and evaluation["step"] != steps[-1]["step"] + 1:
         lines.append(f"eval.json is of step {evaluation['step']:,}; the training went on since.")
     return lines

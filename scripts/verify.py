@@ -11,7 +11,8 @@ What else is looked at:
     pairs         .bin and .idx, a file of ids with an index (GPTS, or Megatron's): no empty entry,
                   prefixes and windows as long as they may be, ids inside the vocabulary,
                   end-of-document ids at the ends of documents and nowhere else, and what
-                  manifest.json says. Then how much is in each folder
+                  manifest.json says. Then a table: how long entries are, and how many are
+                  longer than a row of T + 1
     checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
                   list. Nothing is unpickled
     cursors       those that a run keeps in logs/
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging
+from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -52,8 +53,27 @@ class Problem(str):
 
 # ---- pairs --------------------------------------------------------------------------------------
 
-def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], bar: tqdm) -> Iterator[str]:
-    """The problems of one pair, given by its .bin; what it holds is added to `counts`."""
+def length_table(lengths: Counter[int], row: int) -> list[str]:
+    """For people: how many entries are of which lengths, {ids: entries}, by powers of two; and how
+    many are longer than a row of so many ids."""
+    ids, entries = (np.array([*found]) for found in (lengths, lengths.values()))
+    tokens, num_entries, num_tokens = ids * entries, lengths.total(), int(ids @ entries)
+    power = np.frexp(np.maximum(ids, 1))[1] - 1
+    rows = []
+    for k in np.unique(power).tolist():
+        of_k, its_tokens = int(entries[power == k].sum()), int(tokens[power == k].sum())
+        rows.append((f"{1 << k:,} .. {(2 << k) - 1:,}", of_k, f"{of_k / num_entries:.2%}",
+                     f"{its_tokens / max(1, num_tokens):.2%}"))
+    longer = ids > row
+    beyond = int((tokens - row * entries)[longer].sum())
+    return [*table(("ids", "entries", "of entries", "of tokens"), rows),
+            f"beyond T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries go on there, with "
+            f"{beyond:,} tokens, {beyond / max(1, num_tokens):.2%}"]
+
+
+def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int],
+               bar: tqdm) -> Iterator[str]:
+    """The problems of one pair, given by its .bin; what it holds is added to `counts` and `lengths`."""
     try:
         pair = open_tokens(path)
         record, manifest = pair.record, pair.manifest
@@ -74,6 +94,7 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], bar: 
         wrong: dict[str, list[Any]] = {}
         try:
             for first in range(0, len(pair), BLOCK_ENTRIES):
+                lengths.update(pair.lengths(first, min(first + BLOCK_ENTRIES, len(pair))).tolist())
                 found["documents"] += check_entries(pair, first, max_length, eod, vocab_size, wrong)
         except ValueError as e:
             found["documents"] = None
@@ -156,10 +177,12 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
         there = {path.stem for path in paths} if whole else listed
         yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there")
                     for name in listed if name not in there)
-    counts = Counter[str]()
+    counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
-        yield from map(Problem, check_pair(path, args, counts, bar))
+        yield from map(Problem, check_pair(path, args, counts, lengths, bar))
     yield f"{folder}: {', '.join(f'{number:,} {what}' for what, number in counts.items()) or 'nothing could be read'}"
+    if lengths:
+        yield from (f"  {line}" for line in length_table(lengths, args.sequence_len + 1))
     if manifest is None and args.vocab_size is None:
         yield "  ids have no known bound: give --tokenizer or --vocab-size to check it"
 
@@ -267,6 +290,7 @@ def is_manifest(path: Path) -> bool:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH", help="a run, or what lies on disk")
+    parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N",

@@ -4,16 +4,20 @@ import json
 import os
 import pydoc_data.topics
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
+from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log
+from nanochat.stream import open_stream
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_eval, base_train, infer_bench, sample
 from tests import training
@@ -63,7 +67,7 @@ def first_result(base):
 
 def evaluate(*flags: str) -> dict[str, Any]:
     """The result of an evaluation."""
-    argv = ["tiny", "--device-type=cpu", f"--eval={MODES}", *flags]
+    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
     assert base_eval.main(argv) == 0
     return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
 
@@ -82,7 +86,7 @@ def test_it_says_what_training_said(run, first_result):
 @pytest.mark.parametrize("B, processes", [(1, 1), (5, 1), (8, 2)])
 def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, processes):
     path = base / f"other-{B}.json"
-    argv = ["tiny", "--device-type=cpu", f"--eval={MODES}", f"--device-batch-size={B}",
+    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
             f"--json={path}"]
     if processes == 1:
         assert base_eval.main(argv) == 0
@@ -94,9 +98,24 @@ def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, p
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
     assert len(other["core"]["results"]) == 3
-    for exact in ("samples", "core"):
+    for exact in ("unigram_bpb", "samples", "core"):
         assert other[exact] == first_result[exact]
     assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "tiny" / "eval.csv").read_bytes()
+
+
+def test_the_unigram_model_is_the_one_of_the_first_training_rows(run, first_result):
+    data, config, _ = open_run(run)
+    steps, sizes = -(-2000 // (config.V * T)), data.tokenizer.token_bytes().numpy()
+    with closing(open_stream(config, data.train, range(config.V), tokenizer=data.tokenizer.fingerprint)) as stream:
+        seen = np.concatenate([row.tokens[1:] for row in stream.next_rows(steps)])
+    assert len(seen) == steps * config.V * T
+    counts = np.bincount(seen, minlength=len(sizes)) + 1
+    nats = -np.log(counts / counts.sum())
+    batches = base_eval.validation_loader(data.val["data"], tokenizer=data.tokenizer, T=T, device_batch_size=3,
+                                          num_tokens=EVAL_TOKENS, device="cpu")
+    targets = np.concatenate([batch.targets[batch.targets >= 0].numpy() for batch in batches])
+    bits = nats[targets][sizes[targets] > 0].sum() / np.log(2) / sizes[targets].sum()
+    assert first_result["unigram_bpb"] == pytest.approx(bits, rel=1e-6)
 
 
 def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(base, first_result, capsys):
@@ -125,7 +144,7 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
 
 def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result):
     path = base / "named.json"
-    assert base_eval.main([f"{run / 'checkpoints' / 'final'}", f"--json={path}",
+    assert base_eval.main([f"{run / 'checkpoints' / 'final'}", "--unigram-tokens=2000", f"--json={path}",
                            "--device-type=cpu", "--device-batch-size=8"]) == 0
     assert figures(json.loads(path.read_text())) == figures(first_result)
     model, _, meta = load_model(run / "checkpoints" / "final", "cpu")
@@ -134,7 +153,7 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result
 
 @pytest.mark.parametrize("flags, message", [
     (["other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
-    (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
+    (["--unigram-tokens=0"], "--unigram-tokens"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
     (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
 def test_bad_flags_are_clear_errors(flags, message):
     with pytest.raises((ValueError, OSError), match=message):

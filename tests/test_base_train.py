@@ -23,7 +23,7 @@ from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
 from nanochat.run_dir import read_config
-from scripts import base_train, sample
+from scripts import base_eval, base_train, sample
 from tests import training
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
@@ -48,6 +48,9 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
     bpb = [event["bpb"] for event in events("val")]
     assert [event["step"] for event in events("val")] == [0, 20, 40]
     assert bpb[0] > 3 > bpb[1] > bpb[2] and bpb[2] < 0.5
+    assert base_eval.main(["run", "--eval=bpb", "--unigram-tokens=2000", "--device-type=cpu"]) == 0
+    evaluated = json.loads((training.run_dir() / "eval.json").read_text())
+    assert evaluated["val_bpb"] == bpb[2] < 0.3 * evaluated["unigram_bpb"]
     assert 1 <= outcome.out.count("  > ") <= sample.NUM_PROMPTS
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 

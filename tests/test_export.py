@@ -123,7 +123,7 @@ def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_p
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", f"{base / 'elsewhere'}", "--from=nanochat"]) == 0
     (base / "away").rename(base / "data")
     assert weights(str(base / "elsewhere")) == weights("run") and "base_eval has nothing to read" in caplog.text
-    assert base_eval.main(["back", "--eval-tokens=1024", "--device-type=cpu"]) == 0
+    assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == 3
     assert sample.main(["back", "--max-tokens=2", "--device-type=cpu"]) == 0

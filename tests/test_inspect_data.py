@@ -14,7 +14,7 @@ from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.dataset import BUCKET, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.run_data import MANIFEST_NAME, find_manifests, open_run
+from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors
 from nanochat.sources import ParquetSource, scan
 from nanochat.tokenizer import RustBPETokenizer
@@ -22,6 +22,8 @@ from scripts import inspect_data
 from tests.toy import digest_of_row, some_texts, write_parquet
 
 T, R, V = 24, 6, 3
+FLAGS = [f"--max-seq-len={T}", f"--total-batch-size={R * T}", f"--lanes={V}", "--buffer-size=8", "--depth=1",
+         "--num-iterations=5"]
 SHAPES: dict[str, dict[str, Any]] = {
     "crop": {}, "split": {"long_docs": "split", "overlap": 5}, "concat": {"layout": "concat"}}
 
@@ -35,6 +37,13 @@ def corpus(tmp_path_factory):
     tokenizer = RustBPETokenizer.train_from_iterator(some_texts(200, seed=9), 300)
     tokenizer.save(root / "tokenizer")
     return root / "data", root / "tokenizer"
+
+
+def stream_flags(corpus: tuple[Path, Path], shape: str = "crop") -> list[str]:
+    """The flags of base_train that ask for the stream of `config_of`."""
+    changed = {name.replace("layout", "packing").replace("_", "-"): value for name, value in SHAPES[shape].items()}
+    return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS,
+            *(f"--{name}={value}" for name, value in changed.items())]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -116,16 +125,23 @@ def run_dir(corpus, tmp_path):
 # ---- digest ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_digests_are_those_of_the_delivered_batches(corpus, fresh, shape, capsys):
+def test_digests_are_those_of_the_delivered_batches_for_any_world_size(corpus, fresh, shape, capsys):
     alone = json_lines(capsys, "digest", "--steps=1:6", fresh[shape])
-    assert len({line["digest"] for line in alone}) == 5
+    assert alone == json_lines(capsys, "digest", "--steps=1:6", *stream_flags(corpus, shape))
+    assert "ranks" not in alone[0] and len({line["digest"] for line in alone}) == 5
     if shape != "split":  # whose rows may end with a target that is off
         rows, _ = batches(corpus, shape, 6)
         assert [(line["step"], line["digest"]) for line in alone] == [(s, digest_of(rows[s])) for s in range(1, 6)]
+    for W in (1, 2, 3):
+        lines = json_lines(capsys, "digest", "--steps=1:6", f"--world-size={W}", *stream_flags(corpus, shape))
+        assert [line["digest"] for line in lines] == [line["digest"] for line in alone]
+        for line in lines:
+            assert len(line["ranks"]) == len(set(line["ranks"])) == W
+            assert f"{sum(int(part, 16) for part in line['ranks']) % 2**64:016x}" == line["digest"]
 
 
 def test_digests_of_a_run_match_its_log_and_another_one_is_an_error_that_names_the_step(run_dir, capsys):
-    lines = json_lines(capsys, "digest", "--steps=0:10", f"{run_dir}")
+    lines = json_lines(capsys, "digest", "--steps=0:10", f"{run_dir}", "--world-size=2")
     assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
     with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
         log.write(step=5, tokens=6 * R * T, digest="0123456789abcdef")
@@ -187,18 +203,18 @@ def test_text_is_that_of_the_placements(corpus, fresh, capsys):
     assert len(many) % 2 == 0 and "--row=N shows all" in many[-1], "heading, a line and its text, a word"
 
 
-def test_rows_behind_kept_cursors_are_those_of_a_run_without_any(fresh, run_dir, capsys):
+def test_rows_behind_kept_cursors_are_those_of_the_same_flags(corpus, run_dir, capsys, caplog):
     for step in (2, 3, 5, 7, 8, 9):  # before, at and behind kept cursors, and past torn ones
         there = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", f"{run_dir}")
-        assert there == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", fresh["crop"])
+        assert there == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", *stream_flags(corpus))
+    assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
 
 
 # ---- seeking --------------------------------------------------------------------------------------------------------
 
 def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch, caplog):
     _, cursors = batches(corpus, "crop", 8)
-    data, config, _ = open_run(run_dir)
-    opened = inspect_data.Opened(run_dir, data, config, R)
+    opened = inspect_data.open_it(inspect_data.parse_args(["ledger", f"{run_dir}"]))
     packed: list[int] = []
     next_rows = inspect_data.Stream.next_rows
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
@@ -225,8 +241,8 @@ def test_cursors_that_tell_another_length_than_the_data_are_named(corpus, run_di
 # ---- ledger ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ledger_balances_and_counts_what_was_emitted(fresh, shape, capsys):
-    heading, names, values = run(capsys, "ledger", "--step=9", fresh[shape]).splitlines()
+def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
+    heading, names, values = run(capsys, "ledger", "--step=9", *stream_flags(corpus, shape)).splitlines()
     assert "after 9 steps" in heading and names.split()[0] == "bucket"
     read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
         int(v.replace(",", "")) for v in values.split()[1:-1])
@@ -258,8 +274,13 @@ def test_bad_steps_are_refused_by_the_parser(argv, capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["digest", "--steps=0:1", "no-such-run"], "no run 'no-such-run'"),
-    (["digest", "--steps=0:1"], "which run"), (["rows", "--step=0", "RUN", f"--row={R}"], f"rows 0 to {R - 1}")])
-def test_bad_input_is_an_error_that_says_what(fresh, argv, message, monkeypatch, tmp_path):
+    (["digest", "--steps=0:1"], "which run"), (["rows", "--step=0", "RUN", f"--row={R}"], f"rows 0 to {R - 1}"),
+    (["digest", "--steps=0:1", "RUN", "--world-size=4"], "4 processes but only 3 lanes"),
+    (["digest", "--steps=0:1", "RUN", "--seed=3"], "and --seed: a run has its own"),
+    (["rows", "--step=0", "FLAGS", "--lanes=4"], "--lanes 4"),
+    (["rows", "--step=0", "FLAGS", "--data-path=nowhere"], "nowhere")])
+def test_bad_input_is_an_error_that_says_what(corpus, fresh, argv, message, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    words = {"RUN": [fresh["crop"]], "FLAGS": stream_flags(corpus)}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        inspect_data.main([fresh["crop"] if word == "RUN" else word for word in argv])
+        inspect_data.main([word for known in argv for word in words.get(known, [known])])

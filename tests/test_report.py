@@ -39,7 +39,8 @@ def log_lines() -> list[dict[str, Any]]:
             {"event": "completed", "step": STEPS, "reason": ""}]
 
 
-EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "train_bpb": {"data": 1.9375},
+EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125,
+              "train_bpb": {"data": 1.9375},
               "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
 STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "torn li",
                     "training\t65\t0\ttrain --fast", "report\tx\t0\treport"])
@@ -78,6 +79,7 @@ def test_every_figure_is_the_one_on_disk(run):
     assert "# Run `tiny`: completed" in text
     assert found["validation bits per byte, before training"] == ["4.25"]
     assert found["validation bits per byte, after"] == ["2.062"]
+    assert found["a unigram model's on the same tokens"] == ["3.812"]
     assert found["training bits per byte, `data`"] == ["1.938"]
     assert found["steps"] == ["40"] and found["tokens trained on"] == ["6,400"]
     assert found["time in steps"] == ["20.0 s, 10.00 % of it waiting for data"]

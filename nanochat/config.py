@@ -38,7 +38,7 @@ from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
-from nanochat.text import FIELD_HELP, MIN_CHARS_HELP, TEXT_FIELD, VAL_FRACTION_HELP, Reading
+from nanochat.text import FIELD_HELP, MIN_CHARS_HELP, STRICT_HELP, TEXT_FIELD, VAL_FRACTION_HELP, Reading
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
 SHAPE = "the shape of the model"
@@ -122,6 +122,7 @@ class DataSettings:
     text_field: str = setting(TEXT_FIELD, FIELD_HELP, metavar="NAME", fixed=STREAM)
     min_chars: int = setting(0, MIN_CHARS_HELP, metavar="N", fixed=STREAM)
     val_fraction: float = setting(0.0, VAL_FRACTION_HELP, metavar="F", fixed=STREAM)
+    strict: bool = setting(False, STRICT_HELP)
     tokenizer: str | None = setting(
         None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
         f"where scripts.tok_train puts it)", also=["--tokenizer-dir"], metavar="NAME")

@@ -182,7 +182,8 @@ class Pretokenizer:
         shard = record["shard"]
         same = record["made_with"] == self.made_with and record["source"] == _source(i)
         whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        return record if same and whole else None
+        broken = self.reading.strict and shard["skipped"]["count"]
+        return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
         """Make the pair of an input, unless it is finished; returns its record. ValueError where

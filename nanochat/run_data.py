@@ -43,7 +43,7 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     data_path, val_path = settings.data_path or "", settings.val_path
     roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
     if pinned:
-        return check_files(pinned, roots)
+        return check_files(pinned, roots, strict=settings.strict)
     if settings.order == "megatron":
         from nanochat.blend import find_prefixes
 
@@ -66,12 +66,13 @@ def pinned_data(run_dir: Path) -> dict[str, dict[str, Manifest]]:
     return read_manifests(run_dir / MANIFEST_NAME)
 
 
-def check_files(manifests: Mapping[str, Mapping[str, Manifest]], roots: Mapping[str, Path] | None = None
-                ) -> dict[str, dict[str, Manifest]]:
+def check_files(manifests: Mapping[str, Mapping[str, Manifest]], roots: Mapping[str, Path] | None = None,
+                **how: bool) -> dict[str, dict[str, Manifest]]:
     """A run's manifests, compared with the files of this machine (below other roots, if given).
-    FileNotFoundError or ValueError names the first that is missing or another."""
-    return {split: {bucket: check(manifest, roots[split] if roots else None) for bucket, manifest in buckets.items()}
-            for split, buckets in manifests.items()}
+    FileNotFoundError or ValueError names the first that is missing or another. `how`: see
+    `sources.check`."""
+    return {split: {bucket: check(manifest, roots[split] if roots else None, **how)
+                    for bucket, manifest in buckets.items()} for split, buckets in manifests.items()}
 
 
 def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokenizer, *,

@@ -289,11 +289,12 @@ def fingerprint(manifest: Manifest) -> str:
     return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + Reading.of(manifest).hashed())
 
 
-def check(manifest: Manifest, root: Path | str | None = None) -> Manifest:
+def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
     """Compare a manifest with the disk (under another root, if given). Returns it with the root in
     use.
 
-    Raises FileNotFoundError or ValueError naming the first file that vanished or changed.
+    Raises FileNotFoundError or ValueError naming the first file that vanished or changed, and if
+    `strict` the first that has a broken line.
     """
     folder = data_folder(root or manifest["root"])
     here = str(folder.resolve())
@@ -306,7 +307,7 @@ def check(manifest: Manifest, root: Path | str | None = None) -> Manifest:
                                     f"new run with other data (--model-tag)")
         if "etag" in what and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
-        new = _pin(path, old["name"], Reading.of(manifest))
+        new = _pin(path, old["name"], Reading.of({**manifest, "strict": strict}))
         for key in what:
             if old.get(key) != new.get(key):
                 raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "

@@ -23,7 +23,7 @@ import contextlib
 import ctypes
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ SUFFIXES = (".parquet", *CONVERTED)
 TEXT_FIELD = "text"
 FIELD_HELP = "column of parquet, field of jsonl that holds the text; a.b: b inside a"
 MIN_CHARS_HELP = "leave out documents of fewer characters"
+STRICT_HELP = "a broken line of jsonl is an error"
 VAL_FRACTION_HELP = "share of each file's documents that validates, in place of the last file"
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger one is a mistake, or an attack on this machine's memory
 LITTLE_TEXT = 1 << 18  # bytes of which the freed memory is not worth a call
@@ -54,6 +55,7 @@ class Reading:
     min_chars: int = 0  # shorter documents are left out
     val_fraction: float = 0.0  # of the documents of a file; 0: it is not shared out
     part: str = ""  # "train" or "val", where it is
+    strict: bool = field(default=False, compare=False)  # whether a broken line is an error; changes no document
 
     def __post_init__(self) -> None:
         if self.min_chars < 0:
@@ -69,7 +71,7 @@ class Reading:
 
     def named(self) -> dict[str, Any]:
         """What is not as usual, for manifests."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare and getattr(self, f.name) != f.default}
 
     def hashed(self) -> list[Any]:
         """`named` for fingerprints: nothing where all is as usual."""

@@ -1,7 +1,7 @@
 """
 The documents of any text file, one by one, and how a file that is not parquet becomes parquet.
 
-    .jsonl, .jsonl.gz, .jsonl.zst    a document a line; broken lines are told and passed over
+    .jsonl, .jsonl.gz, .jsonl.zst    a document a line; broken lines are told and passed over, or fatal (--strict)
     .txt                             one document
     .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
     .parquet                         of nanochat/text.py
@@ -60,10 +60,10 @@ def read_documents(path: Path, reading: Reading = ALL, skipped: dict[str, Any] |
     what is wrong.
 
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
-    millions, so it is passed over. `skipped` gets to know what was: the "count" of broken lines,
-    (number, what is wrong) of the first "lines", and how many documents were too "short". A torn
-    compressed file has lost nobody knows how many documents, so it is an error, and so are a line
-    that is larger than any document and a .txt file that is not UTF-8.
+    millions, so it is passed over, unless `reading` is strict. `skipped` gets to know what was: the
+    "count" of broken lines, (number, what is wrong) of the first "lines", and how many documents
+    were too "short". A torn compressed file has lost nobody knows how many documents, so it is an
+    error, and so are a line that is larger than any document and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
@@ -72,7 +72,7 @@ def read_documents(path: Path, reading: Reading = ALL, skipped: dict[str, Any] |
         texts = [cut(reading, _read_txt(path))]
         reading = replace(reading, part="")
     elif path.name.endswith(CONVERTED) and path.suffix != ".arrow":
-        texts = _read_jsonl(path, reading.text_field, skipped)
+        texts = _read_jsonl(path, reading, skipped)
     else:
         read = _read_arrow if path.suffix == ".arrow" else _read_parquet
         texts = (text for column in read(path, reading.text_field) for text in column.to_pylist())
@@ -146,9 +146,9 @@ def _read_txt(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 ({e}); convert it (iconv does), or take it away") from e
 
 
-def _read_jsonl(path: Path, field: str, skipped: dict[str, Any]) -> Iterator[str]:
+def _read_jsonl(path: Path, reading: Reading, skipped: dict[str, Any]) -> Iterator[str]:
     """The documents of a .jsonl file, which may be compressed; broken lines are noted in
-    `skipped`."""
+    `skipped`, or the first is an error."""
     codec = CODECS.get(path.suffix)
     with contextlib.ExitStack() as files:
         lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
@@ -165,12 +165,15 @@ def _read_jsonl(path: Path, field: str, skipped: dict[str, Any]) -> Iterator[str
             if not line.strip():
                 continue
             try:
-                text = _document(line, field)
+                text = _document(line, reading.text_field)
             except (ValueError, RecursionError) as e:
-                kind = "UTF-8" if isinstance(e, UnicodeError) else "JSON of a document"
+                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON of a document'}: {e}"[:200]
+                if reading.strict:
+                    raise ValueError(f"{path}: line {number}: {problem}; mend it, or leave out --strict to skip "
+                                     f"such lines") from None
                 skipped["count"] += 1
                 if len(skipped["lines"]) < LISTED_LINES:
-                    skipped["lines"].append((number, f"not {kind}: {e}"[:200]))
+                    skipped["lines"].append((number, problem))
             else:
                 yield text
 
@@ -202,7 +205,8 @@ def converted(path: Path, reading: Reading) -> Path:
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
     folder = get_base_dir() / "converted" / hash_json(key)
     target, report = folder / "text.parquet", folder / "report.json"
-    if not (target.exists() and report.exists()):
+    there = target.exists() and report.exists()
+    if not there or (reading.strict and read_json(report).get("count")):  # again, to be told of the first broken line
         folder.mkdir(parents=True, exist_ok=True)
         write_json(report, {"source": str(path), **convert(path, target, reading), **reading.named()})
     _tell_skipped(path, report)

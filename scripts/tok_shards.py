@@ -32,7 +32,7 @@ from nanochat.pretokenize import (
     Windows,
     describe_tokenizer,
 )
-from nanochat.text import SUFFIXES, Reading
+from nanochat.text import STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
@@ -56,6 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="ids that a window repeats of the one before; at most half of --max-length")
     parser.add_argument("--val-files", type=int, default=1,
                         help="last files of each bucket that are for validation; not used where RAW has train/")
+    parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--num-workers", type=int, default=8, help="processes; changes no output")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
     parser.add_argument("--num-tasks", type=int, default=1, help="parts the inputs are dealt into")

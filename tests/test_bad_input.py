@@ -81,6 +81,9 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     refuse_new("only.parquet", "--val-path", data_path=path.parent)
     write_shard(path, [*texts(40, seed=1), None, None])
     refuse_new(str(path), "2 null(s)", "row group 1", data_path=path.parent, val_path=workplace / "data")
+    torn = workplace / "torn.jsonl"
+    torn.write_text('{"text": "one"}\n{torn\n')
+    refuse_new(str(torn), "line 2: not JSON", "--strict", val_path=torn, strict=True)
     shutil.rmtree(workplace / "tokenizer")
     refuse_new(str(workplace / "tokenizer"), "scripts.tok_train")
 

@@ -258,6 +258,20 @@ def test_broken_jsonl_lines_are_told_at_every_launch_but_once_in_each(tmp_path, 
         assert caplog.text.count("s.jsonl.gz: 2 broken line(s) skipped, the first is line 2: not JSON") == 1
 
 
+def test_strict_makes_a_broken_line_fatal_also_when_it_was_converted_before(tmp_path, base_dir):
+    path, strict = tmp_path / "s.jsonl", text.Reading(strict=True)
+    path.write_bytes(b"\n".join(BROKEN))
+    with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
+        scan(path, reading=strict)
+    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
+    manifest = scan(path)
+    for again in (lambda: scan(path, reading=strict), lambda: check(manifest, strict=True)):
+        with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
+            again()
+    path.write_bytes(BROKEN[0])
+    assert scan(path, reading=strict) == scan(path), "it changes nothing else"
+
+
 @pytest.mark.parametrize("name, content, said", [
     ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "not a whole gzip file"),
     ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "not a whole gzip file"),

@@ -189,6 +189,10 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_told(raw, tmp_path, to
     assert run(raw, out, tokenizer) == 0
     said = capsys.readouterr().out
     assert "web/0.jsonl: 1 broken line(s) skipped" in said and "line 31: not JSON" in said
+    assert run(raw, out, tokenizer, "--strict") == 1
+    assert "0.jsonl: line 31: not JSON" in capsys.readouterr().err
+    assert not (out / "train/web/0.idx").exists() and not (out / "train/web/manifest.json").exists()
+    assert (out / "train/code/manifest.json").exists(), "what is made again goes first, and its manifest with it"
 
 
 @pytest.mark.parametrize("more, what", [

@@ -67,7 +67,7 @@ def length_table(lengths: Counter[int], row: int) -> list[str]:
     longer = ids > row
     beyond = int((tokens - row * entries)[longer].sum())
     return [*table(("ids", "entries", "of entries", "of tokens"), rows),
-            f"beyond T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries go on there, with "
+            f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; beyond it lie "
             f"{beyond:,} tokens, {beyond / max(1, num_tokens):.2%}"]
 
 

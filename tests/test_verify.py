@@ -52,7 +52,7 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
         ["2", "..", "3", "5", "100.00%", "100.00%"]]
-    assert "beyond T + 1 = 2: 60.00% of entries go on there, with 3 tokens, 23.08%" in out
+    assert "longer than T + 1 = 2: 60.00% of entries; beyond it lie 3 tokens, 23.08%" in out
     assert out.endswith("all good\n")
 
 

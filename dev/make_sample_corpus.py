@@ -24,7 +24,6 @@ import ast
 import contextlib
 import hashlib
 import itertools
-import shutil
 import sys
 import sysconfig
 import warnings
@@ -37,7 +36,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, fsync_dir, get_base_dir, here, read_json, run_main, write_json
+from dev.repackage_data_reference import new_folder
+from nanochat.common import Parser, get_base_dir, here, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
 
 MANIFEST = "sample_corpus.json"
@@ -198,18 +198,9 @@ def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str,
     something else is."""
     if is_made(here(output_dir, "--output-dir"), settings):
         return False
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
-    unfinished = output_dir.absolute().with_name(f".{output_dir.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    unfinished.mkdir(parents=True)
-    try:
-        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), unfinished, settings)
-        write_json(unfinished / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
-        unfinished.replace(output_dir)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    fsync_dir(output_dir.absolute().parent)
+    with new_folder(output_dir) as folder:
+        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), folder, settings)
+        write_json(folder / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
     return True
 
 

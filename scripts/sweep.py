@@ -139,7 +139,9 @@ def power_law(points: Sequence[Row], what: str) -> Row:
 def in_words(law: Row) -> str:
     """A law for people."""
     error = law["standard_error"]
-    told = "two budgets: a line through two points has no error" if error is None else f"± {error:.2g}, standard error"
+    told = "two budgets: a line through two points has no error"
+    if error is not None:
+        told = f"exponent ± {error:.2g}, one standard error"
     return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({told})"
 
 

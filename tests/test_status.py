@@ -319,6 +319,21 @@ def test_the_loop_gives_up_after_failures_without_a_new_checkpoint(base):
     assert "gave up: 2 times in a row" in told
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_the_loop_passes_every_signal_on_as_sigterm(tmp_path, name):
+    """The command waits for one; a stand-in for Python says of every run that it was stopped."""
+    (tmp_path / "python").write_text("#!/bin/bash\nexit 10\n")
+    (tmp_path / "python").chmod(0o755)
+    command = "trap 'echo saved; exit' TERM; echo ready; for i in {1..500}; do sleep 0.02; done"
+    process = subprocess.Popen(["bash", "dev/run_until_done.sh", "d1", "bash", "-c", command], cwd=ROOT, text=True,
+                               env={**os.environ, "PYTHON": str(tmp_path / "python")}, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.Signals[name])
+    out, told = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (10, "saved\n") and f"ended by {name}" in told
+
+
 @pytest.mark.parametrize("how", [None, signal.SIGUSR1])
 def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_asks(base, how):
     process = loop(base, STEP_S=0.2)

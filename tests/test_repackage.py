@@ -1,0 +1,133 @@
+"""Repackaging: every document once, in an order that depends on inputs and seed alone, within bounded memory."""
+
+import gzip
+import json
+import random
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dev import repackage_data_reference as module
+from dev.repackage_data_reference import main, repackage
+from nanochat import dataset
+
+
+def made_up(n):
+    rng = random.Random(0)
+    tails = (rng.choice("aé漢😀") * int(rng.paretovariate(1) * 20 % 1300) for _ in range(n - 2))
+    return [f"{i} {tail}" for i, tail in enumerate(tails)] + ["", "x"]
+
+
+def read_all(folder):
+    """[(documents of each row group, texts)] of each shard."""
+    shards = []
+    for path in sorted(folder.iterdir()):
+        with pq.ParquetFile(path) as f:
+            sizes = [f.metadata.row_group(g).num_rows for g in range(f.num_row_groups)]
+            assert f.metadata.row_group(0).column(0).compression == "ZSTD"
+            shards.append((sizes, f.read().column("text").to_pylist()))
+    return shards
+
+
+def order(folder):
+    return [text for _, texts in read_all(folder) for text in texts]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """5,000 documents in three files of as many formats."""
+    folder, texts = tmp_path / "in", made_up(5000)
+    (folder / "sub").mkdir(parents=True)
+    table = pa.table({"id": range(3000), "text": pa.array(texts[:3000], pa.string())})
+    pq.write_table(table, folder / "sub" / "b.parquet", row_group_size=700)
+    lines = [json.dumps({"text": text, "n": 1}) + "\n" for text in texts[3000:]]
+    (folder / "c.jsonl").write_text("".join(lines[:500]))
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress("".join(lines[500:]).encode()))
+    (folder / "notes.md").write_text("not data")
+    return folder, texts
+
+
+def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(inputs, tmp_path, capsys):
+    folder, texts = inputs
+    (tmp_path / ".out.unfinished").mkdir()  # of a killed process
+    chars = sum(map(len, texts))
+    main(["--input", str(folder), "--output-dir", str(tmp_path / "out"), f"--shard-chars={chars // 3}"])
+    assert f"5,000 documents, {chars:,} characters in 3 shards" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    got = order(tmp_path / "out")
+    assert Counter(got) == Counter(texts)
+    early = set(texts[:2500])
+    assert 400 < sum(text in early for text in got[:1000]) < 600, "a thousand documents come from everywhere"
+    dataset.main(["--verify", f"--data-dir={tmp_path / 'out'}"])
+    assert [sizes for sizes, _ in read_all(tmp_path / "out")] == [[1024], [1024] * 2, [1024, 5000 - 4 * 1024]]
+
+
+@pytest.mark.parametrize("n", [2, 1024, 1025])
+def test_few_documents_still_give_a_validation_shard(tmp_path, n):
+    pq.write_table(pa.table({"text": made_up(n)}), tmp_path / "in.parquet")
+    repackage([tmp_path / "in.parquet"], tmp_path / "out")
+    assert len(read_all(tmp_path / "out")) == 2
+    assert Counter(order(tmp_path / "out")) == Counter(made_up(n))
+
+
+def test_the_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inputs, tmp_path, monkeypatch):
+    folder, texts = inputs
+    budget, sorted_bytes, merges = 20_000, [], []
+
+    def noted(records, sort=sorted):
+        sorted_bytes.append(sum(len(text) + module.RECORD_BYTES for _, text in records))
+        return sort(records)
+
+    monkeypatch.setattr(module, "sorted", noted, raising=False)
+    monkeypatch.setattr(module, "merged", lambda runs, merge=module.merged: (merges.append(len(runs)), merge(runs))[1])
+    monkeypatch.setattr(module, "RUNS_AT_ONCE", 10)
+    repackage([folder], tmp_path / "large", shard_chars=100_000)
+    assert len(sorted_bytes) == 1 and merges == [1]
+    repackage([folder], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
+    one = max(len(text.encode()) for text in texts) + module.RECORD_BYTES
+    assert max(sorted_bytes[1:]) < budget + one and len(merges) > 10 and max(merges) == 10
+    large, small = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+                    for name in ("large", "small"))
+    assert large == small and len(large) > 2
+
+
+def test_the_order_is_of_inputs_and_seed_wherever_they_lie(inputs, tmp_path):
+    folder, _ = inputs
+    repackage([folder], tmp_path / "one", seed=1)
+    folder.rename(tmp_path / "moved")
+    repackage([tmp_path / "moved"], tmp_path / "two", seed=1)
+    repackage([tmp_path / "moved"], tmp_path / "three", seed=2)
+    assert order(tmp_path / "one") == order(tmp_path / "two") != order(tmp_path / "three")
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+def test_broken_lines_are_named_and_counted(tmp_path, capsys):
+    good = [json.dumps({"text": text}).encode() for text in ("one", "two", "three")]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good[0], b'{"text": "cut', b'{"other": 1}', *good[1:]]))
+    told = repackage([tmp_path / "in.jsonl"], tmp_path / "out")
+    assert told["broken"] == 2 and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
+    assert "in.jsonl: 2 broken line(s) skipped, the first is line 2: not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("a.parquet", b"PAR1 rubbish", "not a whole parquet"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "not a whole gzip"),
+    ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
+])
+def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        repackage([tmp_path / name], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_output_that_is_there_is_never_touched(inputs, tmp_path):
+    folder, _ = inputs
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(ValueError, match="is there already"):
+        repackage([folder], tmp_path / "out")
+    assert (tmp_path / "out" / "mine").read_text() == "keep"

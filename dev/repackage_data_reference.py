@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, fsync_dir, here, run_main
 from nanochat.dataset import data_folder, find_files, index_to_filename
-from nanochat.text import ALL, SUFFIXES, Reading
+from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags, read_documents
 
 ROW_GROUP_DOCUMENTS = 1024
@@ -161,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="Shuffle any text data set into parquet shards.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help=f"{', '.join(SUFFIXES)}; or folders")
     add_text_flags(parser, splits=False)
+    parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
 """
-Which files are data, which of them validate, and the data set that we know: climbmix, nanochat's.
+Which files are data, which of them validate, and the data sets that we know: nanochat's.
 
-    climbmix --HTTP--> folder --split_train_val--> {"train": {bucket: files}, "val": {bucket:
-    files}}
+    known data set --HTTP--> folder --split_train_val--> {"train": {bucket: files},
+                                                          "val": {bucket: files}}
 
 Where a file lies says whether it trains or validates, and its suffix says its format:
 
@@ -12,10 +12,10 @@ Where a file lies says whether it trains or validates, and its suffix says its f
 
 Hidden files are never data. Any of these paths may lie in object storage.
 
-climbmix is a run of parquet shards with a `text` column. Its last shard is validation and is pinned
-by name: it is always fetched, and it is an error where it is missing. Taking "the last file that is
-here" instead would turn a failed download into a silent change of every number computed on
-validation.
+A known data set is a run of parquet shards with a `text` column. Its last shard is validation and
+is pinned by name: it is always fetched, and it is an error where it is missing. Taking "the last
+file that is here" instead would turn a failed download into a silent change of every number
+computed on validation.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
@@ -40,10 +41,22 @@ FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart w
 }
 BUCKET = "data"  # the name of the bucket where there is only one
 
-NAME = "climbmix"
-BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
-MAX_SHARD = 6542  # shards 0 to this one lie there; it is the one that validates
-MARKER = "dataset.json"  # beside downloaded shards: which of them validates
+HUB = "https://huggingface.co"
+MARKER = "dataset.json"  # beside downloaded shards: which data set they are
+
+
+class Dataset(NamedTuple):
+    """A known data set: shards 0 to `last_shard` lie below `base_url`, and the last one validates."""
+
+    base_url: str
+    last_shard: int
+
+
+DATASETS = {
+    "climbmix": Dataset(f"{HUB}/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542),
+    "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
+}
+NAME = "climbmix"  # of the one that is meant where none is named
 
 
 # ---- which files are data ------------------------------------------------------------------------
@@ -139,7 +152,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
                              f"({root / 'val' if val_path is None else val_path}); leave out one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
-    if pinned_validation(root):
+    if known_dataset(root):
         list_parquet_files(root)  # insists on the validation shard
     laid_out = (root / "train").is_dir()
     if laid_out and val_path is None:
@@ -178,28 +191,31 @@ def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) 
     return buckets
 
 
-# ---- the known data set --------------------------------------------------------------------------
+# ---- known data sets -----------------------------------------------------------------------------
 
 def index_to_filename(index: int) -> str:
     """The name of shard `index`."""
     return f"shard_{index:05d}.parquet"
 
 
-def default_data_dir() -> Path:
-    """Where climbmix is, or is downloaded to: data/climbmix, or where nanochat's own downloads
+def default_data_dir(name: str = NAME) -> Path:
+    """Where a known data set is, or is downloaded to: data/NAME, or where nanochat's own downloads
     are."""
-    ours, theirs = get_base_dir() / "data" / NAME, get_base_dir() / f"base_data_{NAME}"
+    ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
 
-def pinned_validation(data_dir: Path | str) -> str | None:
-    """The name of the shard that validates in a folder of downloaded ones, which is known by the
-    marker that the downloader left there or by its place; None for any other folder, in which
-    simply the last file is validation."""
+def known_dataset(data_dir: Path | str) -> str | None:
+    """The name of the data set whose downloaded shards a folder holds, by the marker that the
+    downloader left there or by its place; None for any other folder, in which simply the last file
+    is validation."""
     folder = place(data_dir)
-    if (folder / MARKER).exists():
-        return read_json(local(folder / MARKER), {"validation": str})["validation"]
-    return index_to_filename(MAX_SHARD) if folder.resolve() == default_data_dir().resolve() else None
+    if not (folder / MARKER).exists():
+        return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
+    name = read_json(local(folder / MARKER), {"name": str})["name"]
+    if name not in DATASETS:
+        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
+    return name
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
@@ -211,13 +227,15 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")
-    pinned = pinned_validation(root)
-    if pinned and root / pinned not in files:
-        raise FileNotFoundError(f"{root}: the validation shard {pinned} is missing, {len(files)} other files are "
-                                f"there; run `python -m nanochat.dataset -n 8 --data-dir {root}`")
-    if pinned and files[-1] != root / pinned:
-        raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected the validation shard "
-                         f"{pinned}; move what was not downloaded elsewhere")
+    if name := known_dataset(root):
+        pinned = index_to_filename(DATASETS[name].last_shard)
+        if root / pinned not in files:
+            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing, {len(files)} other files "
+                                    f"are there; run `python -m nanochat.dataset --dataset={name} -n 8 "
+                                    f"--data-dir={root}`")
+        if files[-1] != root / pinned:
+            raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
+                             f"shard {pinned}; move what is not {name} elsewhere")
     return [str(file) for file in files]
 
 
@@ -243,10 +261,10 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
 def download_single_file(index: int) -> bool:
     """Fetch one shard of climbmix unless it is here; True when it is. The reason for a False is
     logged."""
-    from nanochat.download import Downloader
+    from nanochat.download import make_downloader
 
     try:
-        Downloader(BASE_URL, default_data_dir()).fetch(index)
+        make_downloader().fetch(index)
     except OSError as e:
         log.error("%s: %s", index_to_filename(index), e)
         return False

@@ -1,39 +1,47 @@
-""" Downloads: the shards of climbmix over HTTP, and whether those that are here are whole; and the
-tasks of the CORE metric.
+"""
+Downloads: the shards of a known data set over HTTP, and whether those that are here are whole; and
+the tasks of the CORE metric.
 
     shard_00007.parquet.part   grows; whatever breaks off begins again
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
     shard_00007.parquet        whole, or not there
 
-One loop tries again, whatever went wrong, and says so: no answer, an answer of a busy server (429,
-5xx), a body that breaks off. A shard is some 100 MB, so going on in the middle of one, and
-the proof that it is still the same object, is not worth its code.
+urllib3's own adapter asks a busy server again (429, 5xx), when its Retry-After says or after a pause
+that grows. One loop does what the adapter does not see, and says so: no answer, and a body that
+breaks off. A shard is some 100 MB, so going on in the middle of one, and the proof that it is still
+the same object, is not worth its code.
+
+HF_ENDPOINT stands in for the hub. HF_TOKEN is sent to that endpoint alone, and never printed.
 """
 
 import fcntl
 import logging
 import os
+import re
 import tempfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+from requests.adapters import HTTPAdapter
 from tqdm import tqdm
+from urllib3.util import Retry
 
-from nanochat.common import Parser, each, fsync_dir, get_base_dir, read_json, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
 from nanochat.dataset import (
-    BASE_URL,
+    DATASETS,
+    HUB,
     MARKER,
-    MAX_SHARD,
     NAME,
     default_data_dir,
     index_to_filename,
+    known_dataset,
     list_parquet_files,
 )
 from nanochat.text import open_parquet
@@ -49,19 +57,11 @@ BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.a
 
 @dataclass(frozen=True)
 class Downloader:
-    """Where shards come from and go to: a folder, which is made and marked. ValueError for what is
-    no address, and for a folder that holds another data set."""
+    """Where shards come from and go to; see `make_downloader`."""
 
     base_url: str
     data_dir: Path
-
-    def __post_init__(self) -> None:
-        check_url(self.base_url)
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        marker = self.data_dir / MARKER
-        if marker.exists() and (there := read_json(marker, {"name": str})["name"]) != NAME:
-            raise ValueError(f"{self.data_dir}: holds {there}; use another --data-dir")
-        write_json(marker, {"name": NAME, "validation": index_to_filename(MAX_SHARD)})
+    token: str = field(default="", repr=False)  # for that server alone
 
     def fetch(self, index: int) -> None:
         """Bring shard `index` here unless it is. Raises OSError, and then leaves nothing under the
@@ -71,9 +71,10 @@ class Downloader:
         if final.exists():
             return
         try:
-            copy(url, part)
+            copy(url, part, self.token)
         except OSError as e:
-            raise OSError(f"{url}: {e}; check the network, or name a mirror with --base-url") from e
+            raise OSError(f"{url}: {e}; check the network, --base-url and HF_ENDPOINT, and HF_TOKEN where the answer "
+                          f"is 401 or 403") from e
         try:
             open_parquet(part).close()
         except ValueError as e:
@@ -83,24 +84,58 @@ class Downloader:
         fsync_dir(self.data_dir)
 
 
-def copy(url: str, part: Path) -> None:
+def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
+    """A Downloader of a known data set, which makes and marks its folder. It honours HF_ENDPOINT and
+    HF_TOKEN. ValueError where one of these is unusable, for what is no address, and for a folder
+    that holds another data set."""
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
+    url = (base_url or DATASETS[name].base_url).rstrip("/")
+    if url.startswith(f"{HUB}/"):
+        url = endpoint + url.removeprefix(HUB)
+    check_url("HF_ENDPOINT", endpoint)
+    check_url("--base-url", url)
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if not re.fullmatch(r"[!-~]*", token):  # the HTTP library's own complaint would print it
+        raise ValueError("HF_TOKEN: has characters that a header cannot carry; set it again")
+    data_dir = data_dir or default_data_dir(name)
+    if (there := known_dataset(data_dir) or name) != name:
+        raise ValueError(f"{data_dir}: holds {there}, not {name}; use another --data-dir, or --dataset={there}")
+    data_dir.mkdir(parents=True, exist_ok=True)
+    write_json(data_dir / MARKER, {"name": name, "validation": index_to_filename(DATASETS[name].last_shard)})
+    return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
+
+
+def open_session(token: str) -> requests.Session:
+    """A session that asks busy servers again, and sends the token to the first server only."""
+    def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
+        # a plain header would lose against an entry in ~/.netrc; requests drops this when it is sent elsewhere
+        request.headers["Authorization"] = f"Bearer {token}"
+        return request
+
+    session = requests.Session()
+    session.auth = sign if token else None
+    retry = Retry(None, connect=0, read=0, other=0, status=ATTEMPTS - 1, status_forcelist=(429, *range(500, 600)),
+                  backoff_factor=BACKOFF_S, raise_on_status=False)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=retry))
+    return session
+
+
+def copy(url: str, part: Path, token: str = "") -> None:
     """Copy what lies at `url` whole. OSError after an answer that another try will not change, or
     after the last try; each try but the first is told before it."""
     for attempt in range(1, ATTEMPTS + 1):
         pause = BACKOFF_S * 2**(attempt - 1)
         try:
-            with requests.get(url, stream=True, timeout=TIMEOUT_S) as response:
-                code = response.status_code
-                problem = f"got HTTP {code} {response.reason}"
-                if code == 200:
-                    with open(part, "wb") as f:
-                        chunks = response.iter_content(1 << 20)
-                        f.writelines(tqdm(chunks, part.name, unit="MiB", leave=False, disable=None))
-                        f.flush()
-                        os.fsync(f.fileno())
-                    return
-                if code != 429 and code < 500:
-                    raise OSError(problem)
+            with open_session(token) as session, session.get(url, stream=True, timeout=TIMEOUT_S) as response:
+                if response.status_code != 200:
+                    raise OSError(f"got HTTP {response.status_code} {response.reason}")
+                with open(part, "wb") as f:
+                    chunks = response.iter_content(1 << 20)
+                    f.writelines(tqdm(chunks, part.name, unit="MiB", leave=False, disable=None))
+                    f.flush()
+                    os.fsync(f.fileno())
+                return
         except requests.RequestException as e:
             problem = f"no whole answer ({e})"
         if attempt < ATTEMPTS:
@@ -109,10 +144,10 @@ def copy(url: str, part: Path) -> None:
     raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
 
 
-def check_url(url: str) -> None:
+def check_url(given_by: str, url: str) -> None:
     """ValueError unless it is an address of HTTP."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ValueError(f"--base-url: got {url!r}, expected an address such as {BASE_URL}")
+        raise ValueError(f"{given_by}: got {url!r}, expected an address such as {HUB}")
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
@@ -137,15 +172,15 @@ def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> li
         return problems(job.fetch, indices, num_workers=num_workers)
 
 
-def fetch_bundle(base_url: str, folder: Path) -> None:
+def fetch_bundle(base_url: str | None, folder: Path) -> None:
     """Bring the tasks of the CORE metric into `folder`, or read those that are there already.
     Nobody publishes a checksum of the archive: it is good if its own sums are right and all its
     items can be read. OSError, and then there is no folder, for what does not arrive or is no
     good."""
     from nanochat.core_eval import read_bundle
 
-    check_url(base_url)
-    url = f"{base_url}/{BUNDLE_NAME}.zip"
+    url = f"{(base_url or BUNDLE_URL).rstrip('/')}/{BUNDLE_NAME}.zip"
+    check_url("--base-url", url)
     if not folder.exists():
         print(f"fetching {url} -> {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +207,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-n", "--num-files", type=int, default=-1,
                         help="shards for training, some 100 MB each, from the first on; -1: all, which are thousands")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="shards at a time")
+    parser.add_argument("--dataset", choices=DATASETS, default=NAME, help="which data set")
     parser.add_argument("--base-url", help="address of the folder of shards, or of eval_bundle.zip, that stands in")
-    parser.add_argument("--data-dir", type=Path, help=f"folder to use instead of $NANOCHAT_BASE_DIR/data/{NAME}")
+    parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
     parser.add_argument("--eval-bundle", action="store_true",
                         help="fetch the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
     parser.add_argument("--verify", action="store_true", help="download nothing; read all that is here")
@@ -182,19 +218,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.num_files < -1 or args.num_workers < 1:
         raise ValueError(f"got -n {args.num_files} -w {args.num_workers}, expected -n of at least "
                          f"-1 (all), -w of at least 1")
-    base_url, data_dir = (args.base_url or (BUNDLE_URL if args.eval_bundle else BASE_URL)).rstrip("/"), args.data_dir
     if args.eval_bundle:
-        return fetch_bundle(base_url, data_dir or get_base_dir() / BUNDLE_NAME)
-    data_dir = data_dir or default_data_dir()
+        return fetch_bundle(args.base_url, args.data_dir or get_base_dir() / BUNDLE_NAME)
     if args.verify:
-        paths = list_parquet_files(data_dir)
+        paths = list_parquet_files(args.data_dir or default_data_dir(args.dataset))
         found = problems(lambda path: sum(1 for _ in read_texts(path)), paths, num_workers=args.num_workers)
         way_out = "Delete them and run this again without --verify."
     else:
-        num_train = MAX_SHARD if args.num_files == -1 else min(args.num_files, MAX_SHARD)
-        indices = [MAX_SHARD, *range(num_train)]  # validation first: nothing works without it
-        print(f"{NAME}: {num_train} training shards and {index_to_filename(MAX_SHARD)} for validation -> {data_dir}")
-        found = download(Downloader(base_url, data_dir), indices, num_workers=args.num_workers)
+        job = make_downloader(args.dataset, base_url=args.base_url, data_dir=args.data_dir)
+        last = DATASETS[args.dataset].last_shard
+        num_train = last if args.num_files == -1 else min(args.num_files, last)
+        indices = [last, *range(num_train)]  # validation first: nothing works without it
+        print(f"{args.dataset}: {num_train} training shards and {index_to_filename(last)} for validation -> "
+              f"{job.data_dir}")
+        found = download(job, indices, num_workers=args.num_workers)
         way_out = "What has arrived is kept: run the same command again to go on."
     if failed := [why for why in found if why]:
         lines = "".join(f"  {why}\n" for why in sorted(failed))

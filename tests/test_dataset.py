@@ -11,7 +11,14 @@ import pytest
 
 from nanochat import text, text_kinds
 from nanochat.config import Settings
-from nanochat.dataset import default_data_dir, find_files, list_parquet_files, parquets_iter_batched, split_train_val
+from nanochat.dataset import (
+    DATASETS,
+    default_data_dir,
+    find_files,
+    list_parquet_files,
+    parquets_iter_batched,
+    split_train_val,
+)
 from nanochat.run_data import find_manifests, open_data
 from nanochat.sources import check_format, scan
 from nanochat.text import as_parquet, open_parquet, read_batches
@@ -38,6 +45,10 @@ def write(folder, *names, **kwargs):
         (folder / name).write_bytes(parquet_bytes(name, **kwargs))
 
 
+def test_the_table_holds_the_published_last_shards():
+    assert {name: known.last_shard for name, known in DATASETS.items()} == {"climbmix": 6542, "fineweb-edu": 1822}
+
+
 def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(tmp_path):
     write(tmp_path, "b/x.parquet", "a/z.parquet", "c.parquet", ".tmp/q.parquet", ".h.parquet", "d.parquet.part")
     assert list_parquet_files(tmp_path) == [str(tmp_path / n) for n in ("a/z.parquet", "b/x.parquet", "c.parquet")]
@@ -51,7 +62,7 @@ def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(
 def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
     folder = default_data_dir()
     write(folder, "shard_00000.parquet", "shard_00001.parquet")  # no marker: known by its place
-    with pytest.raises(FileNotFoundError, match=r"shard_06542\.parquet is missing.*run `python -m nanochat.dataset"):
+    with pytest.raises(FileNotFoundError, match=r"shard_06542\.parquet is missing.*run `.* --dataset=climbmix"):
         list_parquet_files()
     write(folder, "shard_06542.parquet")
     assert list_parquet_files()[-1].endswith("shard_06542.parquet")

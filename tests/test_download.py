@@ -14,8 +14,8 @@ import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import dataset, download
-from nanochat.dataset import default_data_dir, index_to_filename, list_parquet_files
-from nanochat.download import Downloader
+from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
+from nanochat.download import make_downloader
 from tests.test_dataset import parquet_bytes, write
 
 LAST = 3
@@ -53,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(302 if "redirect" in do else do["status"])
             if "redirect" in do:
                 self.send_header("Location", do["redirect"])
+            if "retry_after" in do:
+                self.send_header("Retry-After", str(do["retry_after"]))
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
@@ -82,13 +84,14 @@ def server():
 @pytest.fixture(autouse=True)
 def clean_env(monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    for module in (dataset, download):
-        monkeypatch.setattr(module, "MAX_SHARD", LAST)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset("http://unused.invalid", LAST))
     monkeypatch.setattr(download, "BACKOFF_S", 0.001)
 
 
 def job_for(server, data_dir=None):
-    return Downloader(server.url, data_dir or default_data_dir())
+    return make_downloader(base_url=server.url, data_dir=data_dir)
 
 
 def fetch(job, *indices, num_workers=1):
@@ -125,10 +128,15 @@ def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(se
 
 # ---- a server that misbehaves ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_asked_again(server, status):
-    server.script[index_to_filename(0)] = [{"status": status}] * 2
-    assert fetch(job_for(server), 0) == {} and len(asked_for(server, 0)) == 3
+@pytest.mark.parametrize("status, wish_s", [(429, 1), (503, 0)])
+def test_a_busy_server_is_asked_again_when_it_said_or_after_a_pause(server, status, wish_s):
+    server.script[index_to_filename(0)] = [{"status": status, "retry_after": wish_s}, {"status": status}]
+    assert fetch(job_for(server), 0) == {}
+    first, second, third = asked_for(server, 0)
+    assert second[2] - first[2] >= 0.95 * wish_s and third[2] - second[2] < 0.95
+    server.script[index_to_filename(1)] = [{"status": status}] * 99
+    assert f"got HTTP {status}" in fetch(job_for(server), 1)[index_to_filename(1)]
+    assert len(asked_for(server, 1)) == download.ATTEMPTS
 
 
 def test_lengths_that_are_wrong_or_unknown_are_made_good_by_the_footer(server):
@@ -175,9 +183,9 @@ def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes
 def test_the_command_exits_non_zero_lists_every_failure_and_keeps_the_rest(server, tmp_path):
     server.files[index_to_filename(1)] = b"rubbish"
     del server.files[index_to_filename(2)]
-    code = ("from nanochat import dataset, download; from nanochat.common import run_main; "
-            f"download.MAX_SHARD = {LAST}; run_main(dataset.main)")
-    done = subprocess.run([sys.executable, "-c", code, "--base-url", server.url, "--data-dir", str(tmp_path / "d")],
+    code = ("from nanochat import dataset as d; from nanochat.common import run_main; "
+            f"d.DATASETS['climbmix'] = d.Dataset({server.url!r}, {LAST}); run_main(d.main)")
+    done = subprocess.run([sys.executable, "-c", code, "--data-dir", str(tmp_path / "d")],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "shard_00001.parquet" in done.stderr and "shard_00002.parquet" in done.stderr
@@ -185,15 +193,14 @@ def test_the_command_exits_non_zero_lists_every_failure_and_keeps_the_rest(serve
     assert [n for n in on_disk(tmp_path / "d") if n.endswith(".parquet")] == ["shard_00000.parquet", VAL]
 
 
-def test_after_a_kill_the_next_start_begins_the_file_again(server, tmp_path):
+def test_after_a_kill_the_next_start_begins_the_file_again(server):
     name, body = index_to_filename(0), parquet_bytes(9, rows=30_000)
     server.files[name], server.script[name] = body, [{"drop_after": 1_200_000, "stall": True}]
     try:
-        code = (f"from nanochat import dataset; dataset.BASE_URL = {server.url!r}; "
-                f"from pathlib import Path; dataset.default_data_dir = lambda: Path({str(tmp_path / 'd')!r}); "
-                f"dataset.download_single_file(0)")
+        code = ("from nanochat import dataset as d; "
+                f"d.DATASETS['climbmix'] = d.Dataset({server.url!r}, {LAST}); d.download_single_file(0)")
         child = subprocess.Popen([sys.executable, "-c", code])
-        part = tmp_path / "d" / f"{name}.part"
+        part = default_data_dir() / f"{name}.part"
         deadline = time.monotonic() + 30
         while not (part.exists() and part.stat().st_size >= 1 << 20):
             assert time.monotonic() < deadline
@@ -202,9 +209,9 @@ def test_after_a_kill_the_next_start_begins_the_file_again(server, tmp_path):
         child.wait()
     finally:
         server.stalled.set()
-    assert 0 < part.stat().st_size < len(body) and not (tmp_path / "d" / name).exists()
-    assert fetch(job_for(server, tmp_path / "d"), 0) == {}
-    assert (tmp_path / "d" / name).read_bytes() == body and not part.exists()
+    assert 0 < part.stat().st_size < len(body) and not part.with_suffix("").exists()
+    assert fetch(job_for(server), 0) == {}
+    assert part.with_suffix("").read_bytes() == body and not part.exists()
 
 
 # ---- the tasks of the CORE metric ------------------------------------------------------------------------------------
@@ -263,6 +270,43 @@ def test_an_entry_of_a_bundle_that_leads_outside_stays_inside(server, tmp_path):
     assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in there)
 
 
+# ---- endpoint and token ----------------------------------------------------------------------------------------------
+
+def test_endpoint_replaces_the_hub_and_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
+    monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset(f"{dataset.HUB}/datasets/x/resolve/main", LAST))
+    name, mirror = index_to_filename(0), Server(dict(server.files))
+    threading.Thread(target=mirror.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    server.script[name] = [{"status": 429}, {"redirect": f"{mirror.url}/{name}"}]
+    try:
+        job = make_downloader()
+        assert job.base_url == f"{server.url}/datasets/x/resolve/main" and "secret" not in repr(job)
+        assert fetch(job, 0) == {}
+        assert fetch(make_downloader(base_url=mirror.url), 1) == {}
+    finally:
+        mirror.shutdown()
+        mirror.server_close()
+    assert [r[1]["Authorization"] for r in server.requests] == ["Bearer hf_secret"] * 2
+    assert len(mirror.requests) == 2 and not any("Authorization" in r[1] for r in mirror.requests)
+
+
+def test_the_token_is_never_printed(server, monkeypatch, capsys, caplog):
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    server.files.clear()
+    with pytest.raises(OSError, match="404") as e:
+        run(server, "-n", "1")
+    assert server.requests[0][1]["Authorization"] == "Bearer hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_sec ret")
+    with pytest.raises(ValueError, match="HF_TOKEN") as e2:
+        run(server, "-n", "1")
+    out = capsys.readouterr()
+    assert "sec" not in str(e.value) + str(e2.value) + out.out + out.err + caplog.text
+
+
+# ---- bad flags -------------------------------------------------------------------------------------------------------
+
 @pytest.mark.parametrize("argv, said", [(["-n", "-2"], "-n"), (["-w", "0"], "-w"),
                                         (["--base-url", "ftp://x"], "--base-url")])
 def test_bad_flags_are_named(server, argv, said):
@@ -271,10 +315,12 @@ def test_bad_flags_are_named(server, argv, said):
 
 
 def test_the_folder_of_another_data_set_is_refused(server, tmp_path):
-    (tmp_path / "dataset.json").write_text('{"name": "fineweb-edu", "validation": "shard_01822.parquet"}')
-    with pytest.raises(ValueError, match="holds fineweb-edu; use another --data-dir"):
-        run(server, "--data-dir", str(tmp_path))
-    assert on_disk(tmp_path) == [] and not server.requests
+    folder = job_for(server, tmp_path / "d").data_dir
+    with pytest.raises(ValueError, match="holds climbmix, not fineweb-edu; use another --data-dir"):
+        run(server, "--dataset=fineweb-edu", "--data-dir", str(folder))
+    with pytest.raises(ValueError, match="holds fineweb-edu, not climbmix"):  # known by its place
+        run(server, "--data-dir", str(default_data_dir("fineweb-edu")))
+    assert on_disk(folder) == [] and not server.requests and not default_data_dir("fineweb-edu").exists()
 
 
 # ---- verifying ------------------------------------------------------------------------------------------------------

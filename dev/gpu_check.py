@@ -239,7 +239,7 @@ def attention_errors(bench: Bench) -> Iterator[Figure]:
     whole = torch.zeros(2, T, dtype=torch.int32, device=bench.device)
     # longer than the windows, which else would not count
     documents = (torch.arange(T, device=bench.device) // (T // 3)).int().expand(2, T).contiguous()
-    modes = ("causal", "sdpa_mask", "varlen") if bench.cuda else ("causal", "sdpa_mask")
+    modes = ("causal", "sdpa_mask", "varlen", "flex") if bench.cuda else ("causal", "sdpa_mask")
     for mode, window in itertools.product(modes, bench.sizes.windows):
         doc_ids = whole if mode == "causal" else documents
         mask = None if mode == "causal" else make_masks(doc_ids, [window], mode=mode).by_window[window]

@@ -17,7 +17,7 @@ outside a compiled model, and one for all layers of equal window; padding is a d
 
     doc_ids  0 0 1 1 1 2      query 3 (document 1) sees keys 2 and 3, query 5 only itself
 
-A model is in one of three modes:
+A model is in one of four modes:
 
 - `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full
   windows, and takes a boolean band for short ones. The band costs what the full square
@@ -27,17 +27,20 @@ A model is in one of three modes:
 - `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. Runs everywhere.
 - `varlen`: `varlen_attn` on documents laid end to end and told apart by their edges, so that there
   is no T x T of anything. CUDA only, bfloat16 and float16 only.
+- `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. For CUDA; on a
+  CPU it runs forward only, uncompiled: enough to be tested.
 
-Rejected for documents: FlexAttention, which does what `varlen` does and is only fast when it is
-compiled, so evaluation and generation, which run eagerly, would pay minutes of compilation for odd
-shapes. `flash` is an ordinary operator that torch.compile keeps in one graph.
+Why not `flex` for everything: it is only fast when compiled, and compiles again for odd shapes, such as
+those of generation, for minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 `torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up `flash` and `sdpa` without a
 change here, for those who have installed that package.
 
 On exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
-`torch.use_deterministic_algorithms(True)` is set; `sdpa` on a CPU is exact for a thread count.
+`torch.use_deterministic_algorithms(True)` is set; `flex` has no atomics; `sdpa` on a CPU is exact
+for a thread count.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -45,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MODES = ("causal", "sdpa_mask", "varlen")
+MODES = ("causal", "sdpa_mask", "varlen", "flex")
 MAX_FLASH_HEAD_DIM = 256
 SAYS_GROUPED = torch.__version__ >= "2.12"  # as versions; before, varlen_attn took fewer kv heads without a word
 
@@ -54,29 +57,30 @@ class DocMasks(NamedTuple):
     """What keeps the documents of a batch apart.
 
     same_doc: (B, T) bool, whether the token before is of the same document; never for the first of
-    a row. by_window: the mask for each window: (B, 1, T, T) bool, True where seen; or, of `varlen`,
-    where documents begin in the B T positions, int32, with B T behind the last.
+    a row. by_window: the mask for each window: (B, 1, T, T) bool, True where seen; a BlockMask; or,
+    of `varlen`, where documents begin in the B T positions, int32, with B T behind the last.
     """
 
     same_doc: Tensor
-    by_window: dict[int, Tensor]
+    by_window: dict[int, Any]
 
 
 def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str,
                num_docs: int | None = None) -> DocMasks:
     """The masks of a batch for some windows, on the device of doc_ids: (B, T) integers, equal inside
-    a document and different in all others of its row. mode: sdpa_mask or varlen. num_docs: how
+    a document and different in all others of its row. mode: sdpa_mask, varlen or flex. num_docs: how
     many documents the rows have; without it `varlen` counts them, which waits for the device."""
     T = doc_ids.size(1)
     same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
     if mode == "varlen":
         return DocMasks(same_doc, dict.fromkeys(windows, _edges(~same_doc, num_docs)))
+    make = {"sdpa_mask": _doc_band, "flex": _block_mask}[mode]
     reach = {window: -1 if window >= T - 1 else window for window in windows}
-    made = {window: _doc_band(doc_ids, window) for window in set(reach.values())}
+    made = {window: make(doc_ids, window) for window in set(reach.values())}
     return DocMasks(same_doc, {window: made[reach[window]] for window in reach})
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Tensor | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None) -> Tensor:
     """Softmax attention, scaled by 1/sqrt(D); returns (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
@@ -88,6 +92,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Tensor
     assert Tk >= Tq and q.size(2) % k.size(2) == 0, (q.shape, k.shape)
     if mask is not None:
         assert Tq == Tk, "document masks are not for decoding from a cache"
+        if not isinstance(mask, Tensor):
+            return _flex(q, k, v, mask)
         return _sdpa(q, k, v, mask) if mask.ndim == 4 else _flash(q, k, v, window, mask)
     if window >= Tk - 1:
         window = -1
@@ -164,6 +170,34 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
     size = 1 << num_docs.bit_length()
     flat = starts.flatten()
     return torch.nonzero_static(flat, size=size, fill_value=len(flat)).view(-1).int()
+
+
+# ---- flex ----------------------------------------------------------------------------------------
+
+_compiled: Any = functools.cache(torch.compile)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if q.is_cuda and not torch.compiler.is_compiling():  # else it holds the whole (T, T) of scores
+        flex_attention = _compiled(flex_attention)
+    y = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask,
+                       enable_gqa=q.size(2) != k.size(2))
+    return y.transpose(1, 2)
+
+
+def _block_mask(doc_ids: Tensor, window: int) -> Any:
+    """`_doc_band` as a `BlockMask`."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (doc_ids[b, query] == doc_ids[b, key])
+        return seen & (query - key <= window) if window >= 0 else seen
+
+    B, T = doc_ids.shape
+    make = _compiled(create_block_mask) if doc_ids.is_cuda else create_block_mask
+    return make(visible, B=B, H=None, Q_LEN=T, KV_LEN=T, device=doc_ids.device)
 
 
 # ---- the cache -----------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class CausalSelfAttention(nn.Module):
             self.ve_gate = Linear(min(VE_GATE_CHANNELS, config.n_embd), config.n_kv_head)
 
     def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor],
-                kv_cache: KVCache | None, mask: Tensor | None) -> Tensor:
+                kv_cache: KVCache | None, mask: Any) -> Tensor:
         """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. mask: see
         `attention`. Returns (B, T, C)."""
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -271,11 +271,11 @@ class GPT(nn.Module):
     `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
     arbitrary.
 
-    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere)
-    or `varlen` (fast, on CUDA). activation_checkpointing: keep only what goes into a layer, and
-    compute the layer again when its gradients are due: a third more time, far less memory. z_loss:
-    what the squared logsumexp of a token's logits counts in the gradient beside its loss, so that
-    logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
+    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere),
+    `varlen` or `flex` (fast on CUDA). activation_checkpointing: keep only what goes into a layer,
+    and compute the layer again when its gradients are due: a third more time, far less memory.
+    z_loss: what the squared logsumexp of a token's logits counts in the gradient beside its loss, so
+    that logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",

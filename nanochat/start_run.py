@@ -135,8 +135,9 @@ def command(settings: Settings, world_size: int, device_type: str
     tokenizer = get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token, data_path=data_path)
     if settings.data_format == "text":
         tokenizer.encode("")  # says so where it knows ids only
-    if settings.attention_mode == "varlen" and device_type == "cpu":
-        raise ValueError("--attention-mode=varlen: its kernels need a GPU; take --attention-mode=sdpa_mask on a CPU")
+    if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
+        raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
+                         "--attention-mode=sdpa_mask on a CPU")
     if "tensorboard" in settings.boards and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
     if settings.core_metric_every > 0:

@@ -15,6 +15,8 @@ from nanochat import attention as attention_module
 from nanochat.attention import attention, make_masks
 from tests.toy import examples
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
 
 def oracle(q, k, v, window=-1, doc_ids=None):
     """Softmax over each query's visible keys, one query at a time, in float64."""
@@ -41,8 +43,8 @@ def make(seed, B, Tq, H, Hkv, D, Tk=None, dtype=torch.float32):
     return q, k, v, documents
 
 
-def mask_of(doc_ids, window):
-    return None if doc_ids is None else make_masks(doc_ids, [window], mode="sdpa_mask").by_window[window]
+def mask_of(doc_ids, window, mode="sdpa_mask"):
+    return None if doc_ids is None else make_masks(doc_ids, [window], mode=mode).by_window[window]
 
 
 def assert_equals_oracle(y, expected):
@@ -61,9 +63,22 @@ def test_sdpa_equals_the_written_out_softmax(seed, B, T, heads, D, window, case,
     assert_equals_oracle(y, oracle(q, k, v, window, doc_ids))
 
 
-def test_masks_are_made_once_for_windows_that_mean_the_same():
+@pytest.mark.parametrize("T, heads, window", [(37, (4, 2), 5), (20, (2, 2), -1), (150, (2, 1), 129), (9, (3, 1), 0)])
+def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window):
+    q, k, v, documents = make(T, 2, T, *heads, 8)
+    one_document = torch.zeros_like(documents)
+    assert documents.unique().numel() > 1
+    for doc_ids in (documents, one_document):
+        flex, sdpa = (attention(q, k, v, mask=mask_of(doc_ids, window, mode)) for mode in ("flex", "sdpa_mask"))
+        assert_equals_oracle(flex, oracle(q, k, v, window, doc_ids))
+        torch.testing.assert_close(flex, sdpa, atol=2e-6, rtol=0)
+    torch.testing.assert_close(flex, attention(q, k, v, window=window), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+def test_masks_are_made_once_for_windows_that_mean_the_same(mode):
     doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
-    same_doc, by_window = make_masks(doc_ids, [3, -1, 7, 100, 3], mode="sdpa_mask")
+    same_doc, by_window = make_masks(doc_ids, [3, -1, 7, 100, 3], mode=mode)
     assert same_doc.tolist() == [[False, True, True, False, True, False, True, True]]
     assert by_window.keys() == {3, -1, 7, 100}
     assert by_window[-1] is by_window[7] is by_window[100] is not by_window[3]

@@ -99,7 +99,8 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     ({"device_batch_size": 0}, ("--device-batch-size", "at least 1")),
     ({"keep_last_k": 0}, ("--keep-last-k", "at least 1")),
     ({"keep_last_k": 1, "keep_milestone_every": -1}, ("--keep-milestone-every", "at least 1")),
-    ({"attention_mode": "varlen"}, ("--attention-mode=varlen", "need a GPU", "--attention-mode=sdpa_mask")),
+    *(({"attention_mode": mode}, (f"--attention-mode={mode}", "need a GPU", "--attention-mode=sdpa_mask"))
+      for mode in ("flex", "varlen")),
     ({"num_iterations": None, "target_param_data_ratio": -1}, ("--num-iterations", "--target-flops")),
     ({"overlap": training.T - 1, "long_docs": "split"}, ("--overlap", f"{training.T - 2}")),
     ({"dtype": "float64"}, ("--dtype", "bfloat16")),

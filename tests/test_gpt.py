@@ -151,7 +151,7 @@ def documents():
     return x, y, doc_ids
 
 
-def docs_model(pattern, mode="sdpa_mask"):
+def docs_model(pattern, mode):
     config = GPTConfig(**{**SMALL.__dict__, "sequence_len": T_DOCS, "n_layer": 4, "window_pattern": LAYERS[pattern]})
     assert (128 in config.window_sizes) == (pattern == "windows") and config.n_kv_head < config.n_head
     model = shake(build(config, attention_mode=mode))
@@ -166,8 +166,10 @@ def alone(model, x, y, **kwargs):
 
 
 @pytest.mark.parametrize("pattern", LAYERS)
-def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(pattern):
-    model = docs_model(pattern).requires_grad_(False)
+@pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(pattern, mode):
+    model = docs_model(pattern, mode).requires_grad_(False)
     x, y, doc_ids = documents()
     together = model(x, y, masks=model.masks(doc_ids), loss_reduction="none")
     expected = alone(model, x, y, loss_reduction="none")
@@ -177,11 +179,23 @@ def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(pattern
     assert (without - expected)[0, :150].abs().max() < 2e-3 < 1 < (without - expected).abs().max()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has a backward pass on CUDA only")
+def test_flex_has_the_gradients_of_the_explicit_mask():
+    x, y, doc_ids = (t.cuda() for t in documents())
+    gradients = []
+    for mode in ("sdpa_mask", "flex"):
+        model = docs_model("windows", mode).cuda()
+        model(x, y, masks=model.masks(doc_ids), loss_reduction="sum").backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, atol=5e-3 * expected.abs().max().item(), rtol=0)
+
+
 def test_attention_modes():
     assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
     with pytest.raises(ValueError, match="--attention-mode varlen: got no doc_ids"):
         build(attention_mode="varlen").masks(None)
-    with pytest.raises(ValueError, match="--attention-mode: got 'auto', expected one of causal, sdpa_mask, varlen"):
+    with pytest.raises(ValueError, match="--attention-mode: got 'auto', expected one of causal, sdpa_mask, varlen, flex"):
         GPT(SMALL, attention_mode="auto")
 
 
@@ -277,7 +291,8 @@ def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
     assert model(x, y).item() < 0.05
 
 
-@pytest.mark.parametrize("mode", ["causal", "sdpa_mask"])
+@pytest.mark.parametrize("mode", ["causal", "sdpa_mask", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_without_compiling_again(mode):
     """Also where layers are computed again in the backward pass, here those of causal attention."""
     from torch._dynamo.testing import CompileCounter  # takes half a second

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanochat.common import atomic_open
+from nanochat.common import atomic_open, hash_file, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -135,32 +135,48 @@ def blend_sources(weights: Sequence[float], size: int,
 # ---- the cache ----------------------------------------------------------------------------------
 
 def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` makes: read from FOLDER/<name>.npz, or made, and written there if they
-    have enough entries to be worth it.
+    """The arrays that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made, and written there
+    if they have enough entries to be worth it.
 
     `name` holds a hash of everything that the arrays are computed from, so whoever writes a file
-    writes the same arrays. That makes many processes on many nodes safe without a lock: each looks,
-    makes what is absent, and renames its own copy into place. Such a file has checksums, which are
-    compared when it is read; one that is damaged is told and made again.
+    writes the same bytes. That makes many processes on many nodes safe without a lock: each looks,
+    makes what is absent, and renames its own copy into place. <name>.json is written last and has
+    the files' checksums, which are compared at every opening; what is damaged is told and made again.
     Rejected: rank 0 builds and the others wait at a barrier, as megatron-core does. That ends in a
     time-out where rank 0 takes long, or where the file system is slow to show the file.
     """
     if folder is None:
         return build()
-    path = Path(folder) / f"{name}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            return dict(found)
-    except FileNotFoundError:
-        pass
-    except Exception as e:  # whatever a damaged file makes the libraries say
-        log.warning("%s: cannot be used (%s); it is made again", path, e)
-    arrays = build()
-    if sum(array.size for array in arrays.values()) >= WORTH_STORING:
+    seal = Path(folder) / f"{name}.json"
+    if seal.exists():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            return _open_sealed(seal)
+        except (OSError, ValueError) as e:
+            log.warning("%s: cannot be used (%s); it is made again", seal, e)
+    arrays = build()
+    if sum(array.size for array in arrays.values()) < WORTH_STORING:
+        return arrays
+    try:
+        seal.parent.mkdir(parents=True, exist_ok=True)
+        checksums = {}
+        for which, array in arrays.items():
+            path = seal.with_name(f"{name}-{which}.npy")
             with atomic_open(path) as f:
-                np.savez(f, **arrays)  # type: ignore[arg-type]
-        except OSError as e:
-            log.warning("%s: not stored (%s); it will be made again next time", path, e)
+                np.save(f, array, allow_pickle=False)
+            checksums[which] = hash_file(path)
+        write_json(seal, checksums)
+        return _open_sealed(seal)
+    except OSError as e:
+        log.warning("%s: not stored (%s); it will be made again next time", seal, e)
+        return arrays
+
+
+def _open_sealed(seal: Path) -> Arrays:
+    """The arrays beside <name>.json, mapped. ValueError, OSError if they are not what it says."""
+    arrays = {}
+    for which, checksum in read_json(seal, dict).items():
+        path = seal.with_name(f"{seal.stem}-{which}.npy")
+        if hash_file(path) != checksum:
+            raise ValueError(f"{path.name} is not what its checksum says")
+        arrays[which] = np.load(path, mmap_mode="r", allow_pickle=False)
     return arrays

@@ -283,8 +283,8 @@ def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
     sources = sources_of(pairs)
     cursors = stream_of(config_of(), sources).cursors()
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
-    assert len(list(tmp_path.glob("*-GPTDataset-train.npz"))) == 3
-    assert len(list(tmp_path.glob("*-BlendedDataset-train.npz"))) == 1
+    assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 9
+    assert len(list(tmp_path.glob("*-BlendedDataset-train-*_index.npy"))) == 2
     assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
 
 

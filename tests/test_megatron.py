@@ -335,13 +335,18 @@ def same(found):
 
 
 @pytest.mark.parametrize("tear", [
-    lambda whole: b"", lambda whole: whole[:-4], lambda whole: whole[:20], lambda whole: b"?" + whole[1:],
-    lambda whole: whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:]])
+    lambda array, seal: array.unlink(),
+    lambda array, seal: array.write_bytes(b""),
+    lambda array, seal: array.write_bytes(array.read_bytes()[:-4]),
+    lambda array, seal: array.write_bytes(array.read_bytes()[:-1] + b"?"),
+    lambda array, seal: np.save(array, ARRAYS["x"].view(np.int32)),
+    lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),
+    lambda array, seal: seal.write_text("[1]")])
 def test_what_is_torn_is_told_and_computed_again(tear, tmp_path, caplog):
     keep(tmp_path)
-    path = tmp_path / "key.npz"
-    path.write_bytes(tear(path.read_bytes()))
-    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(path) in caplog.text
+    seal = tmp_path / "key.json"
+    tear(tmp_path / "key-x.npy", seal)
+    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
     assert same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
@@ -354,7 +359,7 @@ def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path):
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(6)))
-    assert len(list(tmp_path.iterdir())) == 1 and same(keep(tmp_path, lambda: pytest.fail("built")))
+    assert len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
@@ -370,8 +375,11 @@ def test_other_data_have_other_indices_under_the_same_path(tmp_path, monkeypatch
     for lengths, seed, num_samples in cases * 2:
         plain = make(Memory(lengths), num_samples, T=4, seed=seed)
         kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
-        assert rows_of(kept, 40) == rows_of(plain, 40)
-    assert len(list(tmp_path.iterdir())) == len(cases)
+        assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
+    names = {path.name[32:] for path in tmp_path.iterdir()}  # behind the hash
+    assert names == {"-GPTDataset-train.json", *(f"-GPTDataset-train-{which}_index.npy"
+                                                 for which in ("document", "sample", "shuffle"))}
+    assert len(list(tmp_path.glob("*.json"))) == len(cases)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -301,11 +301,14 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json; what it does not have has its default, what is no
-        setting is left. ValueError for a value of another type than its field's."""
+        setting is left. ValueError for a value that cannot be its field's."""
         found = {name: value[name] for name in FIELDS if name in value}
-        check_shape(found, {name: TYPES[name] for name in found},
-                    "config.json of the run, which this program did not write so")
-        return cls(**found)
+        what = "config.json of the run, which this program did not write so"
+        check_shape(found, {name: TYPES[name] for name in found}, what)
+        try:
+            return cls(**found)
+        except ValueError as e:
+            raise ValueError(f"{what}: {e}") from None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""

@@ -171,6 +171,12 @@ def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name: str, value:
         assert Settings.from_json({**RUN.to_json(), name: value}).mix
 
 
+@pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3}])
+def test_a_config_json_that_no_command_can_have_made_is_named(damage):
+    with pytest.raises(ValueError, match=r"config\.json of the run, which this program did not write so"):
+        Settings.from_json({**RUN.to_json(), **damage})
+
+
 def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused() -> None:
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
     assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN

@@ -8,10 +8,8 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from tests import faults, training
 from tests.token_files import truncate
 from tests.training import checkpoints, fingerprint, refuse, state_of, succeed, texts, write_shard
 
-SHORT: dict[str, Any] = {"num_iterations": 6, "save_every": 2}
+SHORT = {"num_iterations": 6, "save_every": 2}
 
 
 workplace = training.in_workplace(**training.SMALL)
@@ -47,7 +45,7 @@ def half_done(workplace, reference):
     return training.run_dir()
 
 
-def told(*words: Any, **settings: Any) -> str:
+def told(*words, **settings):
     """Training that ends with exit code 1 and one sentence, which has all these words."""
     message = refuse(**{**SHORT, **settings})
     for word in words:
@@ -55,14 +53,14 @@ def told(*words: Any, **settings: Any) -> str:
     return message
 
 
-def refuse_new(*words: Any, **settings: Any) -> None:
+def refuse_new(*words, **settings):
     """A run that does not begin, and no run is left that would be in the way."""
     told(*words, **settings)
     assert not (training.run_dir() / "config.json").exists() and checkpoints() == []
     assert not (training.run_dir() / "data_manifest.json").exists()
 
 
-def refuse_old(*words: str, **settings: Any) -> None:
+def refuse_old(*words, **settings):
     """A run that does not go on, and no file of it has changed."""
     before = fingerprint(training.run_dir())
     told(*words, **settings)
@@ -146,7 +144,7 @@ def test_a_forced_start_with_bad_data_does_not_cost_the_old_run(workplace, half_
     refuse_old("--total-batch-size", resume="scratch", force=True, total_batch_size=1000)
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path, how):
     """Cut a file, change a bit of it, or lose it."""
     data = path.read_bytes()
     path.write_bytes(data[:-1] if how == "cut" else data[:len(data) // 2] + bytes([data[len(data) // 2] ^ 4])
@@ -172,12 +170,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workplace, ref
 
 # ---- in processes of their own --------------------------------------------------------------------------------------
 
-def limit_files(num_bytes: int) -> None:
+def limit_files(num_bytes):
     """No file of this process can be larger: the system call fails as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
-def fail(*words: str, world_size: int = 2, limit: int | None = None, **settings: Any) -> None:
+def fail(*words, world_size=2, limit=None, **settings):
     """All processes end by themselves with an exit code that is not 0, and the sentence stands there once. `limit`:
     bytes that a file may have."""
     hook = None if limit is None else partial(limit_files, limit)
@@ -219,7 +217,7 @@ def test_an_error_ends_all_processes_and_is_told_once(workplace, half_done):
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
 
-SHARDS: dict[str, Any] = {"data_format": "shards", "lanes": 8, "num_iterations": 4}
+SHARDS = {"data_format": "shards", "lanes": 8, "num_iterations": 4}
 
 
 @pytest.fixture(scope="module")
@@ -250,11 +248,11 @@ def sharded_run(tmp_path_factory, made):
         return training.run_dir()
 
 
-def shard(sharded: Path, split: str = "train") -> Path:
+def shard(sharded, split="train"):
     return sharded / "shards" / split / "data" / ("s0.bin" if split == "train" else "s2.bin")
 
 
-def command(function: Callable[[], int | None]) -> training.Outcome:
+def command(function):
     """What a script comes to, through the last line of every script."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
@@ -262,39 +260,39 @@ def command(function: Callable[[], int | None]) -> training.Outcome:
     return training.Outcome(int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
-def tokenize(sharded: Path, *flags: str, out: str = "shards") -> training.Outcome:
+def tokenize(sharded, *flags, out="shards"):
     return command(lambda: tok_shards.main([
         f"--input-dir={sharded / 'text'}", f"--output-dir={sharded / out}", "--num-workers=1",
         f"--tokenizer={sharded / 'tokenizer'}", "--max-length=400", "--overlap-size=40", *flags]))
 
 
-def check(path: Path, *flags: str) -> training.Outcome:
+def check(path, *flags):
     return command(lambda: verify.main([str(path), *flags]))
 
 
-def settings(**changed: Any) -> dict[str, Any]:
+def settings(**changed):
     return {**SHORT, **SHARDS, "data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "shards", **changed}
 
 
-def train_shards(**changed: Any) -> training.Outcome:
+def train_shards(**changed):
     return succeed(**settings(**changed))
 
 
-def told_of_shards(*words: Any, **changed: Any) -> str:
+def told_of_shards(*words, **changed):
     return told(*words, **settings(**changed))
 
 
-def refuse_new_shards(*words: Any, **changed: Any) -> None:
+def refuse_new_shards(*words, **changed):
     refuse_new(*words, **settings(**changed))
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 # ---- pairs that are damaged -----------------------------------------------------------------------------------------
 
-DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {  # to which file, what, and what is said
+DAMAGE = {  # to which file, what, and what is said
     "cut .bin": (".bin", lambda path: truncate(path, 11), ".5 tokens on disk, but the offsets"),
     "no .idx": (".idx", Path.unlink, "not there; bring it back"),
 }
@@ -433,5 +431,5 @@ def test_a_disk_that_fills_while_shards_are_written(sharded, made):
     assert seen == {0, 1, 2, 3}, "the disk was full before, between and behind the pairs"
 
 
-def no_room() -> None:
+def no_room():
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,7 +6,6 @@ import pydoc_data.topics
 import shutil
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "tota
 MODES, KINDS = "core,bpb,sample", ("choices", "schema", "text")
 
 
-def some_documents(num: int) -> list[str]:
+def some_documents(num):
     prose = " ".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     return [prose[i * 300:i * 300 + 40 + 13 * (i % 20)] for i in range(num)]
 
@@ -65,14 +64,14 @@ def first_result(base):
     return evaluate("--device-batch-size=8")
 
 
-def evaluate(*flags: str) -> dict[str, Any]:
+def evaluate(*flags):
     """The result of an evaluation."""
     argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
     assert base_eval.main(argv) == 0
     return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
 
 
-def figures(result: dict[str, Any]) -> dict[str, Any]:
+def figures(result):
     return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "core")}
 
 

@@ -9,7 +9,6 @@ import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ workplace = training.in_workplace(**training.SMALL)
 
 # ---- learning -------------------------------------------------------------------------------------------------------
 
-def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
+def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     sentence = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
     for i in range(3):
         training.write_shard(workplace / "fox" / f"shard_{i}.parquet", [sentence * 3] * 40)
@@ -57,7 +56,7 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace: Path) -> None:
 
 # ---- flags, configuration, log --------------------------------------------------------------------------------------
 
-def test_what_a_run_leaves(workplace: Path) -> None:
+def test_what_a_run_leaves(workplace):
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
@@ -86,8 +85,7 @@ def test_what_a_run_leaves(workplace: Path) -> None:
 
 @pytest.mark.parametrize(("depth", "world_size", "card_gb", "rows"), [
     (20, 1, 85, 16), (24, 1, 85, 16), (24, 8, 150, 32), (12, 8, 85, 32), (20, 1, None, 32), (24, 1, 12, 1)])
-def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(
-        depth: int, world_size: int, card_gb: int | None, rows: int) -> None:
+def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(depth, world_size, card_gb, rows):
     settings = replace(Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768)
     room = None if card_gb is None else int(0.92e9 * card_gb)
     resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
@@ -98,23 +96,22 @@ def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(
 class Waits(TorchDispatchMode):
     """Counts what would make the host wait for a GPU: a value becomes Python's, or decides a shape."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero,
                                                   torch.ops.aten.masked_select)
         return function(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("flags", [{}, {"skip_spikes": 9.0, "max_grad_norm": 0.1}], ids=["plain", "judged"])
-def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(
-        flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(flags, monkeypatch):
+    told = []
     one_step, fetch, update = base_train.one_step, trainer.fetch, optim.MuonAdamW.step
 
-    def watched(run: Any) -> None:
+    def watched(run):
         with Waits() as waits:
             one_step(run)
         told.append(f"{waits.count} more waits")
@@ -130,13 +127,12 @@ def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(
 
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothing(
-        bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothing(bad, monkeypatch):
     """Also where the gradients are fine and only the loss is not."""
-    kept: list[Any] = []
+    kept = []
     forward_backward = base_train.forward_backward
 
-    def spoilt(run: Any) -> Any:
+    def spoilt(run):
         sums, *rest = forward_backward(run)
         if run.progress.step == 1:
             kept.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
@@ -153,8 +149,8 @@ def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothin
     assert optimizer.gather_state()["step"] == 1
 
 
-def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[dict[str, Any]] = []
+def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch):
+    compared = []
     monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(trainer, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
@@ -171,7 +167,7 @@ def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch: pyt
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
-def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace: Path) -> None:
+def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace):
     """In a process of its own: the files that an import makes, the environment it reads, and what a run imports:
     no wandb, no store, no package of a store, no trainer of tokenizers."""
     program = f"""
@@ -205,7 +201,7 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 
 # ---- on one process and on several ----------------------------------------------------------------------------------
 
-def live_targets(W: int, steps: int) -> np.ndarray:
+def live_targets(W, steps):
     """(steps, W): live targets of each rank in each of the first steps of a run that was made."""
     data, config, _ = run_data.open_run(training.run_dir())
     counts = np.zeros((steps, W), np.int64)
@@ -218,7 +214,7 @@ def live_targets(W: int, steps: int) -> np.ndarray:
     return counts
 
 
-def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace: Path) -> None:
+def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
     """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows: neither
     may move loss or gradient. Weights at step 0 are the same, so bits per byte must be too."""
     settings = {"long_docs": "split", "overlap": 48, "num_iterations": 6, "eval_every": 6, "save_every": -1}
@@ -239,7 +235,7 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace: Path
     assert losses("B7")[0] == pytest.approx(losses()[0], abs=2e-6)
 
 
-def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace: Path) -> None:
+def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     """The oracle: one forward and backward over the whole batch, its mean over live targets."""
     succeed(long_docs="split", max_seq_len=160, total_batch_size=160 * 8, overlap=120, num_iterations=8, save_every=7,
             device_batch_size=3)
@@ -260,11 +256,10 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace: Path) -> Non
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
-def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(
-        workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(workplace, monkeypatch):
     forward, calls = GPT.forward, iter(range(100))
 
-    def broken(self: GPT, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def broken(self, *args, **kwargs):
         loss = forward(self, *args, **kwargs)
         return loss * float("nan") if next(calls) == 11 else loss  # the second micro-batch of step 5
 
@@ -280,7 +275,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(
     assert training.state_of(final()) == training.state_of(final("whole"))
 
 
-def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace: Path) -> None:
+def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace):
     group = training.start(2, num_iterations=8, embedding_lr=1e30, save_every=-1)
     assert group.wait() == [1, 1]
     text = group.text()
@@ -289,11 +284,11 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace:
 
 
 @pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
-def test_a_failure_of_wandb_never_stops_a_run(workplace: Path, monkeypatch: pytest.MonkeyPatch, fail_at: str) -> None:
+def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
     """That a run which goes on has the same wandb run: tests/test_long_runs.py."""
     fake, calls, given = types.ModuleType("wandb"), [], {}
 
-    def call(name: str, /, *records: Any, **kwargs: Any) -> Any:
+    def call(name, /, *records, **kwargs):
         calls.append(json.dumps([name, *records]))
         given.update(kwargs)
         if name == fail_at:

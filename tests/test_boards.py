@@ -5,10 +5,7 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,23 +14,23 @@ from nanochat.common import LAUNCH
 from tests import training
 from tests.training import final, losses, refuse, run_dir, state_of, succeed
 
-SHORT: dict[str, Any] = {"num_iterations": 4, "save_every": -1, "eval_every": 2, "sample_every": 4}
+SHORT = {"num_iterations": 4, "save_every": -1, "eval_every": 2, "sample_every": 4}
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def plain(tmp_path_factory):
     """A run that shows nothing, and what it came to."""
     with training.workplace(tmp_path_factory.mktemp("boards"), **training.SMALL):
         succeed(model_tag="plain", **SHORT)
         yield {"losses": losses("plain"), "state": state_of(final("plain"))}
 
 
-def test_a_terminal_has_a_bar_above_which_lines_scroll(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_a_bar_above_which_lines_scroll(plain, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(training.io, "StringIO", lambda: screen)  # what training.run redirects to
     monkeypatch.setattr(trainer, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
@@ -46,13 +43,13 @@ def test_a_terminal_has_a_bar_above_which_lines_scroll(plain: dict[str, Any], mo
     assert text.rstrip("\r").endswith(" ") and LAUNCH.aside is nullcontext, "the bar is gone at the end"
 
 
-def test_without_a_terminal_lines_are_plain(plain: dict[str, Any]) -> None:
+def test_without_a_terminal_lines_are_plain(plain):
     outcome = succeed(model_tag="lines", **SHORT)
     assert len(re.findall(r"^step \d{5}/00004 \| loss", outcome.out, re.M)) == 4
     assert "\r" not in outcome.out + outcome.err
 
 
-def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: dict[str, Any], capfd: Any) -> None:
+def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, capfd):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     succeed(model_tag="seen", log_to="tensorboard,wandb", profile_steps="1:3", **SHORT)
@@ -77,15 +74,14 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain: d
     ("profile_steps", "9:9", "--profile-steps: got '9:9'"),
     ("profile_steps", "-1:x", "--profile-steps: got '-1:x'"),
     ("log_to", "tensorboard", "pip install -e '.[tensorboard]'")])
-def test_what_cannot_be_shown_is_one_sentence(
-        flag: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_shown_is_one_sentence(flag, value, told, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
     assert told in refuse(model_tag="none", **{flag: value})
     assert not run_dir("none").exists()
 
 
-def test_a_profile_that_cannot_be_written_costs_no_run(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_written_costs_no_run(plain, tmp_path):
     run_dir("full").mkdir()
     (run_dir("full") / "profile").write_text("in the way")
     outcome = succeed(model_tag="full", profile_steps="0:9", **SHORT)

@@ -15,7 +15,6 @@ import threading
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from tests.training import as_bytes
 CONFIG = {"n_layer": 2, "n_embd": 8}
 
 
-def states(seed: int) -> dict[str, Any]:
+def states(seed):
     """Small states of every kind a trainer saves, different for every seed."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 8, generator=g)
@@ -54,25 +53,25 @@ def states(seed: int) -> dict[str, Any]:
     }
 
 
-def save(run: Path, step: int, *, seed: int | None = None, name: str | None = None) -> Path:
+def save(run, step, *, seed=None, name=None):
     rd.open_folders(run)
     return ckpt.save_checkpoint(run, name or f"checkpoint-{step}", step=step, **states(step if seed is None else seed))
 
 
-def newest(run: Path) -> Path | None:
+def newest(run):
     found = ckpt.first_good(ckpt.list_checkpoints(run))
     return found and found.path
 
 
-def hidden(run: Path) -> list[str]:
+def hidden(run):
     return [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
-def files_of(path: Path) -> list[str]:
+def files_of(path):
     return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
 
 
-def reseal(path: Path, **changed: Any) -> None:
+def reseal(path, **changed):
     """Change the seal, and make all checksums fit what is there, as an attacker would."""
     state = {**json.loads((path / ckpt.STATE_NAME).read_bytes()), **changed}
     for name in state["files"] if "files" not in changed else ():
@@ -83,7 +82,7 @@ def reseal(path: Path, **changed: Any) -> None:
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def flip(path: Path) -> None:
+def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -91,7 +90,7 @@ def flip(path: Path) -> None:
 
 # ---- writing and reading --------------------------------------------------------------------------------------------
 
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path):
     path = save(tmp_path, 7)
     loaded, wrote = ckpt.load_checkpoint(path), states(7)
     assert path == tmp_path / "checkpoints" / "checkpoint-7" and loaded.step == 7
@@ -104,7 +103,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
                                             **wrote["trainer_state"]}.items()
 
 
-def test_layout_and_kept_cursors(tmp_path: Path) -> None:
+def test_layout_and_kept_cursors(tmp_path):
     path = save(tmp_path, 7)
     assert files_of(path) == ["dataloader_state/lanes.json.gz", "model/config.json", "model/pytorch_model.bin",
                               "optimizer.bin", "rng/rank_0.pkl", "rng/rank_1.pkl", "scheduler.bin",
@@ -117,7 +116,7 @@ def test_layout_and_kept_cursors(tmp_path: Path) -> None:
     assert kept[7].read_bytes() == (path / ckpt.CURSORS_NAME).read_bytes(), "no time stamp inside"
 
 
-def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path):
     for name in ("checkpoint-8", "latest", "../final", "checkpoint-7-old"):
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
@@ -133,7 +132,7 @@ def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path: Pat
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run with two good checkpoints; tests copy it or put back what they change."""
     run = tmp_path_factory.mktemp("whole")
     save(run, 10)
@@ -144,7 +143,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NUM_FILES = 8
 
 
-def check_skipped(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
+def check_skipped(run, file, caplog):
     caplog.clear()
     for read in (ckpt.verify_checkpoint, ckpt.load_checkpoint):
         with pytest.raises((ValueError, FileNotFoundError), match=Path(file).name):
@@ -154,8 +153,7 @@ def check_skipped(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> Non
     assert "checkpoint-20" in warning and file in warning
 
 
-def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole: Path, tmp_path: Path,
-                                                                         caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole, tmp_path, caplog):
     run = shutil.copytree(whole, tmp_path / "run")
     folder = run / "checkpoints/checkpoint-20"
     assert len(files_of(folder)) == NUM_FILES
@@ -172,8 +170,7 @@ def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole: 
 
 @settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255))
-def test_any_changed_byte_of_any_file_is_found(whole: Path, caplog: pytest.LogCaptureFixture, number: int, where: float,
-                                               byte: int) -> None:
+def test_any_changed_byte_of_any_file_is_found(whole, caplog, number, where, byte):
     file = files_of(whole / "checkpoints/checkpoint-20")[number]
     target = whole / "checkpoints/checkpoint-20" / file
     data = target.read_bytes()
@@ -185,7 +182,7 @@ def test_any_changed_byte_of_any_file_is_found(whole: Path, caplog: pytest.LogCa
         target.write_bytes(data)
 
 
-def test_all_bad_is_none_and_an_older_final_is_found(tmp_path: Path) -> None:
+def test_all_bad_is_none_and_an_older_final_is_found(tmp_path):
     assert ckpt.list_checkpoints(tmp_path) == [] and newest(tmp_path) is None
     flip(save(tmp_path, 5) / "optimizer.bin")
     assert newest(tmp_path) is None
@@ -193,14 +190,14 @@ def test_all_bad_is_none_and_an_older_final_is_found(tmp_path: Path) -> None:
 
 
 class Evil:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.target),)
 
 
-def test_malicious_pickles_are_refused_in_every_file(whole: Path, tmp_path: Path) -> None:
+def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
     path, victim = tmp_path / "checkpoint-20", tmp_path / "touched"
     good = whole / "checkpoints/checkpoint-20"
     evil = {"step": 20, "cursors": Evil(victim)}
@@ -230,14 +227,13 @@ def test_malicious_pickles_are_refused_in_every_file(whole: Path, tmp_path: Path
     assert victim.exists(), "the pickle would have done it"
 
 
-SEALS: tuple[dict[str, Any], ...] = (
+SEALS = (
     {"files": []}, {"files": {"a": 1}}, {"files": {"a": {"blake2b": "0"}}},
     {"files": {"../secret": {"bytes": 1, "blake2b": "0"}}}, {"files": {"/etc/passwd": {"bytes": 1, "blake2b": "0"}}},
     {"step": None}, {"step": "20"}, {"format_version": 2})
 
 
-def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole: Path, tmp_path: Path,
-                                                                      caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole, tmp_path, caplog):
     run = shutil.copytree(whole, tmp_path / "run")
     path = run / "checkpoints/checkpoint-20"
     good = (path / ckpt.STATE_NAME).read_text()
@@ -249,7 +245,7 @@ def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole: Pat
     check_skipped(run, ckpt.STATE_NAME, caplog)
 
 
-def test_a_file_that_is_not_sealed_is_not_read(whole: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_sealed_is_not_read(whole, tmp_path):
     path = shutil.copytree(whole / "checkpoints/checkpoint-20", tmp_path / "checkpoint-20")
     shutil.copy(path / "rng/rank_0.pkl", path / "rng/rank_2.pkl")
     with pytest.raises(ValueError, match=r"does not list rng/rank_2\.pkl"):
@@ -258,7 +254,7 @@ def test_a_file_that_is_not_sealed_is_not_read(whole: Path, tmp_path: Path) -> N
 
 # ---- crashes and full disks -------------------------------------------------------------------------
 
-def good_steps(run: Path) -> set[int]:
+def good_steps(run):
     """The steps of all checkpoints in which every byte is right."""
     steps = set()
     for path in ckpt.list_checkpoints(run):
@@ -267,7 +263,7 @@ def good_steps(run: Path) -> set[int]:
     return steps
 
 
-def before_save(whole: Path, run: Path, case: str) -> tuple[int, str]:
+def before_save(whole, run, case):
     """A run as it is before a save of each kind; returns the step and the name of that save."""
     shutil.copytree(whole, run)
     if case == "over a rotten one":
@@ -284,10 +280,9 @@ def before_save(whole: Path, run: Path, case: str) -> tuple[int, str]:
 @pytest.mark.parametrize("case", ["new", "over a rotten one", "a later end",
                                   "a later end, whose step has a rotten one"])
 @pytest.mark.parametrize("fault", ["killed", "no room"])
-def test_a_fault_at_any_change_of_a_save_costs_no_good_checkpoint(whole: Path, case: str, fault: str,
-                                                                  tmp_path: Path) -> None:
+def test_a_fault_at_any_change_of_a_save_costs_no_good_checkpoint(whole, case, fault, tmp_path):
     """Killed, or a full disk, which is told and leaves no mess; the next save works."""
-    def write(run: Path) -> None:
+    def write(run):
         if fault == "killed":  # then the next launch tidies up
             rd.open_folders(run)
         ckpt.save_checkpoint(run, name, step=step, **states(step))
@@ -329,7 +324,7 @@ def test_a_fault_at_any_change_of_a_save_costs_no_good_checkpoint(whole: Path, c
     assert len(outcomes) == 2
 
 
-def test_a_step_that_has_a_good_checkpoint_keeps_it(tmp_path: Path) -> None:
+def test_a_step_that_has_a_good_checkpoint_keeps_it(tmp_path):
     path = save(tmp_path, 7, seed=1)
     before = rd.checkpoint_folders(tmp_path), (path / ckpt.STATE_NAME).stat().st_ino
     assert save(tmp_path, 7, seed=2) == path
@@ -339,14 +334,14 @@ def test_a_step_that_has_a_good_checkpoint_keeps_it(tmp_path: Path) -> None:
     assert ckpt.load_checkpoint(path).trainer_state["version"] == 2
 
 
-def test_the_end_of_a_run_that_was_made_longer_becomes_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+def test_the_end_of_a_run_that_was_made_longer_becomes_the_checkpoint_of_its_step(tmp_path):
     for step in (5, 8, 8, 9):
         save(tmp_path, step, name="final")
     assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["final", "checkpoint-8", "checkpoint-5"]
     assert good_steps(tmp_path) == {5, 8, 9}
 
 
-def test_a_save_never_makes_the_run_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     """A run whose directory was removed is nobody's any more; folders that are removed alone are told of."""
     run = tmp_path / "run"
     save(run, 1)
@@ -366,7 +361,7 @@ def test_a_save_never_makes_the_run_directory(tmp_path: Path, caplog: pytest.Log
 # ---- from a name to a checkpoint ------------------------------------------------------------------------------------
 
 @pytest.fixture
-def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def two_runs(tmp_path, monkeypatch):
     """Runs "a", with 10, 20, 20-shutdown, a rotten 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for tag in ("a", "b@20"):
@@ -380,7 +375,7 @@ def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
-def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tmp_path: Path) -> None:
+def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs, tmp_path):
     for spec, name in (("a", "final"), ("a@10", "checkpoint-10"), ("a@20", "checkpoint-20-shutdown"),
                        ("a@checkpoint-20", "checkpoint-20"), ("a@final", "final"), ("a@25", "final"),
                        (f"{two_runs}", "final"), (f"{two_runs}@10", "checkpoint-10"),
@@ -397,7 +392,7 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs: Path, tm
     assert tell_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
 
 
-def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs: Path) -> None:
+def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs):
     there = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{there}"):
@@ -413,8 +408,8 @@ def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs: Pat
 
 # ---- saving while training goes on ------------------------------------------------------------------
 
-def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path: Path) -> None:
-    def write() -> Path:
+def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path):
+    def write():
         running.set()
         assert go.wait(60)
         return ckpt.save_checkpoint(tmp_path, "checkpoint-1", step=1, **{**live, "states": held})
@@ -450,9 +445,8 @@ FULL, BUG = OSError(errno.ENOSPC, "No space left on device"), TypeError("a bug")
     ("", FULL, False, True, "no good checkpoint is left. Make room"),
     ("checkpoint-4", FULL, False, True, "no good checkpoint is left. Make room"),  # it has gone
     ("checkpoint-5", BUG, False, True, "a bug")])
-def test_a_run_ends_where_going_on_is_of_no_use(tmp_path: Path, known: str, error: Exception, is_last: bool,
-                                                ends: bool, said: str) -> None:
-    def write() -> Path:
+def test_a_run_ends_where_going_on_is_of_no_use(tmp_path, known, error, is_last, ends, said):
+    def write():
         raise error
 
     saver = Saver(save(tmp_path, 5).with_name(known) if known else None)
@@ -466,7 +460,7 @@ def test_a_run_ends_where_going_on_is_of_no_use(tmp_path: Path, known: str, erro
 
 # ---- retention --------------------------------------------------------------------------------------
 
-def small(run: Path, step: int, name: str | None = None, *, data: bytes = b"weights") -> Path:
+def small(run, step, name=None, *, data=b"weights"):
     """A checkpoint as small as can be, written as a real one is."""
     path = run / "checkpoints" / (name or f"checkpoint-{step}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -474,14 +468,14 @@ def small(run: Path, step: int, name: str | None = None, *, data: bytes = b"weig
     return path
 
 
-def names(run: Path) -> list[str]:
+def names(run):
     return sorted(os.listdir(run / "checkpoints"))
 
 
 @settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
        m=st.none() | st.integers(1, 4))
-def test_the_rule_against_its_words(tmp_path: Path, steps: set[int], good: int, k: int | None, m: int | None) -> None:
+def test_the_rule_against_its_words(tmp_path, steps, good, k, m):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     for step in steps:
         small(tmp_path, step)
@@ -493,7 +487,7 @@ def test_the_rule_against_its_words(tmp_path: Path, steps: set[int], good: int, 
         assert (f"checkpoint-{step}" in gone) != stays
 
 
-def test_only_what_this_program_wrote_under_that_name_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_this_program_wrote_under_that_name_goes(tmp_path, caplog):
     for step in range(10, 60, 10):
         small(tmp_path, step)
     small(tmp_path, 5, "checkpoint-5-shutdown")
@@ -517,9 +511,8 @@ def test_only_what_this_program_wrote_under_that_name_goes(tmp_path: Path, caplo
     assert not caplog.records
 
 
-def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path: Path,
-                                                                       caplog: pytest.LogCaptureFixture) -> None:
-    def fill(run: Path) -> Path:
+def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path, caplog):
+    def fill(run):
         for step in (1, 2, 3, 4):
             small(run, step)
         return run
@@ -541,12 +534,12 @@ def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path:
 class History:
     """A run as the trainer drives it, with what must hold after each of its acts."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run):
         (run / "checkpoints").mkdir(parents=True)
         self.run, self.k, self.m, self.step = run, 1, None, 0
         self.crashes = self.deletions = 0
 
-    def save(self, steps: int, suffix: str, crash: int | None) -> None:
+    def save(self, steps, suffix, crash):
         """Go on for some steps, save, prune; perhaps die on the way and start again."""
         before = good_steps(self.run)
         self.step += steps
@@ -566,14 +559,14 @@ class History:
             self.crashes += 1
             self.start()
 
-    def start(self) -> None:
+    def start(self):
         """Start the run again: tidy up, then load the newest good checkpoint."""
         rd.clean_stale(self.run)
         self.step = max(good_steps(self.run), default=0)
         assert not hidden(self.run)
 
 
-def test_no_history_loses_the_newest_good_checkpoint_or_a_milestone(tmp_path: Path) -> None:
+def test_no_history_loses_the_newest_good_checkpoint_or_a_milestone(tmp_path):
     crashes = deletions = 0
     for seed in range(40):  # the number names the history that fails
         draw = random.Random(seed)

@@ -10,7 +10,7 @@ import pytest
 from nanochat.common import Parser, duration, read_json, show
 
 
-def parser() -> Parser:
+def parser():
     p = Parser(prog="tool")
     p.instead = {"--resume-from-step": "say --resume=PATH"}
     p.add_argument("--input-dir", help="where text is")
@@ -20,13 +20,13 @@ def parser() -> Parser:
     return p
 
 
-def commands() -> Parser:
+def commands():
     p = Parser(prog="tool")
     p.add_subparsers(dest="command").add_parser("rows").add_argument("--text", required=True)
     return p
 
 
-def test_underscores_are_dashes_and_help_shows_defaults_that_say_something() -> None:
+def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
     found = parser().parse_args(["--input_dir=a_b", "--depth", "4", "--text=x_y"])
     assert (found.input_dir, found.depth, found.text) == ("a_b", 4, "x_y")
     assert commands().parse_args(["rows", "--text=--x_y"]).text == "--x_y"
@@ -42,8 +42,7 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_say_something() -> 
     (["rows", "--txet=x"], "error: --txet: did you mean --text?"),
     (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
     (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'")])
-def test_what_is_wrong_is_one_line_with_what_was_meant(argv: list[str], told: str,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
     with pytest.raises(SystemExit) as end:
         (commands() if argv[:1] == ["rows"] else parser()).parse_args(argv)
     said = capsys.readouterr().err
@@ -52,7 +51,7 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv: list[str], told: st
 
 @pytest.mark.parametrize("word", ["--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b",
                                   "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x"])
-def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word: str) -> None:
+def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
     """Regression: those of a blend, and of flags that take no store, were shown in full."""
     with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
         parser().parse_args([word])
@@ -62,7 +61,7 @@ def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word: str
 
 @pytest.mark.parametrize("lines", [3, 100_000])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines: int, unbuffered: str) -> None:
+def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines, unbuffered):
     """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
     code = f"from nanochat.common import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
     read, write = os.pipe()
@@ -79,7 +78,7 @@ SHAPE = {"step": int, "ranks": [{"pid": int, "start": str | None}], "rate": floa
 WHOLE = '{"step": 1, "ranks": [{"pid": 2, "start": null}], "rate": 3, "more": []}'
 
 
-def test_a_value_of_the_right_shape_is_read(tmp_path: Path) -> None:
+def test_a_value_of_the_right_shape_is_read(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(WHOLE)
     assert read_json(path, SHAPE) == read_json(path) == {
@@ -96,14 +95,14 @@ def test_a_value_of_the_right_shape_is_read(tmp_path: Path) -> None:
     (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a text"),
     (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a text or null, got a list"),
     (WHOLE.replace("3", "null"), "rate: expected a number, got null")])
-def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path: Path, text: str, said: str) -> None:
+def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, said):
     path = tmp_path / "a.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {said}.*; run it again"):
         read_json(path, SHAPE, way_out="run it again")
 
 
-def test_values_and_durations_read_well() -> None:
+def test_values_and_durations_read_well():
     assert [show(v) for v in (1234567, 0.123456, 4.2e19, 2500.7, None, True)] == [
         "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
     assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200)] == [

@@ -6,10 +6,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +50,7 @@ def copy(base, tmp_path):
     return shutil.copytree(base / "runs" / "again", tmp_path / "copy")
 
 
-def compare(*argv: Any) -> tuple[bool, str, str]:
+def compare(*argv):
     """(whether they are equal, the summary, the rest of what is printed)."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -63,7 +60,7 @@ def compare(*argv: Any) -> tuple[bool, str, str]:
     return code == 0, summary, rest
 
 
-def reseal(run_dir: Path, name: str, change: Callable[[dict[str, Any], Any], None], **trainer: Any) -> None:
+def reseal(run_dir, name, change, **trainer):
     """Write a checkpoint of a run again, with `change(model, optimizer)` applied and other parts replaced."""
     path = run_dir / "checkpoints" / name
     c = load_checkpoint(path)
@@ -77,11 +74,11 @@ def reseal(run_dir: Path, name: str, change: Callable[[dict[str, Any], Any], Non
                     trainer_state={**kept, **trainer})
 
 
-def log_of(run_dir: Path) -> Path:
+def log_of(run_dir):
     return run_dir / "logs" / "train.jsonl"
 
 
-def rewrite_log(run_dir: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+def rewrite_log(run_dir, change):
     """Apply `change` to every record; None drops it."""
     records = [change(json.loads(line)) for line in log_of(run_dir).read_text().splitlines()]
     log_of(run_dir).write_text("".join(json.dumps(record) + "\n" for record in records if record is not None))
@@ -215,7 +212,7 @@ def test_of_averaged_weights_all_but_the_optimizer_is_compared(base):
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 def test_a_flipped_bit_is_located_in_weights_and_momenta_and_counts_and_tokenizer_are_compared(base, copy):
-    def flip(model: dict[str, Any], optimizer: Any) -> None:
+    def flip(model, optimizer):
         model[WEIGHT].view(torch.int32)[3, 5] ^= 1
         optimizer["state"][WEIGHT]["momentum_buffer"][0, 1] = math.inf
         optimizer["step"] += 1

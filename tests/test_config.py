@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,11 +23,11 @@ RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=
               dtype="float32", num_iterations=30)
 
 
-def parse(*argv: str) -> Settings:
+def parse(*argv):
     return from_flags(add_flags(Parser()).parse_args(argv))
 
 
-def other(name: str) -> Any:
+def other(name):
     """Another value of a setting, of its type."""
     value = getattr(RUN, name)
     choices = FIELDS[name].metadata.get("choices", ())
@@ -48,7 +47,7 @@ MIX = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}], "max_epochs": {},
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
-def test_no_flags_are_the_defaults_and_json_brings_settings_back() -> None:
+def test_no_flags_are_the_defaults_and_json_brings_settings_back():
     assert parse() == Settings() and Settings.from_json(RUN.to_json()) == RUN
     assert parse("--depth=4", "--no-pack", "--packing=binned", "--matrix-lr=1", "--sync_save").differing() == {
         "depth": 4, "pack": False, "packing": "binned", "matrix_lr": 1.0, "sync_save": True}
@@ -57,7 +56,7 @@ def test_no_flags_are_the_defaults_and_json_brings_settings_back() -> None:
     assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 
-def test_help_shows_each_flag_with_its_default() -> None:
+def test_help_shows_each_flag_with_its_default():
     told = " ".join(add_flags(Parser(prog="x")).format_help().split())
     for name, f in FIELDS.items():
         if f.metadata.get("flag", True):
@@ -81,14 +80,14 @@ def test_help_shows_each_flag_with_its_default() -> None:
     (["--blend-weights=0,1"], "it does nothing with --order lanes"),
     *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
       for weights in ("0,1", "1,inf", "nan,1"))])
-def test_flags_that_contradict_each_other_are_refused(argv: list[str], told: str) -> None:
+def test_flags_that_contradict_each_other_are_refused(argv, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)
 
 
 # ---- a file of flags ------------------------------------------------------------------------------------------------
 
-def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path):
     (tmp_path / "a.yaml").write_text("depth: 4\nmatrix-lr: 1e-2\nno_deterministic: true\nblend_weights: [1, 2]\n"
                                      "data-format: megatron\norder: megatron\nrun: null\npack: null\nmodel_tag: 7\n")
     (tmp_path / "a.toml").write_text('depth = 4\nmatrix_lr = 0.01\ndeterministic = false\nblend-weights = "1,2"\n'
@@ -100,7 +99,7 @@ def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path: Pat
         assert parse(f"--config={tmp_path / name}", "--depth=9") == replace(by_flags, depth=9)
 
 
-def test_the_config_of_a_run_is_a_file_of_flags(tmp_path: Path) -> None:
+def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     (tmp_path / "mix.yaml").write_text("curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n"
                                        "allow_budget_mismatch: true\nallow_bucket_exhaustion: true\n")
     once = parse("--curriculum", str(tmp_path / "mix.yaml"), "--resume=scratch", "--force", "--depth=3")
@@ -117,8 +116,7 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path: Path) -> None:
     ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
     ("config: b", "--config: there is no such flag"), ("a: b: c", "it cannot be read (mapping values are not"),
     (None, "No such file or directory; expected a file of flags")])
-def test_a_bad_file_of_flags_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None,
-                                             told: str) -> None:
+def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
@@ -131,7 +129,7 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
 # ---- a later launch -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_each_setting_alone_is_allowed_or_refused_as_promised(name: str) -> None:
+def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
     assert bool(FIELDS[name].metadata["fixed"]) == (name in FIXED)
     run = RUN.to_json()
     run[name] = other(name)  # on the side of the run nothing is checked, so that each can differ alone
@@ -143,7 +141,7 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(name: str) -> None
         assert settings == RUN and len(notices) == bool(FIELDS[name].metadata["note"])
 
 
-def test_refusal_is_a_diff_that_names_the_ways_out() -> None:
+def test_refusal_is_a_diff_that_names_the_ways_out():
     with pytest.raises(ValueError) as caught:
         go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
@@ -152,7 +150,7 @@ def test_refusal_is_a_diff_that_names_the_ways_out() -> None:
     assert "--matrix-lr: the run has 0.02, the command says 0.04" in text
 
 
-def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
+def test_what_is_left_to_the_program_is_as_the_run_has_it():
     command = replace(RUN, lanes=-1, leaves=-1, total_batch_size=-1, dtype="auto", num_iterations=-1)
     assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
     settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
@@ -165,7 +163,7 @@ def test_what_is_left_to_the_program_is_as_the_run_has_it() -> None:
     ("seed", None, "seed: expected a whole number, got null"), ("blend_weights", 3, "expected a list or null"),
     ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "phases: expected a list"),
     ("warmup_steps", 2.5, "warmup_steps: expected a whole number, got a number")])
-def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name: str, value: Any, told: str) -> None:
+def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name, value, told):
     """Regression: it was a TypeError in whatever computed with it first."""
     with pytest.raises(ValueError, match=re.escape(told)):
         assert Settings.from_json({**RUN.to_json(), name: value}).mix
@@ -177,7 +175,7 @@ def test_a_config_json_that_no_command_can_have_made_is_named(damage):
         Settings.from_json({**RUN.to_json(), **damage})
 
 
-def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused() -> None:
+def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused():
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
     assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
     assert go_on({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
@@ -187,7 +185,7 @@ def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_
         go_on({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
 
 
-def test_a_curriculum_may_be_written_otherwise_and_last_longer() -> None:
+def test_a_curriculum_may_be_written_otherwise_and_last_longer():
     longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
     then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
     assert go_on(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
@@ -200,7 +198,7 @@ def test_a_curriculum_may_be_written_otherwise_and_last_longer() -> None:
 
 # ---- a fork ---------------------------------------------------------------------------------------------------------
 
-def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch):
     @dataclass(frozen=True, kw_only=True)
     class Zealous(config.RunSettings):
         zeal: float = setting(0.5, "how eager", fixed="what a step computes")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,17 +17,17 @@ from tests.token_files import GOLDEN, E, write_megatron, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
 
 
-def convert(source: Path, target: Path, to: str, *more: str) -> None:
+def convert(source, target, to, *more):
     assert convert_shards.main([str(source), str(target), "--to", to, *more]) == 0
 
 
-def data_files(folder: Path) -> dict[str, bytes]:
+def data_files(folder):
     """Pairs and manifests."""
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in sorted(folder.rglob("*"))
             if f.name == "manifest.json" or f.suffix in (".bin", ".idx")}
 
 
-def entries_of(path: Path) -> list[list[int]]:
+def entries_of(path):
     pair = open_tokens(path)
     return [ids.tolist() for ids in pair.read(0, len(pair))]
 
@@ -70,7 +69,7 @@ def test_it_goes_on_where_it_stopped_and_makes_again_what_changed(sets, tmp_path
     shutil.copytree(sets["windows"], source)
     original, calls = convert_shards.convert, []
 
-    def counted(path: Path, *args, **kwargs):
+    def counted(path, *args, **kwargs):
         calls.append(path.name)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -131,7 +130,7 @@ def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):
 
 
 def test_what_cannot_be_converted_says_why_and_leaves_nothing(tmp_path):
-    def refused(folder: str, to: str, message: str) -> None:
+    def refused(folder, to, message):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             convert(tmp_path / folder, tmp_path / "out", to)
         assert not list((tmp_path / "out").rglob("*.idx"))

@@ -1,9 +1,6 @@
 """Training with a curriculum, through the command: phases and their counts, halts and what lets a run go on, new runs
 with another curriculum, budgets, layouts."""
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.training import checkpoints, digests, events, fingerprint, run_dir, s
 
 T, ROWS, LANES = 16, 64, 2  # 32 rows of each lane in a step: 8 steps are a block of the mix, whose counts are exact
 STEP = T * ROWS  # tokens
-SMALL: dict[str, Any] = {
+SMALL = {
     "max_seq_len": T, "total_batch_size": STEP, "lanes": LANES, "device_batch_size": 32, "depth": 1, "overlap": 8,
     "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
     "data_format": "shards", "warmup_steps": 0}
@@ -23,7 +20,7 @@ Mix = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """text/BUCKET with three files each, the last for validation, and shards of them: whole, and in windows."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
@@ -32,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, made: Path) -> Iterator[Path]:
+def workplace(tmp_path, made):
     with training.workplace(tmp_path) as path:
         for name in ("text", "shards", "windows"):
             (path / name).symlink_to(made / name)
@@ -41,7 +38,7 @@ def workplace(tmp_path: Path, made: Path) -> Iterator[Path]:
 
 # ---- commands -------------------------------------------------------------------------------------------------------
 
-def mix_file(phases: Sequence[tuple[float, Mix]], *, name: str = "mix.yaml", **more: Any) -> Path:
+def mix_file(phases, *, name="mix.yaml", **more):
     """A curriculum of phases (steps, mix)."""
     path = training.run_dir().parents[1] / name
     lines = [f"- duration_tokens: {int(length * STEP)}\n  mix: {{{', '.join(f'{b}: {w}' for b, w in mix.items())}}}\n"
@@ -51,18 +48,18 @@ def mix_file(phases: Sequence[tuple[float, Mix]], *, name: str = "mix.yaml", **m
     return path
 
 
-def command(curriculum: Path, *, dry: bool = False, **changed: Any) -> dict[str, Any]:
+def command(curriculum, *, dry=False, **changed):
     """The settings of every run here. `dry`: a bucket runs dry in it, which no check before training may forbid."""
     base = run_dir().parents[1]
     plan = {"plan": "warn"} if dry else {}
     return {**SMALL, "data_path": base / "shards", "curriculum": curriculum, **plan, **changed}
 
 
-def succeed(curriculum: Path, **changed: Any) -> training.Outcome:
+def succeed(curriculum, **changed):
     return training.succeed(**command(curriculum, **changed))
 
 
-def halt(curriculum: Path, *words: str, **changed: Any) -> training.Outcome:
+def halt(curriculum, *words, **changed):
     """A run that ends with exit code 3 and says why, and what would let it go on."""
     outcome = training.run(**command(curriculum, dry=True, **changed))
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
@@ -72,7 +69,7 @@ def halt(curriculum: Path, *words: str, **changed: Any) -> training.Outcome:
     return outcome
 
 
-def refuse(curriculum: Path, *words: str, **changed: Any) -> str:
+def refuse(curriculum, *words, **changed):
     """A run that is refused, with these words; no file of it changes."""
     there, before = run_dir().exists(), fingerprint(run_dir())
     message = training.refuse(**command(curriculum, **changed))
@@ -84,14 +81,14 @@ def refuse(curriculum: Path, *words: str, **changed: Any) -> str:
 
 # ---- what a run left ------------------------------------------------------------------------------------------------
 
-def accounts(checkpoint: str, tag: str = "run") -> dict[str, dict[str, int]]:
+def accounts(checkpoint, tag="run"):
     found = ledger(load_checkpoint(run_dir(tag) / "checkpoints" / checkpoint).cursors, T)
     for a in found.values():
         assert a["read"] + a["bos"] + a["repeated"] == a["emitted"] + a["cropped"] + a["pending"]
     return found
 
 
-def rows(checkpoint: str, tag: str = "run") -> dict[str, int]:
+def rows(checkpoint, tag="run"):
     """{bucket: rows of it, from the start of the run}."""
     return {bucket: a["rows"] for bucket, a in accounts(checkpoint, tag).items()}
 
@@ -101,7 +98,7 @@ def rows(checkpoint: str, tag: str = "run") -> dict[str, int]:
 TWO = [(8, {"web": 3, "code": 1}), (4, {"web": 0.5, "code": 0.5})]  # a whole block, and half of one
 
 
-def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace: Path) -> None:
+def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace):
     mix = mix_file(TWO)
     outcome = succeed(mix, save_every=8, eval_every=6)
     assert checkpoints() == ["checkpoint-8", "final"] and len(digests()) == 12
@@ -123,7 +120,7 @@ def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace: Path) ->
 DRY = [(2, {"web": 3, "code": 1}), (8, {"web": 1, "code": 1, "tiny": 2})]
 
 
-def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(workplace: Path) -> None:
+def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(workplace):
     mix = mix_file(DRY)
     halt(mix, "'tiny'", "run dry")
     [event] = events("halted")
@@ -146,7 +143,7 @@ def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(work
     assert "completed" in succeed(mix, dry=True, allow_bucket_exhaustion=True).out and fingerprint(run_dir()) == done
 
 
-def test_the_file_may_allow_it_and_more_passes_keep_a_bucket_from_running_dry(workplace: Path) -> None:
+def test_the_file_may_allow_it_and_more_passes_keep_a_bucket_from_running_dry(workplace):
     succeed(mix_file(DRY, allow_bucket_exhaustion="true"), dry=True)
     assert len(digests()) == 10 and {e["bucket"] for e in events("dropped")} == {"tiny"}
     succeed(mix_file(DRY, max_epochs="{tiny: 0}"), model_tag="more")
@@ -154,7 +151,7 @@ def test_the_file_may_allow_it_and_more_passes_keep_a_bucket_from_running_dry(wo
     assert events("dropped", "more") == []
 
 
-def test_a_run_whose_buckets_are_all_dry_halts_and_changes_nothing_when_it_is_started_again(workplace: Path) -> None:
+def test_a_run_whose_buckets_are_all_dry_halts_and_changes_nothing_when_it_is_started_again(workplace):
     mix = mix_file([(1000, {"tiny": 1})])
     halt(mix, "all its buckets have run dry", allow_bucket_exhaustion=True)
     [event] = events("halted")
@@ -165,7 +162,7 @@ def test_a_run_whose_buckets_are_all_dry_halts_and_changes_nothing_when_it_is_st
     assert fingerprint(run_dir()) == before
 
 
-def test_two_processes_halt_together_and_go_on_together(workplace: Path) -> None:
+def test_two_processes_halt_together_and_go_on_together(workplace):
     mix = mix_file(DRY)
     settings = command(mix, dry=True)
     group = training.start(2, **settings)
@@ -186,7 +183,7 @@ def test_two_processes_halt_together_and_go_on_together(workplace: Path) -> None
 
 # ---- another curriculum, another length -----------------------------------------------------------------------------
 
-def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(workplace: Path) -> None:
+def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(workplace):
     halt(mix_file(DRY), "'tiny'")
     before = rows(checkpoints()[0])
     more = mix_file([(40, {"web": 1, "tiny": 1})], name="more.yaml", max_epochs="{tiny: 0}",
@@ -197,7 +194,7 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(wo
     assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, "what was consumed stays consumed"
 
 
-def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace: Path) -> None:
+def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):
         refuse(mix, f"its phases last {5 * STEP:,} tokens, the run {steps_ * STEP:,}", "allow_budget_mismatch: true",
@@ -207,7 +204,7 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, "the last phase goes on"
 
 
-def test_what_cannot_be_mixed_is_refused_before_there_is_a_run(workplace: Path) -> None:
+def test_what_cannot_be_mixed_is_refused_before_there_is_a_run(workplace):
     refuse(mix_file([(6, {"wed": 1})]), "'wed'", "did you mean 'web'", "there is code, tiny, web")
     refuse(workplace / "gone.yaml", "gone.yaml: no such curriculum file")
     refuse(mix_file([(6, {"web": 1}), (0.01, {"web": 1})]), "phase 2 lasts 10 tokens", "--lanes")
@@ -216,7 +213,7 @@ def test_what_cannot_be_mixed_is_refused_before_there_is_a_run(workplace: Path) 
 # ---- layouts and attention ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_stored_entries_with_padding(workplace: Path, pack: bool) -> None:
+def test_stored_entries_with_padding(workplace, pack):
     mix = mix_file([(4, {"web": 1, "code": 1})])
     settings = {"data_path": workplace / "windows", "packing": "binned", "long_docs": None, "overlap": None,
                 **({} if pack else {"no_pack": True})}
@@ -232,7 +229,7 @@ def test_stored_entries_with_padding(workplace: Path, pack: bool) -> None:
         refuse(mix, "--no-pack", "--model-tag", **settings, no_pack=True)
 
 
-def test_attention_inside_documents_trains_on_the_same_rows(workplace: Path) -> None:
+def test_attention_inside_documents_trains_on_the_same_rows(workplace):
     mix = mix_file([(4, {"web": 1, "code": 1})])
     succeed(mix, attention_mode="sdpa_mask", eval_every=4)
     succeed(mix, model_tag="causal", eval_every=4)

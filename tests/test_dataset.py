@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -116,7 +115,7 @@ def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_
 
 # ---- token files: folders, and prefixes of pairs --------------------------------------------------------------------
 
-def tiny(prefix: Path, data_format: str = "megatron", n: int = 3) -> Path:
+def tiny(prefix, data_format="megatron", n=3):
     if data_format == "shards":
         write_pair(prefix, [[1, BOS]] * n)
     else:

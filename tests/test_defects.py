@@ -5,7 +5,6 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -33,7 +32,7 @@ def base(tmp_path):
         yield path
 
 
-def first_rows_s(num_buckets: int, V: int) -> float:
+def first_rows_s(num_buckets, V):
     """Seconds to open a mix of so many buckets and take the first row of each of V lanes."""
     documents = [[np.arange(20, dtype=np.uint32)] * 64] * (V // 16)
     sources = {f"b{i}": MemorySource(documents) for i in range(num_buckets)}
@@ -97,7 +96,7 @@ def test_cursors_of_another_shape_are_refused():
     config = StreamConfig(T=32, V=2, seed=1)
     sources = {"data": MemorySource([[np.arange(20, dtype=np.uint32)] * 64] * 4)}
 
-    def restored(cursors: list[Any]) -> None:
+    def restored(cursors):
         with closing(open_stream(config, sources, range(2), tokenizer="t", cursors=cursors)) as stream:
             stream.next_rows(1)
 

@@ -5,10 +5,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +23,7 @@ from nanochat.dist import (
     share,
 )
 from tests import training
-from tests.training import Group, as_bytes
+from tests.training import as_bytes
 
 SIZES = pytest.mark.parametrize("world_size", [1, 3])
 
@@ -34,12 +31,12 @@ SIZES = pytest.mark.parametrize("world_size", [1, 3])
 # ---- a launch -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     monkeypatch.delenv("RANK", raising=False)
 
 
-def rank_main(job: Callable[[int], Any], folder: Path, argv: list[str]) -> None:
+def rank_main(job, folder, argv):
     """Do `job(rank)` as a script would, and leave its value."""
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
@@ -49,19 +46,19 @@ def rank_main(job: Callable[[int], Any], folder: Path, argv: list[str]) -> None:
         dist.barrier()
 
 
-def launch(folder: Path, world_size: int, job: Callable[[int], Any]) -> tuple[Group, list[int]]:
+def launch(folder, world_size, job):
     group = training.launch(partial(rank_main, job, folder), [[]] * world_size, [{}] * world_size)
     return group, group.wait()
 
 
-def values(folder: Path, world_size: int, job: Callable[[int], Any]) -> list[Any]:
+def values(folder, world_size, job):
     """Of all ranks of a launch that ends well."""
     group, codes = launch(folder, world_size, job)
     assert codes == [0] * world_size, group.text()
     return [torch.load(folder / f"value-{rank}", weights_only=True) for rank in range(world_size)]
 
 
-def error(folder: Path, world_size: int, job: Callable[[int], Any]) -> str:
+def error(folder, world_size, job):
     """The one sentence of a launch that fails; on rank 0, and nothing else anywhere."""
     group, codes = launch(folder, world_size, job)
     assert codes == [1] * world_size and not list(folder.glob("value-*")), group.text()
@@ -71,21 +68,21 @@ def error(folder: Path, world_size: int, job: Callable[[int], Any]) -> str:
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
-def all_kinds(rank: int) -> Any:
+def all_kinds(rank):
     same({"a": 1, "b": [None]})
     return {"rank0": on_rank0(lambda: {"from": rank, "none": None}), "agree": agree(lambda: rank * 10),
             "all": gather_all((rank, None))}
 
 
 @SIZES
-def test_values_reach_whom_they_should(tmp_path: Path, world_size: int) -> None:
+def test_values_reach_whom_they_should(tmp_path, world_size):
     found = values(tmp_path, world_size, all_kinds)
     for rank, value in enumerate(found):
         assert value == {"rank0": {"from": 0, "none": None}, "agree": rank * 10,
                          "all": [(r, None) for r in range(world_size)]}
 
 
-def some_tensors() -> list[torch.Tensor]:
+def some_tensors():
     """Of all dtypes, scalar and empty."""
     torch.manual_seed(0)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,
@@ -94,7 +91,7 @@ def some_tensors() -> list[torch.Tensor]:
             torch.empty(3, 0), torch.nn.Parameter(torch.full((2,), 3.0))]
 
 
-def share_tensors(rank: int) -> Any:
+def share_tensors(rank):
     tensors = some_tensors()
     for tensor in tensors:
         if rank > 0:
@@ -104,17 +101,17 @@ def share_tensors(rank: int) -> Any:
 
 
 @SIZES
-def test_a_tensor_of_any_dtype_arrives_bit_by_bit(tmp_path: Path, world_size: int) -> None:
+def test_a_tensor_of_any_dtype_arrives_bit_by_bit(tmp_path, world_size):
     assert values(tmp_path, world_size, share_tensors) == [repr(as_bytes(some_tensors()))] * world_size
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
-def raise_it(error: Exception) -> Any:
+def raise_it(error):
     raise error
 
 
-def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
+def fail_on(bad, own, rank):
     text = f"x.bin of {rank}: missing" if own else "x.bin: missing"
     return agree(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
 
@@ -124,36 +121,35 @@ def fail_on(bad: tuple[int, ...], own: bool, rank: int) -> Any:
     ((3,), True, "rank 3 on host {host}: x.bin of 3: missing"),
     ((1, 3), False, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
 ])
-def test_where_not_all_fail_the_sentence_names_rank_and_host(tmp_path: Path, bad: tuple[int, ...], own: bool,
-                                                              told: str) -> None:
+def test_where_not_all_fail_the_sentence_names_rank_and_host(tmp_path, bad, own, told):
     assert error(tmp_path, 4, partial(fail_on, bad, own)) == told.format(host=socket.gethostname())
 
 
-def of_rank0(rank: int) -> None:
+def of_rank0(rank):
     on_rank0(lambda: raise_it(FileNotFoundError("x.bin: missing")))
 
 
-def test_an_error_of_rank_0_is_one_sentence_and_all_leave(tmp_path: Path) -> None:
+def test_an_error_of_rank_0_is_one_sentence_and_all_leave(tmp_path):
     assert error(tmp_path, 2, of_rank0) == "x.bin: missing"
 
 
-def bug_on(bad: int, how: Callable[..., Any], rank: int) -> None:
+def bug_on(bad, how, rank):
     how(lambda: raise_it(KeyError("a bug") if rank == bad else ValueError("a bad flag")))
 
 
 @pytest.mark.parametrize(("how", "bad"), [(agree, 0), (agree, 1), (on_rank0, 0)])
-def test_a_bug_keeps_its_traceback_and_is_the_only_thing_told(tmp_path: Path, how: Any, bad: int) -> None:
+def test_a_bug_keeps_its_traceback_and_is_the_only_thing_told(tmp_path, how, bad):
     group, codes = launch(tmp_path, 2, partial(bug_on, bad, how))
     assert codes == [1, 1] and not list(tmp_path.glob("value-*"))
     text = group.outputs[bad].read_text()
     assert group.text() == text and "KeyError: 'a bug'" in text and "in bug_on" in text
 
 
-def start_differently(rank: int) -> None:
+def start_differently(rank):
     same({"data_path": "/data" if rank != 2 else "/other", "seed": 42, **({"extra": 1} if rank == 2 else {})})
 
 
-def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> None:
+def test_ranks_that_were_started_differently_are_told_where(tmp_path):
     host = socket.gethostname()
     assert error(tmp_path, 4, start_differently) == (
         f"rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; extra is 1, on "
@@ -164,13 +160,12 @@ def test_ranks_that_were_started_differently_are_told_where(tmp_path: Path) -> N
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch
-                                                             ) -> None:
+def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monkeypatch):
     """The environment is what torch reads when CUDA starts; on a CPU nothing is set."""
     names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "PYTORCH_CUDA_ALLOC_CONF")
-    seen: list[Any] = []
+    seen = []
 
-    def is_available() -> bool:
+    def is_available():
         seen.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)])
         return False
 
@@ -191,7 +186,7 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic: bool
     assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
-def test_torch_reads_what_is_set_after_it_was_imported() -> None:
+def test_torch_reads_what_is_set_after_it_was_imported():
     """Its allocator when it starts, Inductor when it is imported; neither does so with torch."""
     program = (
         "import torch, nanochat.dist as ranks\n"
@@ -206,8 +201,7 @@ def test_torch_reads_what_is_set_after_it_was_imported() -> None:
 SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"
 
 
-def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -225,8 +219,8 @@ def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(
     assert autodetect_device_type() == "cpu", "somebody hides them on purpose"
 
 
-def test_a_group_is_left_unless_an_error_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[str] = []
+def test_a_group_is_left_unless_an_error_is_on_its_way(monkeypatch):
+    left = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("left"))
     with pytest.raises(ZeroDivisionError):

@@ -36,12 +36,12 @@ def base(tmp_path_factory):
         yield path
 
 
-def weights(run: str) -> dict:
+def weights(run):
     return training.as_bytes(dict(find_checkpoint(run).model_state()))
 
 
 @functools.cache
-def exported_tokenizer() -> tuple[RustBPETokenizer, Tokenizer]:
+def exported_tokenizer():
     found = Tokenizer.from_file(str(get_base_dir() / "hf" / "tokenizer.json"))
     found.encode_special_tokens = True
     return get_tokenizer(), found
@@ -144,7 +144,7 @@ def test_older_checkpoints_of_nanochat_lack_what_changes_nothing(base):
     assert found.state["resid_lambdas"].tolist() == [1, 1] and found.state["x0_lambdas"].tolist() == [0, 0]
 
 
-def copy_of(made: Path, name: str) -> Path:
+def copy_of(made, name):
     """A copy of an export for nanochat, beside it; its folder of checkpoints."""
     shutil.copytree(made, made.with_name(name))
     return made.with_name(name) / "base_checkpoints" / "run"
@@ -162,7 +162,7 @@ def test_the_data_that_nanochat_downloaded_are_found(base):
 
 # ---- refused --------------------------------------------------------------------------------------------------------
 
-def refused(*argv: object) -> str:
+def refused(*argv):
     """What a command says that is refused. It leaves nothing in the base directory."""
     before = sorted(get_base_dir().rglob("*"))
     with pytest.raises((ValueError, OSError)) as e:
@@ -219,7 +219,7 @@ def test_other_architectures_and_what_is_no_checkpoint_are_refused_in_a_sentence
 class Trap:
     """A pickle that makes a file where it is loaded."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):

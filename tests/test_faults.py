@@ -8,10 +8,8 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ from tests.training import (
 )
 
 STEPS = 12
-SMALL: dict[str, Any] = {  # a run of half a second with 6 saves
+SMALL = {  # a run of half a second with 6 saves
     **training.SMALL, "buffer_size": 8, "eval_tokens": 64 * 8, "num_iterations": STEPS, "save_every": 2}
 
 
@@ -44,7 +42,7 @@ workplace = training.in_workplace(**SMALL)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(tmp_path_factory):
     """The run of all tests here on one process, with nothing in its way."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **SMALL):
         succeed()
@@ -53,18 +51,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "sums": {step: sums(path) for step, path in folders.items()}}
 
 
-def sums(checkpoint: Path) -> dict[str, Any]:
+def sums(checkpoint):
     """Sizes and checksums of the states in a checkpoint, which is verified."""
     files = ckpt.verify_checkpoint(checkpoint)["files"]
     return {name: record for name, record in files.items() if not name.startswith("rng/")}
 
 
-def resumed_at() -> int:
+def resumed_at():
     """Where the last launch began."""
     return training.events("started")[-1]["step"]
 
 
-def assert_equal(reference: dict[str, Any]) -> None:
+def assert_equal(reference):
     """The run here has ended as the reference did, and nothing is left over."""
     assert state_of(training.run_dir() / "checkpoints" / "final") == reference["final"]
     assert digests() == reference["digests"] and losses() == reference["losses"]
@@ -73,14 +71,14 @@ def assert_equal(reference: dict[str, Any]) -> None:
     assert lifecycle.exit_code(state()) == 0 and state()["checkpoint"] == "final"
 
 
-def take_over(reference: dict[str, Any], last: int) -> None:
+def take_over(reference, last):
     """Make the run here the reference as it was after the save of a step."""
     training.take_over(reference["path"], *(f"checkpoint-{step}" for step in range(2, last + 1, 2)))
 
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
-def test_a_save_beside_the_loop_and_one_that_it_waits_for_give_equal_files() -> None:
+def test_a_save_beside_the_loop_and_one_that_it_waits_for_give_equal_files():
     """Steps that are taken while a checkpoint is written change nothing in it."""
     for tag, sync in (("beside", None), ("waited-for", True)):
         random.seed(1)
@@ -102,7 +100,7 @@ def test_a_save_beside_the_loop_and_one_that_it_waits_for_give_equal_files() -> 
 
 # ---- killed while saving --------------------------------------------------------------------------------------------
 
-def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_before_any_change_of_a_save_and_its_deletions(reference, tmp_path):
     """A run that keeps one checkpoint leaves, before every change of its second save, a copy of what is on disk: all
     that SIGKILL leaves. Each has the old checkpoint or the new one, whole; one of each kind goes on to the end."""
     copies, kinds = tmp_path / "copies", {}
@@ -131,7 +129,7 @@ def test_killed_before_any_change_of_a_save_and_its_deletions(reference: dict[st
         assert_equal(reference)
 
 
-def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str, Any]) -> None:
+def test_half_a_small_file_is_swept_away_by_the_next_launch(reference):
     for change in (r"^replace tokenizer/", r"^replace \.run_state", r"^replace logs/cursors/"):
         hook = partial(faults.dying_at, 0, below=training.run_dir(), since=change)
         training.start(hook=hook).wait_for_death()
@@ -142,7 +140,7 @@ def test_half_a_small_file_is_swept_away_by_the_next_launch(reference: dict[str,
 
 
 @pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.run_dir.TrainLog.write"])
-def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], function: str) -> None:
+def test_killed_in_the_first_step_after_a_resume(reference, function):
     take_over(reference, 6)
     lines = len(list(iter_log(log_file())))
     for _ in range(2):
@@ -156,7 +154,7 @@ def test_killed_in_the_first_step_after_a_resume(reference: dict[str, Any], func
 
 # ---- a disk that fills ----------------------------------------------------------------------------------------------
 
-def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference: dict[str, Any]) -> None:
+def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference):
     with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()) as changes:
         outcome = succeed()
     assert len(changes.made) >= 3 and len(training.events("save_failed")) == 3
@@ -169,8 +167,7 @@ def test_a_save_for_which_there_is_no_room_is_told_and_the_run_goes_on(reference
 
 
 @pytest.mark.parametrize("failing, kept, errors", [("(checkpoint-([468]|10)|final)", 2, 3), ("final", 10, 1)])
-def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference: dict[str, Any], failing: str, kept: int,
-                                                                  errors: int) -> None:
+def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference, failing, kept, errors):
     with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
         message = refuse()
     assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
@@ -181,7 +178,7 @@ def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference: dic
     assert_equal(reference)
 
 
-def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(reference: dict[str, Any]) -> None:
+def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(reference):
     with faults.failing_at(9, faults.errno.ENOSPC, below=log_file(), kinds=["write"]) as changes:
         message = refuse()
     assert len(changes.made) >= 10 and "the log cannot be written" in message and "make room" in message
@@ -194,16 +191,16 @@ def test_no_room_for_a_line_of_the_log_ends_the_run_before_more_is_lost(referenc
 
 # ---- two launches ---------------------------------------------------------------------------------------------------
 
-def pause(step: int, flag: Path) -> None:
+def pause(step, flag):
     """A hook: after some step the run waits for its end."""
-    def wait() -> None:
+    def wait():
         flag.touch()
         time.sleep(training.PATIENCE_S)
 
     training.after_step(step, wait)
 
 
-def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_second_launch_is_refused_until_the_first_is_dead(reference, tmp_path):
     first = training.start(hook=partial(pause, 5, tmp_path / "flag"))
     wait_for((tmp_path / "flag").exists)
     wait_for(lambda: checkpoints() == ["checkpoint-2", "checkpoint-4"])
@@ -224,12 +221,11 @@ def test_a_second_launch_is_refused_until_the_first_is_dead(reference: dict[str,
 
 
 @pytest.mark.parametrize("ends_at", [8, STEPS])
-def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(
-        reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ends_at: int) -> None:
+def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(reference, monkeypatch, ends_at):
     """A launch on another machine may be watched for a minute; what is looked at before is old news."""
     take_over(reference, 4)
 
-    def watch(run: Path, look: Callable[[Path], int] = lifecycle.check_free) -> int:
+    def watch(run, look=lifecycle.check_free):
         for step in (ends_at - 2, ends_at):
             name = "final" if step == STEPS else f"checkpoint-{step}"
             shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
@@ -242,7 +238,7 @@ def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(
     assert_equal(reference)
 
 
-def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -> None:
+def test_of_launches_at_the_same_instant_one_trains(reference):
     """What the two do never mixes: one begins the run, the other is refused (or comes when all is done)."""
     groups = [training.start() for _ in range(2)]
     codes = sorted(group.wait()[0] for group in groups)
@@ -253,14 +249,14 @@ def test_of_launches_at_the_same_instant_one_trains(reference: dict[str, Any]) -
 
 # ---- removed, and set aside ------------------------------------------------------------------------------
 
-def stop_itself(watched: bool) -> None:
+def stop_itself(watched):
     """A hook: rank 0 is stopped after step 5, until SIGCONT. Not watched: nobody looks who owns the run."""
     if not watched:
         Watchdog._watch = lambda self: None  # type: ignore[method-assign]
     training.after_step(5, partial(training.send, signal.SIGSTOP))
 
 
-def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference, tmp_path):
     """All ranks, with one sentence. Nothing is made anew at the old place, and a launch that began there meanwhile is
     alone: not even a save that comes before the watchdog looks writes there."""
     for begun_again, world_size in ((False, 2), (True, 1)):
@@ -278,7 +274,7 @@ def test_a_run_directory_that_goes_while_it_trains_ends_the_run(reference: dict[
     assert_equal(reference)
 
 
-def test_what_is_no_whole_run_is_not_gone_on_with_and_never_deleted(reference: dict[str, Any]) -> None:
+def test_what_is_no_whole_run_is_not_gone_on_with_and_never_deleted(reference):
     take_over(reference, 6)
     (training.run_dir() / "config.json").unlink()
     assert re.search(r"config\.json: missing, so nobody knows which settings .* belong to; put it back", refuse())

@@ -37,21 +37,21 @@ LLAMA = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": 
          "remove_extra_whitespaces": False}
 
 
-def sentencepiece_model(**options) -> bytes:
+def sentencepiece_model(**options):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, minloglevel=2,
                                              **{"vocab_size": 340, "hard_vocab_limit": False, **LLAMA, **options})
     return model.getvalue()
 
 
-def byte_level() -> tokenizers.Tokenizer:
+def byte_level():
     """GPT-2's kind."""
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(TEXTS, vocab_size=340, special_tokens=[END, "<|pad|>"], show_progress=False)
     return made._tokenizer
 
 
-def llama(**more) -> tokenizers.Tokenizer:
+def llama(**more):
     """Llama 2's kind: blanks are U+2581, unknown bytes <0x00> .. <0xFF>."""
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), normalizers.Replace(" ", BLANK)])
@@ -67,7 +67,7 @@ def llama(**more) -> tokenizers.Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, Path]:
+def made(tmp_path_factory):
     """One file of each kind."""
     folder = tmp_path_factory.mktemp("made")
     for name, library in {"gpt2": byte_level(), "llama": llama()}.items():
@@ -87,7 +87,7 @@ def opened(made):
     return {name: get_tokenizer(path) for name, path in made.items()}
 
 
-def real_texts() -> list[str]:
+def real_texts():
     """The shared corpus, where it is beside the checkout; else what Python brings along."""
     if found := sorted(SHARED.rglob("*.parquet")):
         return pq.ParquetFile(found[0]).read_row_group(0)["text"].to_pylist()
@@ -258,7 +258,7 @@ class Attack:
         return self.call
 
 
-def attacks(flag: Path) -> list:
+def attacks(flag):
     """Pickles that would make `flag`."""
     touch, shell = f"open({str(flag)!r}, 'w')", f"touch {flag}"
     return [Attack(os.system, shell), Attack(eval, touch), Attack(exec, touch), Attack(Path.touch, flag),

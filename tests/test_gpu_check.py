@@ -1,7 +1,5 @@
 """The script for GPUs runs on a CPU, all of it, and says what it should of a figure that is not as wanted."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +14,7 @@ for step in itertools.count():
 """
 
 
-def run(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
+def run(path, capsys, *flags):
     """(exit code, lines of the table) of the script on a CPU, where data and tokenizer are there already."""
     given = ["--device=cpu", "--tiny", f"--base-dir={path}", f"--out={path / 'out'}", *flags]
     with training.workplace(path):
@@ -41,13 +39,13 @@ def test_every_part_runs_and_tells_each_measure(tmp_path, capsys):
 
 
 def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(tmp_path, capsys):
-    def bad(bench: gpu_check.Bench) -> Iterator[gpu_check.Figure]:
+    def bad(bench):
         yield "tests that fail", "these", 3.0
 
-    def broken(bench: gpu_check.Bench) -> Iterator[gpu_check.Figure]:
+    def broken(bench):
         raise RuntimeError("no such kernel\nand more")
 
-    def fine(bench: gpu_check.Bench) -> Iterator[gpu_check.Figure]:
+    def fine(bench):
         yield "tests that fail", "those", 0.0
 
     with mock.patch.dict(gpu_check.PARTS, correct=[bad, broken, fine]), mock.patch.object(gpu_check, "prepare"):
@@ -60,7 +58,7 @@ def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(tm
 
 
 def test_a_trace_tells_how_busy_the_gpu_was_and_who_waited_for_it():
-    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict[str, object]:
+    def event(cat, name, ts, dur, tid=1):
         return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid}
 
     steps = [event("user_annotation", f"ProfilerStep#{i}", 100 * i, 90) for i in range(2)]

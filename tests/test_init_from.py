@@ -2,10 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ ORIGIN_STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def origin(tmp_path_factory):
     """The run that the others begin with: 12 steps, saved every 4."""
     with training.workplace(tmp_path_factory.mktemp("origin"), **training.SMALL):
         succeed(model_tag="origin", num_iterations=ORIGIN_STEPS, embedding_lr=0.4)
@@ -29,22 +26,22 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, origin: Path) -> Iterator[Path]:
+def workplace(tmp_path, origin):
     with training.workplace(tmp_path, **training.SMALL) as path:
         shutil.copytree(origin, training.run_dir("origin"))
         yield path
 
 
-def checkpoint(name: str, tag: str = "run") -> Path:
+def checkpoint(name, tag="run"):
     return training.run_dir(tag) / "checkpoints" / name
 
 
-def at_its_beginning(**settings: Any) -> Any:
+def at_its_beginning(**settings):
     """The checkpoint of a new run at step 0: one whose first look asks it to stop would be at step 1, so weights and
     optimizer are taken where they go into the model."""
-    taken: dict[str, Any] = {}
+    taken = {}
 
-    def take(model: Any, optimizer: Any) -> None:
+    def take(model, optimizer):
         taken.update(model=as_bytes(dict(model.state_dict())), optimizer=as_bytes(optimizer.gather_state()),
                      lrs=[group["lr"] for group in optimizer.param_groups])
 
@@ -57,7 +54,7 @@ def at_its_beginning(**settings: Any) -> Any:
 
 # ---- what is taken over ---------------------------------------------------------------------------------------------
 
-def test_weights_at_step_0_are_those_of_the_origin() -> None:
+def test_weights_at_step_0_are_those_of_the_origin():
     """By path here; how else an origin may be named: tests/test_checkpoint.py."""
     theirs = load_checkpoint(checkpoint("checkpoint-8", "origin"))
     taken = at_its_beginning(init_from=str(theirs.path))
@@ -70,7 +67,7 @@ def test_weights_at_step_0_are_those_of_the_origin() -> None:
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
 
 
-def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands() -> None:
+def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands():
     theirs = load_checkpoint(checkpoint("checkpoint-8", "origin")).optimizer_state()
     fresh = at_its_beginning(init_from="origin@8", model_tag="fresh", embedding_lr=0.1)
     taken = at_its_beginning(init_from="origin@8", init_optimizer=True, embedding_lr=0.1)
@@ -79,7 +76,7 @@ def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands() ->
     assert taken["lrs"] == fresh["lrs"]
 
 
-def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run() -> None:
+def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run():
     """With data, optimizer and weights, and rates that do not move, the new run's steps are the origin's next ones."""
     flat = {"warmup_steps": 0, "warmdown_ratio": 0, "weight_decay": 0}
     succeed(model_tag="long", num_iterations=8, save_every=4, **flat)
@@ -93,7 +90,7 @@ def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run() 
     assert read_cursors(kept[0])[1] == load_checkpoint(checkpoint("checkpoint-4", "long")).cursors
 
 
-def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace: Path) -> None:
+def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace):
     more = {"init_from": "origin@8", "init_optimizer": True, "init_data": "continue", "num_iterations": 3}
     succeed(**more)
     group = training.start(2, hook=only_rank_0_reads, model_tag="two", **more)
@@ -103,11 +100,11 @@ def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace: Path) 
     assert read_config(training.run_dir("two"))["origin"] == read_config(training.run_dir())["origin"]
 
 
-def only_rank_0_reads() -> None:
+def only_rank_0_reads():
     """A hook: reading weights is fatal on other ranks."""
     load = checkpoint_module.load_plain
 
-    def watched(path: Path) -> Any:
+    def watched(path):
         assert os.environ["RANK"] == "0", "another rank reads weights"
         return load(path)
 
@@ -116,7 +113,7 @@ def only_rank_0_reads() -> None:
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
 
-def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again() -> None:
+def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again():
     more = {"init_from": "origin", "init_data": "continue", "num_iterations": 6}
     shutil.rmtree(checkpoint("final", "origin"))
     training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
@@ -131,7 +128,7 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again
     assert read_config(training.run_dir())["origin"] == before
 
 
-def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint() -> None:
+def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint():
     more = {"init_from": "origin@8", "num_iterations": 6}
     training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
     theirs, aside = checkpoint("checkpoint-8", "origin"), checkpoint("aside", "origin")
@@ -164,8 +161,7 @@ def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint() -> None
     ({"init_from": "nobody"}, ("nobody", "origin")),
     ({"init_from": "origin@5"}, ("'5'", "checkpoint-8, checkpoint-4")),
     ({"init_from": "origin@4"}, ("pytorch_model.bin", "rotten"))])
-def test_what_cannot_begin_there_is_refused_before_a_weight_is_loaded(
-        workplace: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_what_cannot_begin_there_is_refused_before_a_weight_is_loaded(workplace, monkeypatch, changed, words):
     damaged = checkpoint("checkpoint-4", "origin") / "model" / "pytorch_model.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     if "tokenizer" in changed:

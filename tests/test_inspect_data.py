@@ -2,8 +2,6 @@
 
 import json
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,7 +22,7 @@ from tests.toy import digest_of_row, some_texts, write_parquet
 T, R, V = 24, 6, 3
 FLAGS = [f"--max-seq-len={T}", f"--total-batch-size={R * T}", f"--lanes={V}", "--buffer-size=8", "--depth=1",
          "--num-iterations=5"]
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "crop": {}, "split": {"long_docs": "split", "overlap": 5}, "concat": {"layout": "concat"}}
 
 
@@ -39,29 +37,28 @@ def corpus(tmp_path_factory):
     return root / "data", root / "tokenizer"
 
 
-def stream_flags(corpus: tuple[Path, Path], shape: str = "crop") -> list[str]:
+def stream_flags(corpus, shape="crop"):
     """The flags of base_train that ask for the stream of `config_of`."""
     changed = {name.replace("layout", "packing").replace("_", "-"): value for name, value in SHAPES[shape].items()}
     return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS,
             *(f"--{name}={value}" for name, value in changed.items())]
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+def run(capsys, *argv, code=0):
     """What a command prints."""
     assert inspect_data.main(argv) == code
     return capsys.readouterr().out
 
 
-def json_lines(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[dict[str, Any]]:
+def json_lines(capsys, *argv, code=0):
     return [json.loads(line) for line in run(capsys, *argv, code=code).splitlines()]
 
 
-def config_of(shape: str) -> StreamConfig:
+def config_of(shape):
     return StreamConfig(T, V, 42, buffer_size=8, **SHAPES[shape])
 
 
-def batches(corpus: tuple[Path, Path], shape: str, steps: int, **kwargs: Any
-            ) -> tuple[list[list[tuple[list[int], list[int]]]], list[list[dict[str, Any]]]]:
+def batches(corpus, shape, steps, **kwargs):
     """Of each step the rows (inputs, targets) that a loader delivers, and all cursors after it."""
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
@@ -75,20 +72,20 @@ def batches(corpus: tuple[Path, Path], shape: str, steps: int, **kwargs: Any
     return found, cursors
 
 
-def digest_of(rows: list[tuple[list[int], list[int]]]) -> str:
+def digest_of(rows):
     """The digest of a step whose rows all end with a live target."""
     parts = [digest_of_row(i, row_tokens(row), [x != OFF for x in row[1]]) for i, row in enumerate(rows)]
     return f"{sum(parts) % 2**64:016x}"
 
 
-def row_tokens(row: tuple[list[int], list[int]]) -> list[int]:
+def row_tokens(row):
     """A row's T + 1 tokens; its last target must be live."""
     inputs, targets = row
     assert targets[-1] != OFF
     return [*inputs, targets[-1]]
 
 
-def make_run(path: Path, corpus: tuple[Path, Path], shape: str) -> Path:
+def make_run(path, corpus, shape):
     """A run that has pinned its data, and trained no step."""
     path.mkdir()
     config = config_of(shape)
@@ -164,7 +161,7 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, fresh, shape, ca
         lines = json_lines(capsys, "rows", f"--step={step}", "--json", fresh[shape])
         assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
         for line, (inputs, targets) in zip(lines, rows[step]):
-            told: list[int] = []
+            told = []
             for d in line["documents"]:
                 texts = files[d["file"]].read()["text"].to_pylist()
                 in_group = files[d["file"]].read_row_group(d["group"])["text"].to_pylist()
@@ -215,7 +212,7 @@ def test_rows_behind_kept_cursors_are_those_of_the_same_flags(corpus, run_dir, c
 def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch, caplog):
     _, cursors = batches(corpus, "crop", 8)
     opened = inspect_data.open_it(inspect_data.parse_args(["ledger", f"{run_dir}"]))
-    packed: list[int] = []
+    packed = []
     next_rows = inspect_data.Stream.next_rows
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
     for step, steps_packed in ((1, 1), (3, 0), (4, 1), (7, 4), (8, 0)):  # the cursors of step 6 are torn

@@ -49,7 +49,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(lifecycle, name, seconds)
 
 
-def python(code: str, *arguments: object) -> subprocess.Popen:
+def python(code, *arguments):
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -85,7 +85,7 @@ def test_previous_handlers_are_back_afterwards_even_after_an_error():
 
 
 def test_entered_in_another_thread_it_leaves_signals_alone():
-    def handler_inside() -> object:
+    def handler_inside():
         with StopWatch():
             return signal.getsignal(signal.SIGUSR1)
 
@@ -219,7 +219,7 @@ def test_reasons_of_all_ranks_become_one_text():
 
 # ---- the state --------------------------------------------------------------------------------------
 
-def told(run_dir: Path, **news: object) -> bool:
+def told(run_dir, **news):
     """Whether the state that is on disk says so."""
     state = read_state(run_dir)
     return all(state[name] == value for name, value in news.items())
@@ -275,7 +275,7 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_pa
 def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch, caplog):
     calls = []
 
-    def full(path: Path, value: object) -> None:
+    def full(path, value):
         calls.append(path)
         raise OSError(28, "No space left on device")
 
@@ -292,7 +292,7 @@ def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch
     assert exit_code(read_state(tmp_path)) == 10
 
 
-def whole_state(run_dir: Path) -> dict:
+def whole_state(run_dir):
     with RunState(acquire(run_dir), [identify()], status="running") as state:
         state.close("stopped")
     return json.loads((run_dir / STATE_NAME).read_text())
@@ -316,7 +316,7 @@ def test_a_broken_state_is_named_and_no_dead_end(tmp_path, quick):
 
 # ---- life and death ---------------------------------------------------------------------------------
 
-def dead_process() -> dict:
+def dead_process():
     """What `identify` said in a process that is gone."""
     process = python("import json; from nanochat.lifecycle import identify; print(json.dumps(identify()))")
     said = json.loads(process.communicate(timeout=PATIENCE_S)[0])
@@ -339,7 +339,7 @@ def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
     assert process_start(child.pid) is None
 
 
-def state_with(process: dict, *, status: str = "running", age: float = 0.0) -> dict:
+def state_with(process, *, status="running", age=0.0):
     return {"status": status, "ranks": [process], "heartbeat": time.time() - age}
 
 
@@ -374,7 +374,7 @@ with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as sta
 """
 
 
-def launch(run_dir: Path) -> subprocess.Popen:
+def launch(run_dir):
     process = python(LAUNCH, run_dir)
     assert process.stdout.readline() == "ready\n"
     return process
@@ -408,7 +408,7 @@ sys.stdin.readline()
 """
 
 
-def record(**changed: object) -> str:
+def record(**changed):
     return json.dumps({"launch": "x", "since": 0.0, **identify(), **changed})
 
 
@@ -444,7 +444,7 @@ ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["look", "claim"
 @settings(deadline=None)
 @given(ACTIONS)
 def test_however_looks_claims_and_deaths_interleave_there_is_one_owner_at_most(actions):
-    living: set[str] = set()
+    living = set()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifecycle, "is_alive_here", lambda record: record["launch"] in living)
         run_dir, looks, owners = Path(folder), {}, {}
@@ -480,7 +480,7 @@ def test_a_launch_that_was_delayed_between_look_and_claim_gets_nothing(tmp_path)
     assert acquire(tmp_path).generation == 3
 
 
-def elsewhere(run_dir: Path, *, age: float, **changed: object) -> dict:
+def elsewhere(run_dir, *, age, **changed):
     """A run that a launch in another place owns: its state, whose heartbeat is so old."""
     there = {**identify(), "host": "node7", "place": "another boot"}
     state = {**whole_state(run_dir), "status": "running", "launch": "theirs", "ranks": [there],
@@ -495,7 +495,7 @@ def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp
     state = elsewhere(tmp_path, age=age)
     over = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not over.wait(0.05):
             lifecycle._replace(tmp_path / STATE_NAME, {**state, "heartbeat": time.time() - age})
 
@@ -522,7 +522,7 @@ def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_
 @pytest.mark.parametrize("removed", ["record", "run directory"])
 @pytest.mark.parametrize("successor", [False, True])
 def test_an_owner_whose_record_is_gone_or_anothers_ends_at_its_next_look(tmp_path, removed, successor):
-    def files() -> dict[Path, bytes]:
+    def files():
         return {p: p.read_bytes() for p in run_dir.glob(".*") if not p.name.startswith(STATE_NAME)}
 
     run_dir = tmp_path / "run"

@@ -9,10 +9,7 @@ import shutil
 import signal
 import sys
 import types
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +43,7 @@ workplace = training.in_workplace(**training.SMALL)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(tmp_path_factory):
     """The one long job of most tests here."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed(**LOOKING)
@@ -54,7 +51,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 "vals": vals()}
 
 
-def vals(tag: str = "run") -> dict[int, float]:
+def vals(tag="run"):
     return {event["step"]: event["bpb"] for event in events("val", tag)}
 
 
@@ -63,10 +60,10 @@ def vals(tag: str = "run") -> dict[int, float]:
 JOB = {"max_runtime_seconds": 2.5, "walltime_reserve_seconds": 0}  # two steps of a_step_is_a_second
 
 
-def short_jobs(launch: Callable[[], str]) -> list[int]:
+def short_jobs(launch):
     """Launch jobs until the run is completed; the steps at which the others stopped. Each stops with a checkpoint of
     its last step."""
-    stops: list[int] = []
+    stops = []
     for _ in range(STEPS):
         told = launch()
         if state()["status"] == "completed":
@@ -80,7 +77,7 @@ def short_jobs(launch: Callable[[], str]) -> list[int]:
     raise AssertionError("no end")
 
 
-def test_nine_short_jobs_are_one_long_job(reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nine_short_jobs_are_one_long_job(reference, monkeypatch):
     monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
     a_step_is_a_second(JOB["max_runtime_seconds"])
     stops = short_jobs(lambda: succeed(**JOB, **LOOKING).out)
@@ -92,7 +89,7 @@ def test_nine_short_jobs_are_one_long_job(reference: dict[str, Any], monkeypatch
     assert status.main(["run", "--exit-code"]) == 0
 
 
-def test_a_real_walltime(reference: dict[str, Any]) -> None:
+def test_a_real_walltime(reference):
     """The clock on the wall; far more steps than there is time for."""
     outcome = succeed(max_runtime_seconds=1.6, walltime_reserve_seconds=0.3, num_iterations=10**6, save_every=-1,
                       warmup_steps=2)
@@ -116,7 +113,7 @@ PLACES = {  # where a signal arrives, which it is, and the step after which the 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_signal_is_honoured_soon_wherever_it_arrives(reference: dict[str, Any], place: str) -> None:
+def test_a_signal_is_honoured_soon_wherever_it_arrives(reference, place):
     function, call, number, latest = PLACES[place]
     finish(hook=partial(before, function, call, partial(send, number)), **LOOKING, sample_every=5)
     assert state()["status"] == "stopped" and state()["reason"] == number.name
@@ -131,7 +128,7 @@ def test_a_signal_is_honoured_soon_wherever_it_arrives(reference: dict[str, Any]
 
 # ---- rows that are passed over --------------------------------------------------------------------------------------
 
-def told(*argv: str) -> list[Any]:
+def told(*argv):
     """The JSON lines of scripts.inspect_data on the run, which must agree with what the log says."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert inspect_data.main([*argv, str(training.run_dir())]) == 0, out.getvalue()
@@ -139,7 +136,7 @@ def told(*argv: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kill_after", [2, 9])
-def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference: dict[str, Any], kill_after: int) -> None:
+def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference, kill_after):
     """Killed before its first checkpoint, and behind it."""
     settings = {"num_iterations": 12, "save_every": 6, "sync_save": True, "skip_steps": 3}
     start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
@@ -151,7 +148,7 @@ def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference: dict[s
     assert [line["match"] for line in told("digest", "--steps=0:12")] == [True] * 12
 
 
-def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[str, Any]) -> None:
+def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference):
     """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
     more = {"init_from": "long@8", "init_data": "continue", "init_optimizer": True, "save_every": -1}
@@ -163,7 +160,7 @@ def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference: dict[
 
 # ---- what may change ------------------------------------------------------------------------------------------------
 
-def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Path) -> None:
+def test_where_and_how_it_computes_may(reference, workplace):
     """All at once: nothing of it moves a row, and but for B no bit either."""
     training.take_over(reference["path"], "checkpoint-16")
     moved = shutil.move(workplace / "data", workplace / "moved")
@@ -183,21 +180,21 @@ def test_where_and_how_it_computes_may(reference: dict[str, Any], workplace: Pat
 class Wandb(types.ModuleType):
     """Just enough of it: a run has the id that was given, or one of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("wandb")
-        self.given: list[str | None] = []
+        self.given = []
 
-    def init(self, *, id: str | None, **kwargs: Any) -> Any:
+    def init(self, *, id, **kwargs):
         self.given.append(id)
         return types.SimpleNamespace(id=id or f"new-{os.getpid()}", log=json.dumps, finish=lambda: None)
 
 
-def with_wandb(hook: Callable[[], None]) -> None:
+def with_wandb(hook):
     sys.modules["wandb"] = Wandb()
     hook()
 
 
-def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatch):
     start(hook=partial(with_wandb, partial(die_after_step, 1)), run="name", save_every=-1).wait_for_death()
     [first] = [event["id"] for event in events("wandb")]
     assert first.startswith("new-") and checkpoints() == []
@@ -216,7 +213,7 @@ def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatc
     assert fake.given == [first, first, None], "a run that was begun anew is another one"
 
 
-def test_wandb_offline_goes_on_in_the_same_run() -> None:
+def test_wandb_offline_goes_on_in_the_same_run():
     for num_iterations in (2, 3):
         outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
         assert "going on without it" not in outcome.err

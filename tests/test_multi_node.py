@@ -9,10 +9,8 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.run import main as torchrun
@@ -22,25 +20,25 @@ from nanochat.sources import ParquetSource
 from nanochat.watchdog import Watchdog
 from scripts import base_train
 from tests import training
-from tests.training import Group, digests, final, state, state_of
+from tests.training import digests, final, state, state_of
 
 HOST = socket.gethostname()
 ROOT = Path(__file__).parent.parent
-LONG: dict[str, Any] = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
-SHORT: dict[str, Any] = {"num_iterations": 12, "save_every": 4}
-QUICK: dict[str, Any] = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
+LONG = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
+SHORT = {"num_iterations": 12, "save_every": 4}
+QUICK = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
 BAD_STEP = 6
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path) -> Iterator[Path]:
+def workplace(tmp_path):
     """The first machine's base directory, with the data and the tokenizer that both can read."""
     with training.workplace(tmp_path / "node0", **training.SMALL) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(tmp_path_factory):
     """Not interrupted, and on one process, which comes to the same bits."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         training.succeed(model_tag="short", leaves=2, **SHORT)
@@ -50,31 +48,30 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 # ---- two machines ---------------------------------------------------------------------------------------------------
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def other(workplace: Path) -> Path:
+def other(workplace):
     """The second machine's base directory: empty."""
     return workplace.parent / "node1"
 
 
-def paths(workplace: Path) -> dict[str, Any]:
+def paths(workplace):
     """The flags that make both machines read the same files."""
     return {"data_path": workplace / "data", "tokenizer": workplace / "tokenizer"}
 
 
-def start(*bases: Path, hook: Callable[[], None] | None = None, own: dict[str, Any] | None = None,
-          **changed: Any) -> Group:
+def start(*bases, hook=None, own=None, **changed):
     """The job on as many machines, one process each. `hook`: called in each; `own`: flags of the second machine."""
     argvs = [training.flags(**{**changed, **(own or {} if rank else {})}) for rank in range(len(bases))]
     return training.launch(base_train.main, argvs, [{"NANOCHAT_BASE_DIR": str(base), "LOCAL_RANK": "0"}
                                                     for base in bases], hook)
 
 
-def error_of(group: Group) -> str:
+def error_of(group):
     """The one sentence of a launch that ends with exit code 1 on all ranks, without a traceback."""
     assert group.wait() == [1] * len(group.processes), group.text()
     text = group.text()
@@ -84,7 +81,7 @@ def error_of(group: Group) -> str:
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
 
-def two_torchruns(workplace: Path, **changed: Any) -> list[Group]:
+def two_torchruns(workplace, **changed):
     """Two launchers, each with one process; only the first can write where the run is."""
     port = free_port()
     return [training.launch(torchrun, [[
@@ -94,8 +91,7 @@ def two_torchruns(workplace: Path, **changed: Any) -> list[Group]:
         for node, base in enumerate((workplace, other(workplace)))]
 
 
-def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_bits(
-        workplace: Path, reference: dict[str, Any]) -> None:
+def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_bits(workplace, reference):
     """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/lifecycle.py),
     so it is killed here, when its worker has gone."""
     launchers = two_torchruns(workplace, **LONG)
@@ -123,11 +119,11 @@ def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_b
 
 # ---- where the run is -----------------------------------------------------------------------------------------------
 
-def send(bad: int, number: int) -> None:
+def send(bad, number):
     """One rank gets a signal in a step whose like is past compilation."""
     beat = Watchdog.beat
 
-    def watched(self: Watchdog, *point: Any) -> None:
+    def watched(self, *point):
         if self.rank == bad and point == (BAD_STEP,):
             os.kill(os.getpid(), number)
         beat(self, *point)
@@ -135,7 +131,7 @@ def send(bad: int, number: int) -> None:
     Watchdog.beat = watched  # type: ignore[method-assign, assignment]
 
 
-def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace: Path) -> None:
+def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace):
     training.succeed(**paths(workplace), **{**SHORT, "num_iterations": 1})
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
@@ -147,11 +143,11 @@ def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace: P
 
 # ---- what each machine must have ------------------------------------------------------------------------------------
 
-def lose_data() -> None:
+def lose_data():
     """The second machine has a copy of the data below the same path, without a file: here below another."""
     look = start_run.check_files
 
-    def elsewhere(manifests: Any) -> None:
+    def elsewhere(manifests):
         if os.environ["RANK"] == "1":
             moved = Path(os.environ["NANOCHAT_BASE_DIR"]) / "copy"
             shutil.copytree(manifests["train"]["data"]["root"], moved)
@@ -168,8 +164,8 @@ def lose_data() -> None:
     ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; each machine of a "
                  "launch reads the data itself: copy or mount the same files there under the same path"),
 ])
-def test_a_machine_that_lacks_something_is_named(workplace: Path, lacks: str, told: str) -> None:
-    flags: dict[str, Any] = paths(workplace)
+def test_a_machine_that_lacks_something_is_named(workplace, lacks, told):
+    flags = paths(workplace)
     if lacks == "the tokenizer":
         flags.pop("tokenizer")
     error = error_of(start(workplace, other(workplace), own={"warmup_steps": 3} if lacks == "our flags" else None,
@@ -180,11 +176,11 @@ def test_a_machine_that_lacks_something_is_named(workplace: Path, lacks: str, to
 
 # ---- what one rank alone comes upon ---------------------------------------------------------------------------------
 
-def fail_in(bad: int, error: Exception) -> None:
+def fail_in(bad, error):
     """Reading the data fails on one rank, from some unit of documents on."""
     read, calls = ParquetSource.read, iter(range(1000))
 
-    def watched(self: ParquetSource, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, *args, **kwargs):
         if os.environ["RANK"] == str(bad) and next(calls) >= 7:
             raise error
         return read(self, *args, **kwargs)
@@ -192,7 +188,7 @@ def fail_in(bad: int, error: Exception) -> None:
     ParquetSource.read = watched  # type: ignore[method-assign]
 
 
-def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path) -> None:
+def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace):
     """What else a failure of a rank becomes: tests/test_watchdog.py."""
     error = FileNotFoundError("x.parquet: it is gone")
     group = start(workplace, workplace, hook=partial(fail_in, 1, error), **paths(workplace), **SHORT, **QUICK)
@@ -208,8 +204,7 @@ def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace: Path
     (1, signal.SIGSTOP, ", and its process does not answer; the other 1 wait"),
     (0, signal.SIGKILL, "has died; it was last seen at "),
 ])
-def test_a_rank_that_stops_is_named_and_the_run_goes_on_to_the_same_bits(
-        workplace: Path, reference: dict[str, Any], bad: int, number: int, told: str) -> None:
+def test_a_rank_that_stops_is_named_and_the_run_goes_on_to_the_same_bits(workplace, reference, bad, number, told):
     group = start(workplace, workplace, hook=partial(send, bad, number), collective_timeout_seconds=2,
                   sync_save=True, **paths(workplace), **SHORT)
     group.processes[1 - bad].join(training.PATIENCE_S)

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 from html import unescape
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,13 +20,13 @@ EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
 STEPS, SPIKE = 40, 17
 
 
-def step(i: int, **more: Any) -> dict[str, Any]:
+def step(i, **more):
     loss = 50.0 if i == SPIKE else 8 - i / 10
     return {"step": i, "digest": f"{i:016x}", "loss": loss, "smooth_loss": 8 - i / 20, "lr": 1.0, "grad_norm": 0.5,
             "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i, "mfu": 0.0, **more}
 
 
-def make_run(path: Path, *, digest: str = "", num: int = STEPS) -> Path:
+def make_run(path, *, digest="", num=STEPS):
     """A run killed at step 25 that went on at step 20 on two processes and was stopped, with a hostile bucket, a torn
     line, a value that nobody knows, and one that was no number."""
     mix = [step(i, **{f"tokens/{EVIL}": 40 if i < 20 else 120, "tokens/web": 120 if i < 20 else 40, "loss/web": 3.0,
@@ -62,7 +60,7 @@ def runs(tmp_path_factory):
     return [make_run(base / "<b>one & only"), make_run(base / "two", digest="f" * 16)]
 
 
-def write(runs: list[Path], out: Path) -> tuple[str, dict[str, Any]]:
+def write(runs, out):
     """(the page, the data in it)."""
     assert page.main([*map(str, runs), f"--out={out}"]) == 0
     text = out.read_text()
@@ -71,7 +69,7 @@ def write(runs: list[Path], out: Path) -> tuple[str, dict[str, Any]]:
     return text, json.loads(found[0])
 
 
-def curves(run: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
+def curves(run):
     return {(series["chart"], series["name"]): series["y"] for series in run["series"]}
 
 

@@ -8,10 +8,7 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +19,13 @@ from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import new_manifest
 from scripts import base_train, convert_shards, inspect_data, push_shards, tok_shards, tok_train, validate, verify
 from tests import training
-from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault, Store
+from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.token_files import write_megatron, write_pair
 from tests.toy import compressed, write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
 
-SMALL: dict[str, Any] = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
-KINDS: dict[str, dict[str, Any]] = {
+SMALL = {**training.SMALL, "depth": 1, "num_iterations": 4, "save_every": 2}
+KINDS = {
     "shards": {"data_format": "shards", "data_path": "{}/shards"},
     "documents": {"data_format": "megatron", "data_path": "{}/pairs"},
     "samples": {"data_format": "megatron", "data_path": "{0}/pairs/a,{0}/pairs/b", "order": "megatron",
@@ -37,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_pairs(base: Path) -> None:
+def make_pairs(base):
     """pairs/ (Megatron's) and shards/ (GPTS), with tokenizer and, the latter, a manifest."""
     tokenizer = RustBPETokenizer.from_directory(base / "tokenizer")
     records = {}
@@ -55,8 +52,7 @@ def make_pairs(base: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, running_store: Store
-         ) -> Iterator[tuple[Path, Store, dict[str, list[str]], Any]]:
+def made(tmp_path_factory, running_store):
     """Files here and the same in a bucket; the digests of whole runs from the files; {key: (ETag, bytes)}."""
     folder, store = tmp_path_factory.mktemp("made"), running_store
     with training.workplace(folder):
@@ -72,7 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, running_store: Store
 
 
 @pytest.fixture
-def bucket(made: Any, calm_store: Store, tmp_path: Path) -> Iterator[Store]:
+def bucket(made, calm_store, tmp_path):
     """The bucket and its data, seen from a machine that has no file of them."""
     store, whole = calm_store, made[3]
     with training.workplace(tmp_path):
@@ -87,7 +83,7 @@ def bucket(made: Any, calm_store: Store, tmp_path: Path) -> Iterator[Store]:
             store.put(key, data)
 
 
-def command(kind: str, base: Path | str, **changed: Any) -> dict[str, Any]:
+def command(kind, base, **changed):
     found = {**SMALL, **KINDS[kind], **changed}
     return {**found, "data_path": found["data_path"].format(base)}
 
@@ -175,7 +171,7 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, name, before, monk
      r"no credentials; set AWS_ACCESS_KEY_ID"),
     (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: not there, but b\.idx needs it"),
 ])
-def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change: Callable[..., Any], said: str):
+def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change, said):
     env = {"path": "s3://bucket"}
     change(bucket, env)
     sentence = refuse(**command("documents", env["path"], tokenizer="s3://bucket/shards/tokenizer"))
@@ -219,7 +215,7 @@ def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, c
     for path in web.iterdir():
         bucket.put(f"raw/web/{path.name}", path.read_bytes())
 
-    def tokenize(text: str | Path, name: str) -> dict[str, bytes]:
+    def tokenize(text, name):
         out = tmp_path / name
         assert tok_shards.main([f"--input-dir={text}", f"--output-dir={out}", "--num-workers=1",
                                 f"--tokenizer={made[0] / 'tokenizer'}", "--max-length=0"]) == 0
@@ -272,11 +268,11 @@ def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
 
 # ---- a store that stalls --------------------------------------------------------------------------------------------
 
-LONG: dict[str, Any] = {"num_iterations": 30, "save_every": 5}
+LONG = {"num_iterations": 30, "save_every": 5}
 
 
 @pytest.fixture(scope="module")
-def straight(made: Any) -> list[str]:
+def straight(made):
     """The digests of a long run from files."""
     succeed(**command("samples", made[0], **LONG, model_tag="straight"))
     return training.digests("straight")
@@ -316,7 +312,7 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=90.0))
     stall, write = Fault(name=".bin", stall=True, times=-1), TrainLog.write
 
-    def watched(self: TrainLog, **record: Any) -> None:
+    def watched(self, **record):
         write(self, **record)
         if record.get("step") == 3:
             bucket.proxy.faults.append(stall)
@@ -329,7 +325,7 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
     assert time.monotonic() - began < 60  # of a run, on a machine that does much else
 
 
-def wait_for_stall(bucket: Store, group: training.Group) -> None:
+def wait_for_stall(bucket, group):
     """Until a request waits for ever."""
     while not any(s.fault is not None and s.fault.stall for s in bucket.proxy.seen):
         assert all(process.exitcode is None for process in group.processes), group.text()

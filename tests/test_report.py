@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,14 @@ from tests import training
 T, STEPS = 15, 40
 
 
-def cursors(read: int = 96) -> list[dict[str, Any]]:
+def cursors(read=96):
     """Two lanes; of each 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
     feed = {"epoch": 1, "documents": 4, "read": read, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
             "padded": 0, "pending": 7}
     return [{"lane": i, "row": 5, "buckets": {"data": feed}} for i in range(2)]
 
 
-def log_lines() -> list[dict[str, Any]]:
+def log_lines():
     steps = [{"step": i, "digest": f"{i:016x}", "loss": 8 - i / 10, "smooth_loss": 8 - i / 20, "lr": 1.0,
               "grad_norm": 0.5, "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i,
               "mfu": 0.0}
@@ -67,7 +66,7 @@ def run(tmp_path):
     return path
 
 
-def rows(text: str) -> dict[str, list[str]]:
+def rows(text):
     """The cells of every table row of a report, by the first."""
     cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
     return {row[0]: row[1:] for row in cells}

@@ -6,7 +6,6 @@ import random
 import shutil
 import time
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -37,14 +36,14 @@ workplace = training.in_workplace(**FOUR_ROWS)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(tmp_path_factory):
     """The run of all tests here, not interrupted, on one process."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **FOUR_ROWS):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
 
 
-def test_the_reference_model_has_all_that_could_be_forgotten(reference: dict[str, Any]) -> None:
+def test_the_reference_model_has_all_that_could_be_forgotten(reference):
     loaded = checkpoint.load_checkpoint(reference["path"] / "checkpoints" / "final")
     optimizer = loaded.optimizer_state()
     assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"}
@@ -56,11 +55,11 @@ def test_the_reference_model_has_all_that_could_be_forgotten(reference: dict[str
 
 # ---- killed ---------------------------------------------------------------------------------------------------------
 
-def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits() -> None:
+def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits():
     rng, thirty = random.Random(time.time_ns()), {"num_iterations": 30}
     succeed(model_tag="whole", **thirty)
 
-    def kill(hook: Any) -> None:
+    def kill(hook):
         training.start(hook=hook, **thirty).wait_for_death()
         assert "final" not in checkpoints()
 
@@ -89,7 +88,7 @@ def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits() -> 
 
 # ---- on any number of processes -------------------------------------------------------------------------------------
 
-def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict[str, Any]) -> None:
+def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference):
     """On one process, which divides the leaves too, its bits are those of a run that was on one from the start (which
     are those of any number that divides them: tests/test_bitwise.py). On four the data are the same and the losses
     close."""
@@ -113,8 +112,8 @@ def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference: dict
 
 # ---- completed, from the start, from a certain checkpoint -----------------------------------------------------------
 
-def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference: dict[str, Any]) -> None:
-    def assert_nothing_happens(**settings: Any) -> None:
+def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference):
+    def assert_nothing_happens(**settings):
         before = training.fingerprint(training.run_dir())
         outcome = succeed(**settings)
         assert "completed" in outcome.out and "nothing to do" in outcome.out and "--model-tag" in outcome.out
@@ -129,7 +128,7 @@ def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference:
     assert_nothing_happens()  # nor with the first horizon, which is behind it
 
 
-def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference: dict[str, Any]) -> None:
+def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference):
     take_over(reference["path"], "checkpoint-8", "checkpoint-12")
     newer, lines = training.run_dir() / "checkpoints" / "checkpoint-12", len(all_steps())
     before = training.fingerprint(newer)
@@ -139,7 +138,7 @@ def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
 
 
-def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference: dict[str, Any]) -> None:
+def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference):
     take_over(reference["path"], "checkpoint-20")
     before = training.fingerprint(training.run_dir())
     message = refuse(resume="scratch")
@@ -153,7 +152,7 @@ def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference: dict[st
     assert digests("fresh") == reference["digests"][:1]
 
 
-def test_a_step_that_differs_when_it_is_repeated_stops_the_run(reference: dict[str, Any]) -> None:
+def test_a_step_that_differs_when_it_is_repeated_stops_the_run(reference):
     take_over(reference["path"], "checkpoint-20")
     log = training.log_file()
     log.write_text(log.read_text().replace(reference["digests"][22], "0" * 16))

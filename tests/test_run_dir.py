@@ -4,7 +4,6 @@ import errno
 import json
 import shutil
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from nanochat.lifecycle import acquire
 from tests import faults
 
 
-def test_runs_are_found_by_tag_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="runs there: none"):
         rd.find_run("d4")
@@ -30,7 +29,7 @@ def test_runs_are_found_by_tag_and_path(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(str(caught.value)) < 300
 
 
-def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
+def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is no run directory"):
         rd.read_config(tmp_path)
     for name in ("checkpoint-7", "final"):
@@ -47,11 +46,11 @@ def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path: Path) -> None
 
 # ---- the log ----------------------------------------------------------------------------------------
 
-def digests(path: Path) -> dict[int, str]:
+def digests(path):
     return {r["step"]: r["digest"] for r in rd.iter_log(path) if rd.is_step(r)}
 
 
-def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path: Path) -> None:
+def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path):
     path = tmp_path / "logs" / "train.jsonl"
     with closing(rd.TrainLog(path)) as train_log:
         for step in (1, 2, 3):
@@ -70,7 +69,7 @@ def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path: Path) -> N
     assert rd.read_log(tmp_path / "none") == []
 
 
-def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_path: Path) -> None:
+def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = b"".join(json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n" for s in (1, 2, 3))
     for size in range(len(lines) + 1):
@@ -84,7 +83,7 @@ def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_pat
     assert digests(path) == {1: "a"}
 
 
-def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path: Path) -> None:
+def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path):
     path = tmp_path / "train.jsonl"
     with faults.failing_at(4, errno.ENOSPC, below=path) as changes, closing(rd.TrainLog(path)) as train_log:
         train_log.write(step=1, digest="a")
@@ -98,8 +97,7 @@ def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 3
 
 
-def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
-        tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(tmp_path, caplog):
     """Lines to a file that has no name any more would be lost without a word."""
     run = tmp_path / "run"
     rd.open_folders(run)
@@ -118,7 +116,7 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(
 
 # ---- set aside --------------------------------------------------------------------------------------
 
-def fill(run: Path) -> Path:
+def fill(run):
     """A run directory with some of all that a run writes, and a person's notes."""
     rd.open_folders(run)
     acquire(run)
@@ -131,11 +129,11 @@ def fill(run: Path) -> Path:
     return run
 
 
-def files_of(run: Path) -> set[str]:
+def files_of(run):
     return {str(p.relative_to(run)) for p in run.rglob("*") if not p.is_dir()}
 
 
-def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path, caplog):
     for number in (1, 2):
         run, elsewhere = fill(tmp_path / "run"), tmp_path / f"elsewhere-{number}"
         (run / "logs").rename(elsewhere)
@@ -146,7 +144,7 @@ def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path: Path, caplog: py
         assert f"run.old-{number} now" in caplog.text
 
 
-def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path: Path) -> None:
+def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path):
     run = fill(tmp_path)
     before = files_of(run)
     left = [".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",

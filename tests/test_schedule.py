@@ -3,7 +3,6 @@
 import math
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,18 +10,18 @@ from hypothesis import strategies as st
 
 from nanochat.schedule import Horizon, Schedule, resolve_horizon
 
-FLAGS: dict[str, Any] = {"num_iterations": -1, "target_flops": -1.0, "target_param_data_ratio": -1.0,
+FLAGS = {"num_iterations": -1, "target_flops": -1.0, "target_param_data_ratio": -1.0,
                          "total_batch_size": -1, "weight_decay": 0.28, "sequence_len": 2048,
                          "scaling_params": 100_000_000, "reference_scaling_params": 100_000_000, "flops_per_token": 1e9}
 
 
-def horizon(**changes: Any) -> Horizon:
+def horizon(**changes):
     return resolve_horizon(**{**FLAGS, **changes})
 
 
 # ---- horizon --------------------------------------------------------------------------------------------------------
 
-def test_the_reference_model_is_left_as_it_is() -> None:
+def test_the_reference_model_is_left_as_it_is():
     h = horizon(target_param_data_ratio=12)
     assert h == Horizon(num_iterations=2288, total_batch_size=524_288, batch_lr_scale=1.0,
                         weight_decay_scaled=0.28)  # 1.2e9 / 524288 = 2288.8
@@ -30,14 +29,14 @@ def test_the_reference_model_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("size, batch, lr, steps", [(16, 2**21, 2.0, 7629), (1 / 16, 2**17, 0.5, 476)])
-def test_a_larger_model_gets_a_larger_batch(size: float, batch: int, lr: float, steps: int) -> None:
+def test_a_larger_model_gets_a_larger_batch(size, batch, lr, steps):
     """16^0.383 = 2^1.532, which is rounded to 4."""
     h = horizon(target_param_data_ratio=10, scaling_params=int(100_000_000 * size))
     assert (h.total_batch_size, h.batch_lr_scale, h.num_iterations) == (batch, lr, steps)
     assert h.weight_decay_scaled == pytest.approx(0.28 * lr / size)
 
 
-def test_iterations_before_flops_before_ratio() -> None:
+def test_iterations_before_flops_before_ratio():
     every = {"num_iterations": 7, "target_flops": 1e9 * 2**19 * 11.4, "target_param_data_ratio": 12}
     assert horizon(**every).num_iterations == 7
     assert horizon(**{**every, "num_iterations": -1}).num_iterations == 11
@@ -49,7 +48,7 @@ def test_iterations_before_flops_before_ratio() -> None:
             horizon(**wrong)
 
 
-def test_an_explicit_batch_counts_and_must_hold_whole_rows() -> None:
+def test_an_explicit_batch_counts_and_must_hold_whole_rows():
     h = horizon(num_iterations=1, total_batch_size=2**17)
     assert (h.total_batch_size, h.batch_lr_scale, h.weight_decay_scaled) == (2**17, 0.5, 0.14)
     for wrong in (2**17 + 1, 1024, 0, -2048):
@@ -58,7 +57,7 @@ def test_an_explicit_batch_counts_and_must_hold_whole_rows() -> None:
 
 
 @given(T=st.integers(1, 200_000), params=st.integers(1, 10**12))
-def test_an_automatic_batch_is_a_power_of_two_rows(T: int, params: int) -> None:
+def test_an_automatic_batch_is_a_power_of_two_rows(T, params):
     h = horizon(num_iterations=1, sequence_len=T, scaling_params=params)
     rows = h.total_batch_size // T
     assert h.total_batch_size == rows * T and rows >= 1 and rows & (rows - 1) == 0
@@ -76,12 +75,12 @@ LONG = Schedule(num_iterations=2000, warmup_steps=40, warmdown_ratio=0.5, final_
     (LONG.momentum, {0: 0.85, 100: 0.88, 200: 0.91, 400: 0.97, 1000: 0.97, 1500: 0.935, 2000: 0.90}),
     (LONG.weight_decay, {0: 1.0, 500: 0.5 * (1 + math.sqrt(0.5)), 1000: 0.5, 2000: 0.0, 3000: 0.0}),
     (Schedule(10, warmup_steps=0, warmdown_ratio=0.0).lr, dict.fromkeys(range(11), 1.0))])
-def test_curves_by_hand(curve: Any, expected: dict[int, float]) -> None:
+def test_curves_by_hand(curve, expected):
     assert {step: curve(step) for step in expected} == pytest.approx(expected)
 
 
 @given(steps=st.integers(1, 60), warmup=st.integers(0, 200), ratio=st.floats(0, 1), frac=st.floats(0, 1))
-def test_short_runs_are_bounded_and_come_down(steps: int, warmup: int, ratio: float, frac: float) -> None:
+def test_short_runs_are_bounded_and_come_down(steps, warmup, ratio, frac):
     s = Schedule(steps, warmup_steps=warmup, warmdown_ratio=ratio, final_lr_frac=frac)
     rates = [s.lr(i) for i in range(steps + 1)]
     assert all(0 <= r <= 1 for r in rates)
@@ -95,7 +94,7 @@ def test_short_runs_are_bounded_and_come_down(steps: int, warmup: int, ratio: fl
     assert all(abs(change) <= slope + 1e-12 for change in changes), "no jumps"
 
 
-def test_apply_sets_groups_by_kind() -> None:
+def test_apply_sets_groups_by_kind():
     adam = {"kind": "adamw", "lr": 9.0, "initial_lr": 0.3, "weight_decay": 0.01}
     muon = {"kind": "muon", "lr": 9.0, "initial_lr": 0.02, "momentum": 0.0, "weight_decay": 9.0}
     LONG.apply(SimpleNamespace(param_groups=[adam, muon]), 1500)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,28 +24,28 @@ SCRIPTS = {"speedrun.sh": "gpu", "runs/miniseries.sh": "h100", "runs/scaling_law
            "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
            "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware",
            "dev/slurm/tok_shards.sbatch": "hardware", "dev/e2e_slurm.sh": "hardware"}
-MODULES: dict[str, ModuleType] = {m.__name__: m for m in (
+MODULES = {m.__name__: m for m in (
     make_sample_corpus, dataset, base_eval, base_train, report, sample, tok_eval, tok_train)}
 
 
-def speedrun(cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def speedrun(cwd=ROOT, **environment):
     kept = {k: v for k, v in os.environ.items() if k not in ("WANDB_RUN", "NGPU", "PROFILE", "DRY_RUN")}
     return subprocess.run(["bash", "speedrun.sh"], cwd=cwd, env={**kept, **environment}, capture_output=True, text=True,
                           timeout=60)
 
 
-def commands(**environment: str) -> list[list[str]]:
+def commands(**environment):
     """The words of each command that a dry run prints."""
     result = speedrun(DRY_RUN="1", **environment)
     assert result.returncode == 0 and not result.stderr, result.stderr
     return [shlex.split(line) for line in result.stdout.splitlines() if line and not line.startswith("#")]
 
 
-def module_of(words: list[str]) -> str | None:
+def module_of(words):
     return words[words.index("-m") + 1] if "-m" in words else None
 
 
-def arguments(words: list[str]) -> list[str]:
+def arguments(words):
     """What a command's module gets: torchrun keeps the `--` behind the module's name to itself."""
     rest = words[words.index("-m") + 2:]
     return [w for w in (rest[1:] if rest[:1] == ["--"] else rest) if w != "&"]
@@ -84,7 +83,7 @@ def test_the_stages_come_in_an_order_that_works(profile):
 
 
 def test_every_command_is_one_that_its_module_takes(profile, monkeypatch):
-    def stop(parser: Parser, argv: list[str] | None = None) -> None:
+    def stop(parser, argv=None):
         parse(parser, argv)
         raise KeyError("parsed")
 
@@ -164,7 +163,7 @@ if [[ "$*" == *"{failing}"* ]]; then exit 7; fi
 """
 
 
-def stand_ins(folder: Path, *, download: str = "true", failing: str = "nothing") -> Path:
+def stand_ins(folder, *, download="true", failing="nothing"):
     """A checkout in which every command only notes that it was called."""
     (folder / "dev").mkdir(parents=True)
     (folder / "dev" / "setup.sh").write_text("exit 0\n")
@@ -177,7 +176,7 @@ def stand_ins(folder: Path, *, download: str = "true", failing: str = "nothing")
     return folder
 
 
-def called(folder: Path) -> list[str]:
+def called(folder):
     return re.findall(r"-m (\S+)", (folder / "calls").read_text())
 
 

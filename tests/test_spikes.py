@@ -1,9 +1,7 @@
 """Steps that are clipped or skipped: the same on any number of processes and through whatever happens to a run."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,20 +16,20 @@ from tests.test_bitwise import parted
 from tests.training import die_after_step
 
 BEFORE, SPIKE, AFTER = 13, 1, 3  # steps of prose, of noise, of prose again
-RUN: dict[str, Any] = {**training.SMALL, "leaves": 4, "save_every": 3, "skip_spikes": 6.0, "max_grad_norm": 0.4,
+RUN = {**training.SMALL, "leaves": 4, "save_every": 3, "skip_spikes": 6.0, "max_grad_norm": 0.4,
                        "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.06, "num_iterations": None}
 
 
-def few_are_enough() -> None:
+def few_are_enough():
     """For the rest of a process."""
     mock.patch.multiple(spikes, ENOUGH=8, WINDOW=8).__enter__()
 
 
-def only_rank_0_skips() -> None:
+def only_rank_0_skips():
     few_are_enough()
     whole = trainer.limits
 
-    def broken(*args: Any) -> tuple[float, float]:
+    def broken(*args):
         return whole(*args) if trainer.get_dist_info()[1] == 0 else (math.inf, 1e9)
 
     mock.patch.object(trainer, "limits", broken).__enter__()
@@ -39,7 +37,7 @@ def only_rank_0_skips() -> None:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def corpus(tmp_path_factory):
     """Flags of a run one of whose steps is noise."""
     with training.workplace(tmp_path_factory.mktemp("spikes")) as path:
         noise = ["".join(chr(33 + (i * i * 7 + i * k) % 90) for i in range(800)) for k in range(40)]
@@ -56,16 +54,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         yield flags
 
 
-def events(tag: str) -> list[dict[str, Any]]:
+def events(tag):
     log = iter_log(training.run_dir(tag) / "logs" / "train.jsonl")
     return [record for record in log if record.get("event") == "skipped"]
 
 
-def skipped(tag: str) -> list[int]:
+def skipped(tag):
     return sorted({record["step"] for record in events(tag)})
 
 
-def test_the_planted_step_is_skipped_logged_and_counted(corpus: dict[str, Any]) -> None:
+def test_the_planted_step_is_skipped_logged_and_counted(corpus):
     assert skipped("straight") == [BEFORE]
     [event], steps = events("straight"), training.steps("straight")
     assert event["digest"] == steps[BEFORE]["digest"] and len(steps) == BEFORE + SPIKE + AFTER
@@ -75,19 +73,18 @@ def test_the_planted_step_is_skipped_logged_and_counted(corpus: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_skipping_and_clipping_have_the_same_bits_on_any_number_of_processes(corpus: dict[str, Any],
-                                                                             world_size: int) -> None:
+def test_skipping_and_clipping_have_the_same_bits_on_any_number_of_processes(corpus, world_size):
     group = training.start(world_size, hook=few_are_enough, **corpus, model_tag=f"on {world_size}")
     assert group.wait() == [0] * world_size, group.text()
     assert parted("straight", f"on {world_size}") == set() and skipped(f"on {world_size}") == [BEFORE]
 
 
-def killed(after: int) -> None:
+def killed(after):
     few_are_enough()
     die_after_step(after)
 
 
-def test_killed_around_the_spike_it_ends_with_the_same_bits(corpus: dict[str, Any]) -> None:
+def test_killed_around_the_spike_it_ends_with_the_same_bits(corpus):
     for after in (BEFORE - 1, BEFORE + 1):
         training.start(1, hook=partial(killed, after), **corpus, model_tag="killed").wait_for_death()
     last = training.start(2, hook=few_are_enough, **corpus, model_tag="killed")
@@ -95,13 +92,13 @@ def test_killed_around_the_spike_it_ends_with_the_same_bits(corpus: dict[str, An
     assert parted("straight", "killed") == set() and skipped("killed") == [BEFORE]
 
 
-def test_a_rank_that_skips_alone_is_seen(corpus: dict[str, Any]) -> None:
+def test_a_rank_that_skips_alone_is_seen(corpus):
     group = training.start(2, hook=only_rank_0_skips, **corpus, model_tag="alone")
     group.wait()
     assert parted("straight", "alone") >= {"weights", "optimizer"}
 
 
-def test_ten_in_a_row_end_the_run_with_the_way_out(corpus: dict[str, Any]) -> None:
+def test_ten_in_a_row_end_the_run_with_the_way_out(corpus):
     with mock.patch.object(trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err
@@ -109,8 +106,8 @@ def test_ten_in_a_row_end_the_run_with_the_way_out(corpus: dict[str, Any]) -> No
     assert (read_state(training.run_dir("diverged")) or {})["status"] == "failed"
 
 
-def test_limits_are_robust() -> None:
-    window: spikes.Looks = []
+def test_limits_are_robust():
+    window = []
     for i in range(200):
         assert spikes.limits(window, 5.0) == (math.inf, math.inf) or len(window) >= spikes.ENOUGH
         window = spikes.remember(window, 3.0 + 0.01 * (i % 7), 1.0 + 0.1 * (i % 3))
@@ -122,7 +119,7 @@ def test_limits_are_robust() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [8192, 16])
-def test_z_loss_changes_gradients_and_not_the_loss(reduction: str, chunk: int) -> None:
+def test_z_loss_changes_gradients_and_not_the_loss(reduction, chunk):
     config = GPTConfig.from_depth(1, vocab_size=96, sequence_len=16, aspect_ratio=24, head_dim=12)
     tokens = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].masked_fill(tokens[:, 1:] < 20, -100)

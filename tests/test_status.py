@@ -79,16 +79,16 @@ def base(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_dir(base: Path, name: str = "d1") -> Path:
+def run_dir(base, name="d1"):
     return base / "runs" / name
 
 
-def environment(base: Path, **more: object) -> dict[str, str]:
+def environment(base, **more):
     return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": f"{base / 'light'}:{ROOT}",
             **{k: str(v) for k, v in more.items()}}
 
 
-def trainer(base: Path, name: str = "d1", **more: object) -> subprocess.Popen:
+def trainer(base, name="d1", **more):
     process = subprocess.Popen([sys.executable, base / "trainer.py", name], cwd=ROOT, env=environment(base, **more),
                                stderr=subprocess.PIPE, text=True)
     wait_for(lambda: process.poll() is not None or process.pid in [
@@ -96,7 +96,7 @@ def trainer(base: Path, name: str = "d1", **more: object) -> subprocess.Popen:
     return process
 
 
-def made_up(base: Path, name: str, status: str, **fields: object) -> Path:
+def made_up(base, name, status, **fields):
     """A run of this process in a state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
@@ -149,11 +149,11 @@ def test_the_table_is_of_the_runs_named_sorted_as_asked_and_coloured_on_a_termin
         made_up(base, name, state, val_bpb=bpb, step=step, heartbeat=time.time() - 7230)
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
 
-    def told(*args: str) -> list[str]:
+    def told(*args):
         assert status.main([*args]) == 0
         return capsys.readouterr().out.splitlines()[1:]
 
-    def order(*args: str) -> str:
+    def order(*args):
         return "".join(line[0] for line in told(*args))
 
     assert order() == "abco" and order("c", "a") == "ac" and order("--sort=bpb") == "baco"
@@ -200,7 +200,7 @@ def test_watching_ends_with_the_run(base, capsys, monkeypatch):
     path = made_up(base, "d1", "running")
     naps = []
 
-    def nap(seconds: float) -> None:
+    def nap(seconds):
         naps.append(seconds)
         if len(naps) == 3:
             shutil.rmtree(path)
@@ -256,7 +256,7 @@ def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(b
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
 
 
-def process_of_its_own() -> tuple[subprocess.Popen, dict]:
+def process_of_its_own():
     process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(1000)"],
                                stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -286,13 +286,13 @@ def test_force_kills_the_processes_of_the_run_and_no_others(base, capsys, rank_0
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
-def loop(base: Path, **more: object) -> subprocess.Popen:
+def loop(base, **more):
     command = ["bash", ROOT / "dev/run_until_done.sh", "d1", sys.executable, base / "trainer.py", "d1"]
     return subprocess.Popen(command, cwd=ROOT, env=environment(base, PAUSE_S=0, **more), stderr=subprocess.PIPE,
                             stdout=subprocess.PIPE, text=True)
 
 
-def ended(process: subprocess.Popen) -> tuple[int, str]:
+def ended(process):
     told = process.communicate(timeout=PATIENCE_S)[1]
     return process.returncode, told
 
@@ -364,7 +364,7 @@ def cluster(base):
     return base
 
 
-def job(cluster: Path, **more: object) -> subprocess.Popen:
+def job(cluster, **more):
     """The script, started in a folder of its own as SLURM would."""
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": 8}
     env = environment(cluster, **slurm, **more, PATH=f"{cluster / 'bin'}:{os.environ['PATH']}")
@@ -372,7 +372,7 @@ def job(cluster: Path, **more: object) -> subprocess.Popen:
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def result_of(cluster: Path, process: subprocess.Popen) -> tuple[int, str, bool]:
+def result_of(cluster, process):
     """Exit code, output, whether the job went back into the queue."""
     told = process.communicate(timeout=PATIENCE_S)[0]
     return process.returncode, told, "requeue 4711" in (cluster / "scontrol.txt").read_text()

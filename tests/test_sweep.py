@@ -4,7 +4,6 @@ import csv
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def test_one_size_and_no_runs_are_refused(runs):
     assert not (runs / "none").exists()
 
 
-def made(budgets: list[float], sizes: np.ndarray) -> list[dict[str, Any]]:
+def made(budgets, sizes):
     """Runs whose best size is 0.1 * FLOPs^0.5: parabolas in log(parameters), a little noisy."""
     rng = np.random.default_rng(0)
     return [{"run": "r", "flops_budget": C, "flops": C, "params_scaling": N, "tokens": C / (6 * N),

@@ -31,7 +31,7 @@ def flat(entries):
     return np.array([i for entry in entries for i in entry], np.int64)
 
 
-def documents_of(pair: TokenFile, step: int = 3) -> list[list[int]]:
+def documents_of(pair, step=3):
     """All documents without their BOS, after checking that it is there and that lengths agree."""
     found = []
     for first in range(0, len(pair), step):

@@ -1,7 +1,6 @@
 """verify: each kind of damage is found, told with its file and entry, and nothing else is."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,19 +28,19 @@ ENTRIES, PREFIXES = [[1, 2, E], [3, 4, 5], [5, 6, E], [7, E]], [0, 0, 1, 0]
 FIRST_OFFSET, FIRST_PREFIX = 16, 16 + 8 * (len(ENTRIES) + 1)
 
 
-def run(capsys, *args) -> tuple[int, list[str], str]:
+def run(capsys, *args):
     """(exit code, problems, all that was printed)."""
     code = verify.main([str(a) for a in args])
     out = capsys.readouterr().out
     return code, [line.split("PROBLEM ")[1] for line in out.splitlines() if "PROBLEM" in line], out
 
 
-def good_folder(root: Path) -> Path:
+def good_folder(root):
     write_folder(root / "web", {"a": (ENTRIES, PREFIXES), "b": ([[8, E]], None)}, max_length=3, overlap_size=1)
     return root / "web"
 
 
-def u16(*ids: int) -> bytes:
+def u16(*ids):
     return np.array(ids, "<u2").tobytes()
 
 
@@ -56,7 +55,7 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert out.endswith("all good\n")
 
 
-def megatron_folder(root: Path) -> Path:
+def megatron_folder(root):
     """Two pairs of Megatron's and their manifest.json. Of three documents the second has two sequences. The tables of
     the .idx begin at bytes 34 (lengths), 50 (pointers) and 82 (boundaries)."""
     documents = [[[1, 2, E]], [[3, 4], [5, E]], [[6, E]]]

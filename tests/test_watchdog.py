@@ -7,8 +7,6 @@ import signal
 import socket
 import time
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from nanochat.dist import gather_all
 from nanochat.lifecycle import RunState, acquire, identify, read_state
 from nanochat.watchdog import Watchdog, open_store
 from tests import training
-from tests.training import Group
 
 BAD_STEP = 5
 
@@ -27,11 +24,11 @@ BAD_STEP = 5
 # ---- a launch -------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
 
 
-def misbehave(how: str, dog: Watchdog) -> None:
+def misbehave(how, dog):
     if how == "sleep":
         time.sleep(1000)
     elif how == "stop":
@@ -46,7 +43,7 @@ def misbehave(how: str, dog: Watchdog) -> None:
         time.sleep(3)
 
 
-def rank_main(how: str, bad: int, run_dir: Path, argv: list[str]) -> None:
+def rank_main(how, bad, run_dir, argv):
     """A training job of ten steps, whose rank `bad` misbehaves in one of them."""
     watchdog.ANSWER_S = 1.0
     rank, timeout_s = int(os.environ["RANK"]), 1.5
@@ -68,11 +65,11 @@ def rank_main(how: str, bad: int, run_dir: Path, argv: list[str]) -> None:
         state.close("completed")
 
 
-def start(folder: Path, how: str, bad: int = 2) -> Group:
+def start(folder, how, bad=2):
     return training.launch(partial(rank_main, how, bad, folder / "run"), [[]] * 3, [{}] * 3)
 
 
-def who(group: Group, rank: int) -> str:
+def who(group, rank):
     return f"rank {rank} on host {socket.gethostname()} (pid {group.processes[rank].pid})"
 
 
@@ -110,29 +107,29 @@ def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
 class FakeStore:
     """The calls of a TCPStore that are used."""
 
-    def __init__(self) -> None:
-        self.data: dict[str, bytes] = {}
+    def __init__(self):
+        self.data = {}
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         self.data[key] = value.encode()
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         return self.data[key]
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         return all(key in self.data for key in keys)
 
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+    def compare_set(self, key, expected, value):
         assert expected == ""
         return self.data.setdefault(key, value.encode())
 
 
-def watcher(rank: int = 0, world_size: int = 3, store: Any = None, **options: Any) -> Watchdog:
+def watcher(rank=0, world_size=3, store=None, **options):
     ranks = [{"host": f"node{r}", "place": "elsewhere", "pid": 100 + r, "start": "1"} for r in range(world_size)]
     return Watchdog(store or FakeStore(), ranks, rank=rank, **options)
 
 
-def record(count: int = 10, *, late: bool = True, left: bool = False) -> dict[str, Any]:
+def record(count=10, *, late=True, left=False):
     return {"count": count, "at": f"step {count - 1}", "late": late, "left": left}
 
 
@@ -186,7 +183,7 @@ def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypat
     assert not late._round() and late._verdict == verdict
 
 
-def leave_with(error: Exception, rank: int, verdict: str = "") -> tuple[BaseException, str]:
+def leave_with(error, rank, verdict=""):
     """What comes out of a rank's watchdog when its main thread fails, perhaps after a verdict; and the verdict."""
     store, told = FakeStore(), []
     with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=told.append):
@@ -237,7 +234,7 @@ def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
     dog.silence_s = 0.0
     wait = dog._over.wait
 
-    def paused(seconds: float) -> bool:
+    def paused(seconds):
         waits.append(seconds)
         time.sleep(1.0 if len(waits) == 2 else 0.0)  # the whole machine
         return wait(0.01)
@@ -258,7 +255,7 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert "in hang_alone" in group.text()
 
 
-def hang_alone(argv: list[str]) -> None:
+def hang_alone(argv):
     with Watchdog(None, [identify()], timeout_s=0.3, first_timeout_s=0.3) as dog:
         dog.beat(4, "forward")
         time.sleep(1000)

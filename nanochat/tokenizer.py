@@ -228,8 +228,8 @@ class Tokenizer:
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it. ValueError where a different tokenizer is
-        there, unless `force`."""
+        """Write tokenizer.json and the file beside it; nothing where they hold this already.
+        ValueError where a different tokenizer is there, unless `force`."""
         (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
         description = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
                        "vocab_size": self.get_vocab_size(), **own}
@@ -237,10 +237,13 @@ class Tokenizer:
         if there is not None and there["fingerprint"] != self.fingerprint:
             raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({there['fingerprint']}), which data and runs "
                              f"may have been made with; name another folder (--output-dir), or replace it with --force")
+        data_path = json_path.with_name(self.file) if self.file else None
+        if there == description and (not data_path or (data_path.is_file() and data_path.read_bytes() == data)):
+            return
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
-        if self.file is not None:
-            write_bytes(json_path.with_name(self.file), data)
+        if data_path:
+            write_bytes(data_path, data)
         write_json(json_path, description)
 
     @classmethod

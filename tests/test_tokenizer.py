@@ -236,9 +236,18 @@ def test_a_different_tokenizer_is_not_written_over_another(tok, other, base_dir)
     with pytest.raises(ValueError, match=r"holds another tokenizer.*--output-dir.*--force"):
         other.save(shared)
     assert get_tokenizer().fingerprint == tok.fingerprint
-    tok.save(shared)  # the same one is no change
     other.save(shared, force=True)
     assert get_tokenizer().fingerprint == other.fingerprint
+
+
+def test_the_same_tokenizer_is_written_again_only_where_it_is_not_whole(tok, tmp_path):
+    tok.save(tmp_path)
+    inodes = {path: path.stat().st_ino for path in tmp_path.iterdir()}
+    tok.save(tmp_path)
+    assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == inodes and len(inodes) == 2
+    (tmp_path / "ranks.tiktoken").write_bytes(b"torn")
+    tok.save(tmp_path)
+    assert RustBPETokenizer.from_directory(tmp_path).fingerprint == tok.fingerprint
 
 
 def test_a_crash_between_the_two_files_leaves_no_tokenizer_rather_than_a_mixture(tok, other, tmp_path, monkeypatch):

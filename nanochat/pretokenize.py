@@ -20,7 +20,7 @@ appears) says of what it was made. Where it was made of something else, it is ma
 Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so it
 does no harm if two processes make the same pair. A manifest appears when all its pairs are there,
 and goes before one is made again. An input that cannot be read to its end has no pair. The text of
-256 documents is held at a time, however large the input.
+256 documents is held at a time, or of fewer that have two million characters.
 
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """
@@ -31,7 +31,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +56,7 @@ from nanochat.tokens import (
     record_groups,
 )
 
-BATCH_DOCUMENTS = 256  # that are tokenized at once
+BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # tokenized at once: until one of them is reached
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 Record = dict[str, Any]
@@ -102,6 +102,17 @@ class Windows:
         begins, ends, prefixes = np.array(windows, np.int64).T
         cut = np.concatenate([shifted[begin:end] for begin, end, _ in windows])
         return cut, ends - begins, prefixes.astype(np.uint16)
+
+
+def _batch(texts: Iterator[str]) -> list[str]:
+    """The next texts that are tokenized at once, [] at the end."""
+    batch, num_chars = [], 0
+    for text in itertools.islice(texts, BATCH_DOCUMENTS):
+        batch.append(text)
+        num_chars += len(text)
+        if num_chars >= BATCH_CHARS:
+            break
+    return batch
 
 
 # ---- inputs -------------------------------------------------------------------------------------
@@ -206,7 +217,7 @@ class Pretokenizer:
         documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
         skipped: Record = {}
         texts_of_input = read_documents(i.path, reading, skipped)
-        while texts := list(itertools.islice(texts_of_input, BATCH_DOCUMENTS)):
+        while texts := _batch(texts_of_input):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)

@@ -105,14 +105,27 @@ def write(folder, ending, texts):
 def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
     texts, seen = some_texts(60), set()
     path = write(tmp_path, ending, texts)
-    for batch in (1, 7, 10**9):
-        monkeypatch.setattr(module, "BATCH_DOCUMENTS", batch)
-        pair, record = make(path, tmp_path / str(batch), windows)
+    for documents, chars in ((1, 10**9), (7, 10**9), (10**9, 10**9), (10**9, 50)):
+        monkeypatch.setattr(module, "BATCH_DOCUMENTS", documents)
+        monkeypatch.setattr(module, "BATCH_CHARS", chars)
+        pair, record = make(path, tmp_path / f"{documents}-{chars}", windows)
         assert documents_of(pair) == texts and "" in texts
         assert (record["documents"], record["entries"], record["tokens"]) == (60, len(pair), pair.num_tokens)
         assert record["entries"] > 60 or windows.max_length == 0
         seen.add(pair.path.read_bytes() + pair.idx_path.read_bytes())
     assert len(seen) == 1
+
+
+def test_a_batch_of_large_documents_ends_at_two_million_characters(tmp_path, monkeypatch):
+    batches, add = [], module.Windows.cut
+
+    def cut(windows, ids, offsets, eod):
+        batches.append(len(offsets) - 1)
+        return add(windows, ids, offsets, eod)
+
+    monkeypatch.setattr(module.Windows, "cut", cut)
+    make(write_jsonl(tmp_path / "in.jsonl", ["ab " * 300_000] * 5 + ["c"] * 600), tmp_path / "out")
+    assert batches == [3, 256, 256, 90]
 
 
 @pytest.mark.parametrize("group_size, stored", [(7, True), (1024, False), (2000, True)])

@@ -87,8 +87,9 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         saved = {folder: saved_files(folder) for folder in folders}
         files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
     if data_format != "text":
+        known = set(there)
         for idx in there:
-            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in there:  # must not make the data silently less
+            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # must not make the data silently less
                 raise FileNotFoundError(f"{idx.with_suffix('.bin')}: not there, but {idx.name} needs it; bring it "
                                         f"back, or delete {idx.name} and rerun scripts.tok_shards")
     if not files:

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -137,6 +138,25 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
     assert list(mixed["train"]) == ["code/one", "web/two.x", "web/one"] and list(mixed["val"]) == ["one"]
     with pytest.raises(ValueError, match=r"one data file only \(one\.bin\) in each bucket, .*--val-path"):
         split_train_val(prefixes, data_format="megatron", by_bucket=True)
+
+
+def test_an_idx_without_its_bin_is_found_without_comparing_all_files_with_all(tmp_path, monkeypatch):
+    for n in range(40):
+        for ending in (".bin", ".idx"):
+            (tmp_path / f"{n}{ending}").touch()
+    compared, equal = [], Path.__eq__
+
+    def counting(self, other):
+        compared.append(other)
+        return equal(self, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "__eq__", counting)
+        assert len(find_files(tmp_path, "shards")) == 40
+    assert len(compared) < 200
+    (tmp_path / "7.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"7\.bin: not there, but 7\.idx needs it"):
+        find_files(tmp_path, "shards")
 
 
 def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):

@@ -18,7 +18,8 @@ object that changed is an error that names it.
 **Waiting.** All that is asked of a store goes through `request`. obstore asks again by itself where
 that may help: for 300 s, but for 9 s only while the store has never answered, because then the
 endpoint is wrong. It does so in a thread of its own, a daemon, and whoever needs the answer looks
-ten times a second whether the launch should stop. So a store that stalls holds up neither a signal
+ten times a second whether the launch should stop. An answer that does not fit what was asked is
+asked for again a few times there. So a store that stalls holds up neither a signal
 nor the end of Python.
 
 **Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
@@ -58,6 +59,7 @@ PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
 GONE = "bring the old object back, or start a new run (--model-tag)"
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
+TRIES = 5  # of what was answered, but not as asked
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
@@ -114,6 +116,10 @@ def split(path: str) -> tuple[str, str, str]:
 
 class Changed(ValueError):
     """An object is not what it was, or came otherwise than it was asked for."""
+
+
+class Garbled(OSError):
+    """An answer that does not fit what was asked. Another try may help, which obstore does not make."""
 
 
 class Bucket:
@@ -210,13 +216,13 @@ class Bucket:
                           f"with ETag {pinned.etag} then, {found.size:,} with {found.etag} now); "
                           f"{GONE}")
         if (first, len(data)) != (begin, end - begin):
-            raise Changed(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for "
+            raise Garbled(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for "
                           f"{end - begin:,} from {begin:,}; what stands between changes requests")
         return data
 
     def explain(self, e: BaseException, path: str) -> Exception:
         """What became of a request, without a word of the store's own."""
-        if isinstance(e, Changed):
+        if isinstance(e, (Changed, Garbled)):
             return e
         text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
@@ -233,6 +239,11 @@ class Bucket:
              f"it changed since this run began (another ETag); {GONE}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
              "no key may have an empty, . or .. part, here or below; name such objects anew"),
+            (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
+             f"{self.host} sent another range than was asked for, {TRIES} times; what stands between changes requests"),
+            (code == "RequestTimeout", Garbled,
+             f"{self.host} did not get the whole request in time, {TRIES} times ({said}); start again when the "
+             f"machine or the line is less busy: a run goes on from its last checkpoint"),
             (away and not isinstance(e, PermissionError), OSError,
              f"no whole answer from {self.host} ({said if status else 'no connection, or it broke off'}); check "
              f"the network and {self.where}, then start again: a run goes on from its last checkpoint"),
@@ -299,10 +310,15 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
     def insist(_: None) -> T:
         bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
                              PATIENCE.give_up_s if known in ANSWERED else PATIENCE.first_answer_s)
-        try:
-            answer = ask(bucket, key)
-        except BaseException as e:  # a panic of obstore's is no Exception
-            raise bucket.explain(e, path) from None
+        for attempt in range(TRIES):
+            try:
+                answer = ask(bucket, key)
+                break
+            except BaseException as e:  # a panic of obstore's is no Exception
+                error = bucket.explain(e, path)
+            if not isinstance(error, Garbled) or attempt == TRIES - 1:
+                raise error from None
+            time.sleep(0.1 * 2**attempt)
         ANSWERED.add(known)
         return answer
 

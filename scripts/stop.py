@@ -3,11 +3,11 @@ Ask a run to stop: it finishes its step, saves, and ends. The same training comm
 
     python -m scripts.stop d24             # a tag or a run directory; may be left out where one run only is at work
     python -m scripts.stop d24 --wait      # and wait until it has ended
-    python -m scripts.stop d24 --force     # kill its processes on this host
+    python -m scripts.stop d24 --force     # end its processes on this host: SIGTERM, and 30 s later SIGKILL
 
 The request is a file in the run directory, so it reaches a run on any host that shares the file system. `--force` is
-for a run that no longer looks: it sends SIGKILL to the processes that the run's state names, if they are on this host
-and are still the same (a process id that another program has now is left alone).
+for a run that no longer looks: it ends the processes that the run's state names, if they are on this host and are
+still the same (a process id that another program has now is left alone). It exits with 1 if one may still be there.
 """
 
 import argparse
@@ -26,13 +26,15 @@ from nanochat.run_dir import find_run, list_runs, run_path
 from scripts.status import describe, look
 
 POLL_S = 0.2
+GRACE_S = 30.0  # from SIGTERM, after which a run saves, to SIGKILL
+KILL_S = 10.0  # how long a process may take to vanish after SIGKILL
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Ask a run to stop.", epilog=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only one at work)")
     parser.add_argument("--wait", action="store_true", help="until the run has ended; 1 if it did not end by itself")
-    parser.add_argument("--force", action="store_true", help="kill the run's processes on this host")
+    parser.add_argument("--force", action="store_true", help="end the run's processes on this host")
     return parser.parse_args(argv)
 
 
@@ -46,19 +48,26 @@ def only_live_run() -> Path:
 
 
 def force(facts: dict[str, Any]) -> bool:
-    """Kill the run's processes on this host; say what is left to do on others. Whether all of them are gone."""
+    """End the run's processes on this host; say which are left here and on others. Whether all of them are gone."""
+    here = [rank for rank in facts["ranks"] if is_alive_here(rank)]
+    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
+        for rank in here:
+            print(f"{number.name} to pid {rank['pid']}", flush=True)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(rank["pid"], number)
+        end = time.monotonic() + patience
+        while here and time.monotonic() < end:
+            time.sleep(POLL_S)
+            here = [rank for rank in here if is_alive_here(rank)]
+    for rank in here:
+        print(f"pid {rank['pid']} is still there after SIGKILL", file=sys.stderr, flush=True)
     elsewhere: dict[str, list[int]] = {}
     for rank in facts["ranks"]:
-        alive = is_alive_here(rank)
-        if alive:
-            print(f"SIGKILL to pid {rank['pid']}", flush=True)
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
-                os.kill(rank["pid"], signal.SIGKILL)
-        elif alive is None and facts["liveness"] != "ended":
+        if is_alive_here(rank) is None and facts["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
         print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
-    return not elsewhere
+    return not here and not elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:

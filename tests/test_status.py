@@ -256,18 +256,23 @@ def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(b
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
 
 
-def process_of_its_own():
-    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(1000)"],
-                               stdout=subprocess.PIPE)
+HEEDS = "import time; print(1, flush=True); time.sleep(1000)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {HEEDS}"
+SAVES = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); " + HEEDS
+
+
+def process_of(code):
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     process.stdout.readline()
     return process, {**identify(), "pid": process.pid, "start": lifecycle.process_start(process.pid)}
 
 
 @pytest.mark.parametrize("rank_0_lives", [True, False])
-def test_force_kills_the_processes_of_the_run_and_no_others(base, capsys, rank_0_lives):
-    """Of four ranks one's pid is another program's now, one is on another host. And what a dead run left behind is
-    killed, too."""
-    (*mine, bystander), (a, b, c) = zip(*(process_of_its_own() for _ in range(3)))
+def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, monkeypatch, rank_0_lives):
+    """Of four ranks one saves before it ends, one does not heed SIGTERM, one's pid is another program's now, one is on
+    another host. And what a dead run left behind is ended, too."""
+    monkeypatch.setattr(stop, "GRACE_S", 0.6)
+    (saves, a), (deaf, b), (bystander, c) = process_of(SAVES), process_of(DEAF), process_of(HEEDS)
     elsewhere = {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}
     try:
         made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"}, elsewhere] if rank_0_lives else [
@@ -276,12 +281,24 @@ def test_force_kills_the_processes_of_the_run_and_no_others(base, capsys, rank_0
         captured = capsys.readouterr()
         assert code == rank_0_lives  # node9 is left
         assert ("on node9, if they are still there: kill 77" in captured.err) == rank_0_lives
-        assert [process.wait(PATIENCE_S) for process in mine] == [-signal.SIGKILL] * 2
-        assert captured.out.count("SIGKILL to pid") == 2 and bystander.poll() is None
+        assert saves.wait(PATIENCE_S) == 0 and deaf.poll() == -signal.SIGKILL and bystander.poll() is None
+        assert captured.out.count("SIGTERM to pid") == 2 and captured.out.count("SIGKILL to pid") == 1
     finally:
-        for process in (*mine, bystander):
+        for process in (saves, deaf, bystander):
             process.kill()
             process.wait()
+
+
+def test_force_says_which_process_is_still_there(base, capsys, monkeypatch):
+    """As one that waits for a disk: no signal ends it."""
+    sent = []
+    made_up(base, "d1", "running")
+    monkeypatch.setattr(stop, "GRACE_S", 0.0)
+    monkeypatch.setattr(stop, "KILL_S", 0.0)
+    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
+    assert stop.main(["d1", "--force"]) == 1
+    assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
+    assert f"pid {os.getpid()} is still there" in capsys.readouterr().err
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ How a run ends, where it stands, and which launch owns it.
 interrupts, for a handler that raised would leave collectives half done on one rank: it is noted,
 and honoured at the next look. The answer is added to a sum that all ranks make anyway, so one
 rank's signal stops all of them after the same step (what torchrun makes of signals: docs/clusters.md).
-A run stops for its walltime when the next look may come too late to save. What lies between two
-looks, a step, perhaps an evaluation, may take as long as it ever did in this launch:
+A run stops for its walltime when the next look would come too late to save:
 
     started                                      look        next look      deadline
-    |---------------------------------------------|---longest---|--reserve--|
+    |---------------------------------------------|--step, looks--|--reserve--|
+
+A step may take as long as the slowest of the last ones, and each of what comes between steps, an
+evaluation, samples, a copy for a save, as long as it ever did in this launch.
 
 **Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run
 that says it is running and whose process is gone is dead. The state is not forced to disk, which
@@ -49,6 +51,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +76,11 @@ SLURM_END, MAX_RUNTIME = "SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME"  # environ
 SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
 LOOK_EVERY_S = 1.0  # for the flag file
 SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
+RECENT_LOOKS = 16
 SAVE_MARGIN = 1.5  # of the slowest save so far
 HEARTBEAT_S = 10.0
 HEARTBEAT_LIMIT_S = 60.0  # older: dead, as far as another host can tell
+CLOSE_S = 5.0  # how long the last state may take to be written
 WATCH_S = 40.0  # how long the heartbeat of another host is watched for a change
 
 
@@ -113,9 +118,10 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
         name = MAX_RUNTIME
     else:
         return None
-    # the end of a job is a time of the wall clock, the others count from the start
-    passed_s, began, expected = (time.time(), time.monotonic(), "the unix time at which this job ends"
-                                 ) if name == SLURM_END else (0.0, started, "a positive number of seconds")
+    passed_s, began, expected = 0.0, started, "a positive number of seconds"
+    if name == SLURM_END:  # a time of the wall clock; the others count from the start
+        passed_s, began = time.time(), time.monotonic()
+        expected = "the unix time at which this job ends (unset it where it is left over from another)"
     try:
         left_s = float(text) - passed_s
     except ValueError:
@@ -139,7 +145,9 @@ class StopWatch:
         self._run_dir: Path | None = None  # where rank 0 looks for the flag file
         self._next_flag_look = 0.0
         self._last_look: float | None = None
-        self._longest_s = 0.0  # between two looks
+        self._steps: deque[float] = deque(maxlen=RECENT_LOOKS)
+        self._noted_s = 0.0  # of what was noted since the last look
+        self._slowest: dict[str, float] = {}
         self._reason = ""
 
     def __enter__(self) -> "StopWatch":
@@ -180,6 +188,12 @@ class StopWatch:
         self._run_dir = run_dir
         (run_dir / FLAG_NAME).unlink(missing_ok=True)
 
+    def note(self, what: str, seconds: float) -> None:
+        """Something other than a step took so long since the last look. It is no part of the step,
+        and the time for it is kept free before the next look from now on."""
+        self._noted_s += seconds
+        self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
+
     def note_save(self, seconds: float) -> None:
         """A save took so long: half as much again is kept for the last one from now on."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
@@ -200,11 +214,11 @@ class StopWatch:
         monotonic seconds."""
         now = time.monotonic() if now is None else now
         if self._last_look is not None:
-            self._longest_s = max(self._longest_s, now - self._last_look)
-        self._last_look = now
+            self._steps.append(now - self._last_look - self._noted_s)
+        self._last_look, self._noted_s = now, 0.0
         if not self.asked(now) and self._deadline is not None:
             left_s = self._deadline - now
-            if left_s < self._longest_s + self._reserve_s:
+            if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
                 self._reason = f"walltime: {left_s:,.0f} s left"
         return self._reason
 
@@ -328,8 +342,9 @@ class Owner:
 
     def lost(self) -> str:
         """'' as long as this launch owns the run, else a sentence that says what has happened."""
-        newest = newest_owner(self.run_dir)
+        newest = 0
         try:
+            newest = newest_owner(self.run_dir)
             if read_json(owner_path(self.run_dir, newest), {"launch": str})["launch"] == self.launch:
                 return ""
         except FileNotFoundError:
@@ -380,6 +395,9 @@ def claim(run_dir: Path, generation: int) -> Owner:
     try:
         with open(owner_path(run_dir, owner.generation), "x") as f:
             f.write(json.dumps({"launch": owner.launch, "since": time.time(), **identify()}) + "\n")
+        if newest_owner(run_dir) > owner.generation:  # the place was set aside, and begun anew
+            owner_path(run_dir, owner.generation).unlink()
+            raise FileExistsError
     except FileExistsError:
         check_free(run_dir)  # refuses, naming it
         raise ValueError(f"{run_dir}: another launch was at work on this run a moment ago; start the command "
@@ -434,10 +452,10 @@ class RunState:
     failed, with the exception as reason. `ranks`: what `identify` gave on each rank, in rank
     order.
 
-    Who looks every other second (`look`: the watchdog's thread) writes what `update` was told and
-    the heartbeat, so that a step never waits for a disk, and a long compilation is not taken for
-    death. Nothing is written where this launch does not own the run any more. All methods may be
-    called from any thread."""
+    A daemon thread writes what `update` was told and the heartbeat, and looks whether this launch
+    still owns the run, so that neither a step nor the watchdog ever waits for a disk, and a long
+    compilation is not taken for death. Nothing is written where the run is lost. All methods may
+    be called from any thread."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
         self.owner, self._path = owner, owner.run_dir / STATE_NAME
@@ -445,42 +463,59 @@ class RunState:
         self._state: dict[str, Any] = {
             **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
             "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
-        self._written, self._written_at = dict[str, Any](), 0.0
+        self._lost = ""
         self._warned = False  # that the state cannot be written
-        self._lock = threading.Lock()
+        self._news, self._over = threading.Event(), threading.Event()
         self.update(**news)
-        self.look()
+        self._write()
+        self._thread = threading.Thread(target=self._keep_up, name="run-state", daemon=True)
+        self._thread.start()
 
     @property
     def status(self) -> str:
         return self._state["status"]
 
+    def lost(self) -> str:
+        """'' or why the launch must end: it did not own the run any more at the last look."""
+        return self._lost
+
     def update(self, **news: Any) -> None:
-        """Take in news (the names in NEWS). After a final status nothing changes any more."""
+        """Take in news (the names in NEWS). A new status is written at once, other news within about
+        a second. After a final status nothing changes any more."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
         if self.status not in EXIT_CODES:
+            changed = news.get("status", self.status) != self.status
             self._state.update(news)
-
-    def look(self) -> str:
-        """Write what is new, and the heartbeat when it is time. Returns '' or why the launch must end:
-        it does not own the run any more."""
-        with self._lock:
-            lost, now = self.owner.lost(), time.monotonic()
-            if not lost and (self._state != self._written or now - self._written_at >= HEARTBEAT_S):
-                self._written, self._written_at = dict(self._state), now
-                try:
-                    _replace(self._path, finite({**self._written, "heartbeat": time.time()}))
-                except OSError as e:
-                    if not self._warned:
-                        log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for "
-                                    "dead", self._path, e.strerror)
-                    self._warned = True
-        return lost
+            if changed:
+                self._news.set()
 
     def close(self, status: str, reason: str = "") -> None:
         """Say how the run ended, which also gives up owning it. The first final status stays."""
         self.update(status=status, reason=reason)
-        self.look()
+        self._over.set()
+        self._news.set()
+        self._thread.join(timeout=CLOSE_S)  # it writes the last state; a disk that hangs holds nobody up
+
+    def _keep_up(self) -> None:
+        """Every second: is there anything to tell, and does this launch still own the run?"""
+        written, told, over = time.monotonic(), dict(self._state), False
+        while not over:
+            self._news.wait(LOOK_EVERY_S)
+            self._news.clear()
+            over = self._over.is_set()  # then this is the last round
+            self._lost = self.owner.lost()
+            if not self._lost and (self._state != told or time.monotonic() - written >= HEARTBEAT_S):
+                written, told = time.monotonic(), dict(self._state)
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            _replace(self._path, finite({**self._state, "heartbeat": time.time()}))
+        except OSError as e:
+            if not self._warned:
+                log.warning("%s: cannot be written (%s); training goes on, scripts.status may take it for dead",
+                            self._path, e.strerror)
+            self._warned = True
 
     def __enter__(self) -> "RunState":
         return self

@@ -181,13 +181,14 @@ def remake_folder(folder: Path) -> None:
         log.warning("%s was removed while the run trains; it is made anew, empty", folder)
 
 
-def set_aside(run_dir: Path) -> None:
+def set_aside(run_dir: Path) -> Path:
     """Give a run, or whatever lies in its place, another name, so that a new one can begin there.
-    Nothing is deleted: that is left to a person."""
+    Nothing is deleted: that is left to a person. Returns where it is now."""
     others = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
     aside = next(path for path in others if not os.path.lexists(path))
     os.rename(run_dir, aside)
     log.warning("%s: what was there is %s now; delete it if you do not need it", run_dir, aside)
+    return aside
 
 
 # ---- the log ------------------------------------------------------------------------------------

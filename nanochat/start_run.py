@@ -37,7 +37,7 @@ from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
+from nanochat.lifecycle import Owner, RunState, check_free, claim, identify, owner_path
 from nanochat.order import default_lanes
 from nanochat.run_data import (
     MANIFEST_NAME,
@@ -208,7 +208,7 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     """What --init-from names. `known`: what it was when the run began, before it had a checkpoint
     of its own; ValueError if that cannot be had any more."""
     checkpoint = find_checkpoint(init_from)
-    if known is not None:  # that run may have gone on since
+    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # that run has gone on
         checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
         if known["checksum"] != checkpoint.trainer_state["checksum"]:
             raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
@@ -402,8 +402,9 @@ def own(start: Start, data: RunData) -> Owner:
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.generation)
     if settings.resume == "scratch" and is_run_dir(run_dir):
-        set_aside(run_dir)
-        owner = claim(run_dir, 0)
+        aside = set_aside(run_dir)
+        owner_path(aside, owner.generation).unlink()  # so that the old run may be gone on with there
+        owner = claim(run_dir, owner.generation)
     try:
         open_folders(run_dir)
         write_json(run_dir / MANIFEST_NAME, data.manifests)
@@ -461,9 +462,8 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
                f"but other bits than with a number that does (--leaves is chosen when a run "
                f"starts)")
     if layout.dead_share > 0.1:
-        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a number of "
-               f"processes and a --device-batch-size that divide {layout.rows_per_step} rows "
-               f"waste none")
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a --device-batch-size that "
+               f"divides the {layout.rows_per_step // layout.num_blocks} rows of a leaf wastes none")
     if start.settings.data_format in ("shards", "megatron") and not in_store(start.settings.data_path or ""):
         print0(f"note: token files are read through memory maps; should this process die of SIGBUS, one "
                f"was cut short: scripts.status {start.run_dir.name} and the next launch name it, and "

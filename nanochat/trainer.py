@@ -27,7 +27,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ def fetch(values: torch.Tensor) -> list[float]:
 
 # ---- what a run carries --------------------------------------------------------------------------
 
+
 @dataclass
 class Progress:
     """What a run has done so far; plain values, kept in trainer_state.json."""
@@ -255,11 +256,17 @@ class Trainer:
         # a stop saves at once, any other save comes after the looks that are due with it
         return at and (step > self.start.step or self.start.state.get("status", "stopped") == "stopped")
 
+    def between_steps(self, function: Callable[["Trainer"], None]) -> None:
+        """Do something that is no step, and keep as much time for it in a run with a walltime."""
+        began = time.perf_counter()
+        function(self)
+        self.stop.note(function.__name__, time.perf_counter() - began)
+
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
         p, settings, run_dir = self.progress, self.settings, self.start.run_dir
-        step = p.step
+        began, step = time.perf_counter(), p.step
         self.dog.beat(step, "save", LONG_S)
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
@@ -282,6 +289,7 @@ class Trainer:
                 return path
 
             self.saver.start(write, last=last)
+        self.stop.note("copy", time.perf_counter() - began)
         if last or settings.sync_save:
             on_rank0(self.finish_save)
 

@@ -66,17 +66,17 @@ class Watchdog:
     """One for each rank; a context around all of training.
 
     store: of `open_store`. ranks: what `lifecycle.identify` gave on each rank, in rank order.
-    look: asked every `interval_s`: '' or why the launch must end, whatever its ranks do.
+    lost: asked every `interval_s`: '' or why the launch must end, whatever its ranks do; waits for no disk.
     on_failure: called with the verdict on each rank, from any thread, before the process is ended.
     """
 
     def __init__(self, store: Any, ranks: Sequence[dict[str, Any]], *, rank: int = 0, timeout_s: float = 600.0,
-                 first_timeout_s: float = 1800.0, look: Callable[[], str] = lambda: "",
+                 first_timeout_s: float = 1800.0, lost: Callable[[], str] = lambda: "",
                  on_failure: Callable[[str], None] = lambda verdict: None) -> None:
         self.rank, self.ranks = rank, ranks
         self.interval_s = min(2.0, timeout_s / 20)
         self.silence_s = max(1.0, min(30.0, timeout_s / 4))
-        self._store, self._look, self._on_failure = store, look, on_failure
+        self._store, self._lost, self._on_failure = store, lost, on_failure
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
         self._count, self._first_step, self._at, self._patience_s = 0, -1, "set-up", first_timeout_s
         self._active = self._answered = time.monotonic()  # the main thread, and the store
@@ -130,7 +130,7 @@ class Watchdog:
             if now - looked > self.interval_s + PAUSED_S:
                 self._active = now  # this process was stopped for a while, or the whole machine
             looked = now
-            verdict = self._verdict or self._look()
+            verdict = self._verdict or self._lost()
             if not verdict and self._idle() > self._limit() + self.silence_s:
                 verdict = self._judge()
             if verdict:

@@ -67,14 +67,14 @@ def loop(run: Trainer) -> int:
     try:
         while True:
             if run.due(settings.eval_every):
-                evaluate(run)
+                run.between_steps(evaluate)
             if run.due(settings.core_metric_every) and p.step > 0:
                 from nanochat.core_eval import look as look_at_core
 
-                look_at_core(run)
+                run.between_steps(look_at_core)
             if run.due(settings.sample_every) and p.step > 0 and run.loader.layout.rank == 0:
                 with suppress(StopAsked):  # the next step sees to it
-                    sample(run)
+                    run.between_steps(sample)
             if p.step >= last:
                 run.save("final", "completed", last=True)
                 break
@@ -264,7 +264,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
-            look=state.look, on_failure=partial(state.close, "failed")))
+            lost=state.lost, on_failure=partial(state.close, "failed")))
         if rank == 0:
             stop.clear(start.run_dir)
 

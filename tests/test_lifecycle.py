@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import lifecycle, watchdog
+from nanochat import lifecycle
 from nanochat.lifecycle import (
     LOOK_EVERY_S,
     SIGNALS,
@@ -37,6 +37,7 @@ from nanochat.lifecycle import (
     process_start,
     read_state,
 )
+from nanochat.run_dir import set_aside
 from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -168,18 +169,23 @@ def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
         deadline(seconds, env, 0.0)
 
 
-@pytest.mark.parametrize("reserve_s, save_s, looks, stops_at, left", [
-    (100, 0, [0, 10], 880, 120),  # 870 s may come again
-    (100, 0, [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
-    (100, 0, [0, 300, *range(301, 598, 3)], 601, 399),  # an evaluation of 300 s
-    (0, 200, [0, 10, *range(20, 690, 10)], 692, 308)])  # 1.5 of a save
-def test_it_stops_while_the_longest_time_between_looks_and_a_save_or_the_reserve_still_fit(
-        reserve_s, save_s, looks, stops_at, left):
+@pytest.mark.parametrize("reserve_s, save_s, noted, looks, stops_at, left", [
+    (100, 0, {}, [0, 10], 880, 120),  # a step of 870 s
+    (100, 0, {}, [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
+    (0, 200, {}, [0, 10, *range(20, 690, 10)], 692, 308),  # 1.5 of a save
+    (100, 0, {290: 300}, [290, 591], 599, 401),  # an evaluation of 300 s between steps of 1 and of 8 s
+    (100, 0, {200: 100, 310: 150}, [190, 200, 310, 470, *range(480, 640, 10)], 645, 355),  # two may meet
+    (0, 0, {}, [0, 400, *range(401, 997)], 997, 3)])  # a step of 400 s, as one that compiles, is forgotten
+def test_it_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_of_each_look_still_fit(
+        reserve_s, save_s, noted, looks, stops_at, left):
     stop = StopWatch(1000.0, reserve_s=reserve_s)
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
     for now in looks:
         assert stop.wanted(now) == ""
+        if now in noted:
+            stop.note(f"look {noted[now]}", noted[now])
+            stop.note(f"look {noted[now]}", 1)
     assert stop.wanted(stops_at) == stop.wanted(stops_at) == f"walltime: {left} s left"
 
 
@@ -232,7 +238,7 @@ def test_what_is_told_is_read(tmp_path):
         assert first["ranks"] == [identify()] and first["world_size"] == 1
         assert told(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2", val_bpb=None)
         state.update(status="running", step=3, loss=float("nan"), val_bpb=1.5)
-        assert state.look() == "" and told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5)
+        wait_for(lambda: told(tmp_path, status="running", step=3, loss=None, val_bpb=1.5))
         assert liveness(read_state(tmp_path)) == "alive" and exit_code(read_state(tmp_path)) == 20
         state.close("completed")
     assert told(tmp_path, status="completed") and exit_code(read_state(tmp_path)) == 0
@@ -241,8 +247,7 @@ def test_what_is_told_is_read(tmp_path):
 def test_news_is_written_by_itself_but_not_at_every_step_and_never_by_halves(tmp_path, quick, monkeypatch):
     writes, replace = [], lifecycle._replace
     monkeypatch.setattr(lifecycle, "_replace", lambda path, value: (writes.append(path), replace(path, value)))
-    with RunState(acquire(tmp_path), me := [identify()], status="running") as state, watchdog.Watchdog(
-            None, me, timeout_s=0.4, first_timeout_s=100, look=state.look):
+    with RunState(acquire(tmp_path), [identify()], status="running") as state:
         for step in range(10_000):
             state.update(step=step, reason="x" * (step % 3000))
             if step % 500 == 0:
@@ -272,6 +277,30 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_pa
     acquire(tmp_path)  # it was given up
 
 
+def test_a_disk_that_hangs_holds_up_nobody_and_one_that_fails_for_a_while_ends_nothing(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.3)
+    owner, listdir, broken = acquire(tmp_path), os.listdir, [5]
+
+    def fails_at_first(path):
+        if broken:
+            raise OSError(broken.pop(), "Input/output error")
+        return listdir(path)
+
+    state = RunState(owner, [identify()], status="running")
+    monkeypatch.setattr(lifecycle.os, "listdir", fails_at_first)
+    wait_for(lambda: not broken)
+    state.update(step=3)
+    wait_for(lambda: told(tmp_path, step=3))
+    assert state.lost() == ""
+    os.mkfifo(tmp_path / f"{STATE_NAME}.tmp")  # whoever opens it waits for a reader
+    began = time.monotonic()
+    state.update(status="stopping")
+    state.close("failed", "a hang")
+    assert time.monotonic() - began < 5 and state.lost() == ""
+    with open(tmp_path / f"{STATE_NAME}.tmp"):
+        state._thread.join(PATIENCE_S)
+
+
 def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch, caplog):
     calls = []
 
@@ -282,10 +311,8 @@ def test_a_full_disk_is_told_once_and_stops_nothing(tmp_path, quick, monkeypatch
     owner, replace = acquire(tmp_path), lifecycle._replace
     monkeypatch.setattr(lifecycle, "_replace", full)
     with RunState(owner, [identify()]) as state:
-        for step in range(5):
-            state.update(status="running", step=step)
-            assert state.look() == ""
-        assert len(calls) == 6
+        state.update(status="running", step=1)
+        wait_for(lambda: len(calls) > 4)
         assert caplog.text.count("No space left on device") == 1
         monkeypatch.setattr(lifecycle, "_replace", replace)
         state.close("stopped", "SIGTERM")
@@ -367,7 +394,7 @@ from nanochat import lifecycle, watchdog
 run_dir, me = Path(sys.argv[1]), [lifecycle.identify()]
 lifecycle.HEARTBEAT_S, lifecycle.LOOK_EVERY_S = 0.1, 0.02
 with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as state, watchdog.Watchdog(
-        None, me, timeout_s=1, look=state.look, on_failure=lambda verdict: state.close("failed", verdict)):
+        None, me, timeout_s=1, lost=state.lost, on_failure=lambda verdict: state.close("failed", verdict)):
     print("ready", flush=True)
     sys.stdin.readline()
     state.close("stopped")
@@ -478,6 +505,18 @@ def test_a_launch_that_was_delayed_between_look_and_claim_gets_nothing(tmp_path)
     with pytest.raises(ValueError, match="a moment ago"):
         claim(tmp_path, late)
     assert acquire(tmp_path).generation == 3
+
+
+def test_where_a_run_was_set_aside_the_number_of_a_delayed_launch_is_not_free(tmp_path):
+    run_dir = tmp_path / "run"
+    whole_state(run_dir)
+    late = check_free(run_dir)
+    first = claim(run_dir, late)
+    aside = set_aside(run_dir)
+    first = claim(run_dir, first.generation)
+    with pytest.raises(ValueError, match="another launch"):
+        claim(run_dir, late)
+    assert first.lost() == "" and newest_owner(run_dir) == first.generation and newest_owner(aside) == late + 1
 
 
 def elsewhere(run_dir, *, age, **changed):

@@ -39,7 +39,7 @@ with StopWatch(deadline(float(env.get("RUNTIME_S", -1)), env, started)) as stop:
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
     with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved,
-                  status="running") as state, Watchdog(None, [identify()], timeout_s=1, look=state.look):
+                  status="running") as state, Watchdog(None, [identify()], timeout_s=1, lost=state.lost):
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")

@@ -23,7 +23,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
 )
 from nanochat.run_dir import cursor_files
-from scripts import average, compare_runs
+from scripts import average, compare_runs, tok_shards
 from tests import training
 
 STEPS = 8
@@ -115,6 +115,19 @@ def test_another_seed_parts_at_step_0(base):
     assert summary == f"digests part at step 0: {digests[0]} and {digests[1]}; 8 of 8 differ"
     assert "cursors part at step 4.lane 0.stream.seed: 42 and 43; 2 of 2 differ" in rest
     assert ["seed", "42", "43"] in [line.split() for line in rest.splitlines()]
+
+
+def test_the_same_rows_from_text_and_from_its_shards_are_told_as_that(base):
+    tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--max-length=0",
+                     f"--tokenizer={base / 'tokenizer'}", "--num-workers=1"])
+    training.succeed(num_iterations=STEPS, eval_every=4, model_tag="shards", data_format="shards",
+                     data_path=base / "shards")
+    assert compare("a", "shards")[1].startswith("the same rows from other files: ")
+    kept = cursor_files(base / "runs" / "shards")[4]
+    state = json.loads(gzip.decompress(kept.read_bytes()))
+    state["cursors"][2]["row"] += 1
+    kept.write_bytes(gzip.compress(json.dumps(state).encode()))
+    assert compare("a", "shards")[1].startswith("cursors part at step 4.lane 2.row: ")
 
 
 def test_two_experiments_are_a_table_of_settings_and_one_of_results_at_the_same_numbers_of_tokens(base):

@@ -194,16 +194,20 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
             print(line, *(text.splitlines()[:most] if args.text else ()), sep="\n    | ")
         if args.text and most:
             print("of each text the first line; --row=N shows all of a row, --json all of a step")
+        print("at: the token of the row that it begins at; off: tokens not trained on; start, stop: which of the "
+              "document's tokens; of: how many it has")
     return 0
 
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
+    if args.step is None and not is_run_dir(opened.run_dir):
+        raise ValueError("ledger: no run is named, whose newest save it could be of; give --step=N, the steps done")
     step = max(cursor_files(opened.run_dir), default=0) if args.step is None else args.step
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), opened.config.T)
     told, header, rows = told_ledger(step, accounts, opened.config.T)
-    print(told, *table(header, rows), sep="\n")
+    print(told, *["(the newest save)"] * (args.step is None), *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 
 
@@ -239,7 +243,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=integer,
-                          help="when so many are done (default: a run's newest kept cursors)")
+                          help="when so many are done (default: a run's newest save)")
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)
         subparser.add_argument("run", metavar="RUN", nargs="?",

@@ -152,9 +152,10 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
                 made += result["shard"]["tokens"]
             bar.update(i.size)
     shards.sort(key=lambda shard: shard["input"]["name"])
-    counts = ", ".join(f"{sum(shard[key] for shard in shards):,} {key}"
-                       for key in ("documents", "entries", "tokens"))
-    rate = f"; {made:,} tokens made in {time.monotonic() - began:.1f} s" if made else ""
+    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "entries", "tokens")}
+    counts = ", ".join(f"{total:,} {key}" for key, total in totals.items())
+    now = "" if made == totals["tokens"] else f"{made:,} tokens "
+    rate = f"; {now}made in {time.monotonic() - began:.1f} s" if made else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
         if short := shard["skipped"].get("short"):

@@ -28,7 +28,7 @@ from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
 from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
 from nanochat.text import Reading
 from nanochat.text_kinds import add_text_flags, read_texts
-from nanochat.tokenizer import RustBPETokenizer, read_description
+from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -43,9 +43,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
     parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, and replace another")
     args = parser.parse_args(argv)
-    for flag, given in (("--max-chars", args.max_chars), ("--doc-cap", args.doc_cap)):
-        if given < 1:
-            raise ValueError(f"{flag}: got {given}, expected at least 1")
+    for flag, given, least in (("--max-chars", args.max_chars, 1), ("--doc-cap", args.doc_cap, 1),
+                               ("--vocab-size", args.vocab_size, 256 + len(SPECIAL_TOKENS))):
+        if given < least:
+            raise ValueError(f"{flag}: got {given}, expected at least {least}")
     return args
 
 
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
-        print(f"training {args.vocab_size:,} tokens on {data_path}")
+        print(f"training a tokenizer of {args.vocab_size:,} tokens on {data_path}")
         tokenizer = train(folder, files, arguments)
         tokenizer.save(output_dir, force=args.force)
     print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "

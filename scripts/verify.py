@@ -266,7 +266,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
                 checks.append(partial(check_cursors, p))
     if not (pairs or checks):
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or "
-                         f"kept cursors at or below it; name another path")
+                         f"kept cursors at or below it (text has no checksums of ours); name another path")
     return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
               for folder, files in sorted(pairs.items())), *checks]
 

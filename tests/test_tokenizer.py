@@ -342,8 +342,11 @@ def test_tok_train_reuses_the_tokenizer_of_the_same_arguments_and_files(data_dir
     assert get_tokenizer().get_vocab_size() == 600
 
 
-def test_tok_train_refuses_at_once_to_replace_another_tokenizer(data_dir, monkeypatch):
+def test_tok_train_refuses_at_once_to_replace_another_tokenizer(data_dir, monkeypatch, capsys):
+    with pytest.raises(ValueError, match="--vocab-size: got 264, expected at least 265"):
+        run_train(data_dir / "nowhere", "--vocab-size=264")
     run_train(data_dir)
+    assert capsys.readouterr().out.startswith("training a tokenizer of 600 tokens on ")
     with monkeypatch.context() as m:
         m.setattr(tok_train, "train", None)
         with pytest.raises(ValueError, match=r"other arguments or files.*--force"):

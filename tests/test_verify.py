@@ -263,5 +263,5 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, caps
 def test_nothing_to_verify_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         verify.main([str(tmp_path / "no")])
-    with pytest.raises(ValueError, match="found nothing to verify, expected token files"):
+    with pytest.raises(ValueError, match=r"found nothing to verify, .*\(text has no checksums of ours\)"):
         verify.main([str(tmp_path)])

@@ -480,11 +480,11 @@ class RunState:
         return self._lost
 
     def update(self, **news: Any) -> None:
-        """Take in news (the names in NEWS). A new status is written at once, other news within about
-        a second. After a final status nothing changes any more."""
+        """Take in news (the names in NEWS). A new status or checkpoint is written at once, other news
+        within about a second. After a final status nothing changes any more."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
         if self.status not in EXIT_CODES:
-            changed = news.get("status", self.status) != self.status
+            changed = any(news.get(name, self._state[name]) != self._state[name] for name in ("status", "checkpoint"))
             self._state.update(news)
             if changed:
                 self._news.set()

@@ -28,7 +28,6 @@ import os, sys, time
 from pathlib import Path
 from nanochat.lifecycle import RunState, acquire, identify
 from nanochat.lifecycle import StopWatch, deadline
-from nanochat.watchdog import Watchdog
 started = time.monotonic()
 env = os.environ
 with StopWatch(deadline(float(env.get("RUNTIME_S", -1)), env, started)) as stop:
@@ -38,8 +37,7 @@ with StopWatch(deadline(float(env.get("RUNTIME_S", -1)), env, started)) as stop:
     kept = run_dir / "kept"
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
-    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved,
-                  status="running") as state, Watchdog(None, [identify()], timeout_s=1, lost=state.lost):
+    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state:
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")

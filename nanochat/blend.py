@@ -325,14 +325,17 @@ class SampleStream:
         if self.taken + step > self.config.num_samples:
             return []
         wanted = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
-        get: Any = self.samples.__getitem__
+        places = [self.samples.locate(number) for number in wanted]
+
+        def read(place: tuple[int, int]) -> tuple[np.ndarray, ...]:
+            return self.samples.datasets[place[0]].row(place[1])
+
         rows: list[Row] = []
-        for number, sample in zip(wanted, each(get, wanted, at_once=64) if self.far else map(get, wanted)):
+        samples = each(read, places, at_once=64) if self.far else map(read, places)
+        for number, (bucket, _), (ids, live, _) in zip(wanted, places, samples):
             lane, j = divmod(number - self.taken, num_rows)
-            bucket = int(sample.get("dataset_id", 0))
-            ids = np.append(sample["tokens"], sample["labels"][-1:])
-            live = np.append(1, sample["loss_mask"]).astype(np.uint8)
-            rows.append(SampleRow(lane, self.row + j, self.buckets[bucket], ids, live, [], number, self.eod))
+            rows.append(SampleRow(lane, self.row + j, self.buckets[bucket], ids, None if live.all() else live,
+                                  [], number, self.eod))
             self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
         self.row += num_rows

@@ -396,6 +396,24 @@ class GPTDataset:
         return [(sequence, begin, end - begin)
                 for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
 
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sample i in NumPy, for training: (ids, live, ends).
+
+        ids: (T + 1,) of the type on disk (int64 if the sample is a partial one), 0 where there is
+        no token; inputs are ids[:-1], targets ids[1:]. live: (T + 1,) uint8, 0 where a target does
+        not count. ends: (T,) bool, which inputs end a document.
+        """
+        eod = self.config.eod
+        ids = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
+        if missing := self._T + 1 - len(ids):
+            ids = np.pad(ids.astype(np.int64), (0, missing), constant_values=self._pad)
+        ends = np.zeros(self._T, bool) if eod is None else ids[:-1] == eod
+        live = ids != self._pad
+        ids[~live] = 0
+        if self.config.eod_mask_loss:
+            live[1:] &= ~ends
+        return ids, live.view(np.uint8), ends
+
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32,
         and attention_mask (1, T, T) bool, True where attention is barred, if the configuration asks
@@ -404,16 +422,12 @@ class GPTDataset:
 
         config, places = self.config, np.arange(self._T)
         number = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
-        found = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(number)])  # fewer: a partial one
-        text = np.full(self._T + 1, self._pad, np.int64)
-        text[:len(found)] = found
-        ends = np.zeros(self._T, bool) if config.eod is None else text[:-1] == config.eod
+        ids, live, ends = self.row(number)
+        text = ids.astype(np.int64)
         document = np.cumsum(ends) - ends  # 0 up to the first end, that one included
         begins = np.append(0, np.flatnonzero(ends) + 1)[document]
-        off = (text[1:] == self._pad) | (ends & config.eod_mask_loss) | (idx is None)
-        text[text == self._pad] = 0
         sample = {"tokens": text[:-1].copy(), "labels": text[1:].copy(),
-                  "loss_mask": (~off).astype(np.float32),
+                  "loss_mask": (live[1:] * (idx is not None)).astype(np.float32),
                   "position_ids": places - begins if config.reset_position_ids else places}
         if config.create_attention_mask:
             barred = places > places[:, None]

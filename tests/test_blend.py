@@ -207,6 +207,14 @@ def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
                 assert batch.buckets.tolist() == expected["dataset_index"][16 * step:16 * step + 16]
 
 
+def test_rows_are_made_without_tensors_and_keep_the_type_on_disk(pairs, monkeypatch):
+    """Tensors of int64 are for people: over them a run would read half as many tokens a second."""
+    monkeypatch.setattr(torch, "from_numpy", lambda array: pytest.fail("a tensor of a sample"))
+    rows = stream_of(config_of(), sources_of(pairs)).next_rows(2)
+    assert {row.tokens.dtype for row in rows} == {np.dtype(np.uint16)}
+    assert all(row.live is None for row in rows)
+
+
 def test_documents_of_a_row_end_with_their_eod(pairs):
     config, sources = config_of(), sources_of(pairs)
     with DataLoader(config, sources, tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,

@@ -214,7 +214,7 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples, monkeypatch):
                                      "drop_last_partial_validation_sequence")}),
        tokenizer=st.sampled_from([{}, {"pad": 5}, {"pad": EOD}]))
 def test_tensors_of_a_sample_and_rows_agree(ids, T, options, tokenizer):
-    """Masks and positions token by token."""
+    """Masks and positions token by token; `row` gives the same ids, and the loss where `loss_mask` is 1."""
     dataset = make(Memory([len(ids)], np.array(ids, np.int32)), split=Split.valid, T=T, tokenizer=tokenizer, **options)
     for i in range(len(dataset)):
         sample = dataset[i]
@@ -222,6 +222,9 @@ def test_tensors_of_a_sample_and_rows_agree(ids, T, options, tokenizer):
                                         ({"attention_mask"} if options["create_attention_mask"] else set()))
         tokens = sample["tokens"].tolist()
         assert sample["labels"].tolist()[:-1] == tokens[1:]
+        row, live, _ = dataset.row(i)
+        assert row.tolist() == [*tokens, int(sample["labels"][-1])]
+        assert live[1:].tolist() == sample["loss_mask"].tolist()
         begin, position = 0, []
         for at in range(T):
             position.append(at - begin if options["reset_position_ids"] else at)

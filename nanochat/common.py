@@ -345,9 +345,7 @@ class Parser(argparse.ArgumentParser):
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
         if self._subparsers is None:  # else the parser of the subcommand does it
             given = self._with_file(given)
-        for word in given:
-            for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
-                place(word[found.start(1):])
+        for word in _without_secrets(given):
             if self._subparsers is None and re.match("--.", word):
                 self.known(word.partition("=")[0])
         found, rest = super().parse_known_args(given, namespace)
@@ -364,8 +362,16 @@ class Parser(argparse.ArgumentParser):
         if path := finder.parse_known_args(given)[0].config:
             from nanochat.flag_file import read_words
 
-            self.where = f"--config {path}: "
-            given = [*read_words(self, path), f"--config={path}", *given]
+            self.where = f"--config {path}: "  # until all that the file says has been seen alone
+            words = _without_secrets(read_words(self, path))
+            needed = [action for action in self._actions if action.required]
+            for action in needed:
+                action.required = False
+            super().parse_known_args(words)
+            for action in needed:
+                action.required = True
+            self.where = ""
+            given = [*words, f"--config={path}", *given]
         if "--config" not in self._option_string_actions:  # the file itself can name none
             self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, such as "
                               "a run's config.json; those of the command line win")
@@ -385,6 +391,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         self.exit(2, f"error: {self.where}{message} (all flags: --help)\n")
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """The words, none of which is a path that may hold a secret."""
+    for word in words:
+        for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
+            place(word[found.start(1):])
+    return words
 
 
 def _dashed(word: str) -> str:

@@ -25,6 +25,7 @@ nobody reads the log of a job that restarts at night.
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -270,6 +271,8 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
     def __post_init__(self) -> None:
         for name, value in self.differing().items():
             rule = FIELDS[name].metadata
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
             if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
                 most = f" and at most {rule['most']}" if "most" in rule else ""
                 raise ValueError(f"{flag(name)}: got {value}, expected at least {rule['least']}{most}")
@@ -351,6 +354,9 @@ TYPES = get_type_hints(Settings)
 ELSEWHERE = {  # flags that people know from other programs
     "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
                           "from the newest",
+    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
+                                 "with another one: --init-from=RUN --init-optimizer "
+                                 "--init-data=continue",
 }
 
 

@@ -74,6 +74,8 @@ def test_help_shows_each_flag_with_its_default():
     (["--warmup-steps=-1"], "--warmup-steps: got -1"), (["--final-lr-frac=nan"], "--final-lr-frac: got nan"),
     (["--warmdown-ratio=1.1"], "--warmdown-ratio: got 1.1, expected at least 0 and at most 1"),
     (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
+    *(([f"{name}={value}"], f"{name}: got {float(value)}, expected a finite number") for value in ("inf", "nan", "-inf")
+      for name in ("--z-loss", "--walltime-reserve-seconds", "--weight-decay", "--max-grad-norm")),
     (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
@@ -83,6 +85,14 @@ def test_help_shows_each_flag_with_its_default():
 def test_flags_that_contradict_each_other_are_refused(argv, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         parse(*argv)
+
+
+@pytest.mark.parametrize("name", config.ELSEWHERE)
+def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse(name)
+    assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
+    assert {"--resume-from-step", "--allow-curriculum-change"} <= set(config.ELSEWHERE)
 
 
 # ---- a file of flags ------------------------------------------------------------------------------------------------
@@ -124,6 +134,21 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
         parse("--config", str(path))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --config {path}") and told in line
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--depht=3"], "--depht: did you mean --depth?"), (["--depth=x"], "argument --depth: invalid int value: 'x'"),
+    (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: this word has no")])
+def test_what_is_wrong_on_the_command_line_is_not_told_of_the_file(tmp_path, capsys, words, told):
+    path = tmp_path / "a.yaml"
+    path.write_text("depth: 4\nlong_docs: split\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--config={path}", *words)
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+    path.write_text("depth: x\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse(f"--config={path}", "--depth=3")
+    assert capsys.readouterr().err.startswith(f"error: --config {path}: argument --depth: invalid")
 
 
 # ---- a later launch -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ the tasks of the CORE metric.
     shard_00007.parquet        whole, or not there
 
 urllib3's own adapter asks a busy server again (429, 5xx), when its Retry-After says or after a pause
-that grows. One loop does what the adapter does not see, and says so: no answer, and a body that
-breaks off. A shard is some 100 MB, so going on in the middle of one, and the proof that it is still
+that grows. One loop does what the adapter does not see: no answer, and a body that breaks off. Each
+wait is told. A shard is some 100 MB, so going on in the middle of one, and the proof that it is still
 the same object, is not worth its code.
 
 HF_ENDPOINT stands in for the hub. HF_TOKEN is sent to that endpoint alone, and never printed.
@@ -105,6 +105,17 @@ def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: 
     return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
 
 
+class _Told(Retry):
+    """Says why and for how long it waits."""
+
+    def sleep(self, response: Any = None) -> None:
+        status, pause = self.history[-1].status, self.get_retry_after(response) or self.get_backoff_time()
+        path = urlsplit(self.history[-1].url or "").path  # without the signature that may stand behind it
+        log.warning("%s: got HTTP %s, a busy server; attempt %d of %d in %.0f s", path, status, len(self.history) + 1,
+                    ATTEMPTS, pause)
+        super().sleep(response)
+
+
 def open_session(token: str) -> requests.Session:
     """A session that asks busy servers again, and sends the token to the first server only."""
     def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
@@ -114,7 +125,7 @@ def open_session(token: str) -> requests.Session:
 
     session = requests.Session()
     session.auth = sign if token else None
-    retry = Retry(None, connect=0, read=0, other=0, status=ATTEMPTS - 1, status_forcelist=(429, *range(500, 600)),
+    retry = _Told(None, connect=0, read=0, other=0, status=ATTEMPTS - 1, status_forcelist=(429, *range(500, 600)),
                   backoff_factor=BACKOFF_S, raise_on_status=False)
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))

@@ -62,8 +62,9 @@ def read_documents(path: Path, reading: Reading = ALL, skipped: dict[str, Any] |
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
     millions, so it is passed over, unless `reading` is strict. `skipped` gets to know what was: the
     "count" of broken lines, (number, what is wrong) of the first "lines", and how many documents
-    were too "short". A torn compressed file has lost nobody knows how many documents, so it is an
-    error, and so are a line that is larger than any document and a .txt file that is not UTF-8.
+    were too "short". Of two parts of a file training's tells the broken lines, validation's none. A
+    torn compressed file has lost nobody knows how many documents, so it is an error, and so are a
+    line that is larger than any document and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
@@ -171,6 +172,8 @@ def _read_jsonl(path: Path, reading: Reading, skipped: dict[str, Any]) -> Iterat
                 if reading.strict:
                     raise ValueError(f"{path}: line {number}: {problem}; mend it, or leave out --strict to skip "
                                      f"such lines") from None
+                if reading.part == "val":  # the other part of the file tells it
+                    continue
                 skipped["count"] += 1
                 if len(skipped["lines"]) < LISTED_LINES:
                     skipped["lines"].append((number, problem))

@@ -122,6 +122,14 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
         find_files(folder)
 
 
+def test_a_broken_line_of_a_file_that_trains_and_validates_is_told_once(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:40])
+    path.write_text("broken\n" + path.read_text())
+    parts = [list(read_texts(path, Reading(val_fraction=0.5, part=part))) for part in ("train", "val")]
+    assert sorted(parts[0] + parts[1]) == sorted(DOCUMENTS[:40])
+    assert sum("1 broken line(s) skipped, the first is line 1" in line for line in caplog.messages) == 1
+
+
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 def test_flags_that_make_no_sense_are_one_sentence(tmp_path):

@@ -111,11 +111,14 @@ def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int
 def blend_sources(weights: Sequence[float], size: int,
                   limits: Sequence[int] | None = None) -> Arrays:
     """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own
-    samples that is, dataset_sample_index (size,) int64.
+    samples that is, dataset_sample_index (size,) int64. ValueError for more sources than 32,767.
 
     `weights` (k,) add up to 1. `limits` (k,): samples after which a source is out; None: no end.
     A sample takes about a microsecond, whatever k is.
     """
+    if len(weights) > np.iinfo(np.int16).max:  # dataset_index is int16, in megatron-core's files too
+        raise ValueError(f"blend: got {len(weights):,} sources, expected at most {np.iinfo(np.int16).max:,}; put "
+                         f"several into one file")
     shares, counts, chosen = np.array(weights, np.float64), np.zeros(len(weights)), growing("h")
     for first in range(0, size, 256):
         i = np.arange(first, min(first + 256, size), dtype=np.float64)
@@ -179,4 +182,6 @@ def _open_sealed(seal: Path) -> Arrays:
         if hash_file(path) != checksum:
             raise ValueError(f"{path.name} is not what its checksum says")
         arrays[which] = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not arrays:
+        raise ValueError("it names no array")
     return arrays

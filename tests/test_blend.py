@@ -62,6 +62,14 @@ def test_a_blend_is_the_recurrence(weights, data):
     assert (sources.tolist(), samples.tolist()) == plain_blend(shares, n, limits)
     assert (sources.dtype, samples.dtype) == (np.int16, np.int64)
 
+
+def test_more_sources_than_the_table_can_number_are_one_sentence():
+    limits = [1] * 32_768
+    with pytest.raises(ValueError, match=r"blend: got 32,768 sources, expected at most 32,767"):
+        blend_sources(limits, 1, limits)
+    assert blend_sources(limits[:-1], 1, limits[:-1])["dataset_index"].tolist() == [0]
+
+
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")

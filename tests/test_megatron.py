@@ -344,7 +344,8 @@ def same(found):
     lambda array, seal: array.write_bytes(array.read_bytes()[:-1] + b"?"),
     lambda array, seal: np.save(array, ARRAYS["x"].view(np.int32)),
     lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),
-    lambda array, seal: seal.write_text("[1]")])
+    lambda array, seal: seal.write_text("[1]"),
+    lambda array, seal: seal.write_text("{}")])
 def test_what_is_torn_is_told_and_computed_again(tear, tmp_path, caplog):
     keep(tmp_path)
     seal = tmp_path / "key.json"

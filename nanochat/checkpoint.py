@@ -15,8 +15,8 @@ file, and one of its own bytes, taken with zeros in its place:
 
 **Writing.** Everything goes into a folder with a hidden name, fsynced, the seal last; one rename
 gives the checkpoint its name. A step that has a good checkpoint keeps it, for by the law of the
-stream it is the same; a bad one is replaced. A `final` of an earlier end, where the run was made longer, becomes the checkpoint of its step. So no
-instant is without the newest good one.
+stream it is the same; a bad one is replaced. A `final` of an earlier end, where the run was made
+longer, becomes the checkpoint of its step. So no instant is without the newest good one.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest and takes the first in
 which every byte has its sum; it is not checked again. States hold tensors and plain values only,

@@ -65,6 +65,7 @@ failures=0
 while true; do
     "$@" &
     child=$!
+    [[ -z "$signalled" ]] || pass_on "$signalled" # it came before there was a child to pass it on to
     code=0
     await "$child" || code=$?
     child=

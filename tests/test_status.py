@@ -349,6 +349,16 @@ def test_the_loop_passes_every_signal_on_as_sigterm(tmp_path, name):
     assert (process.returncode, out) == (10, "saved\n") and f"ended by {name}" in told
 
 
+def test_a_signal_that_comes_before_the_command_has_begun_is_passed_on_too(tmp_path):
+    """The stand-in for Python sends it when it is asked about the run, before the first launch."""
+    (tmp_path / "python").write_text(f'#!/bin/bash\nkill -USR1 "$(cat {tmp_path}/pid)"\nexit 10\n')
+    (tmp_path / "python").chmod(0o755)
+    start = f'echo $$ > {tmp_path}/pid; exec bash dev/run_until_done.sh d1 sleep 60'
+    result = subprocess.run(["bash", "-c", start], cwd=ROOT, env={**os.environ, "PYTHON": str(tmp_path / "python")},
+                            capture_output=True, text=True, timeout=PATIENCE_S)
+    assert result.returncode == 10 and "exit code 143" in result.stderr and "ended by SIGUSR1" in result.stderr
+
+
 @pytest.mark.parametrize("how", [None, signal.SIGUSR1])
 def test_the_loop_passes_a_signal_on_waits_for_the_save_and_ends_when_somebody_asks(base, how):
     process = loop(base, STEP_S=0.2)

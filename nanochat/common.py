@@ -352,7 +352,8 @@ class Parser(argparse.ArgumentParser):
         if "config" in found:
             del found.config
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
-            self.error(f"{rest[0]}: this word has no place here; a run is named by --model-tag={rest[0]}")
+            self.error(f"{rest[0]}: this word has no place here; --model-tag={rest[0]} names a run, "
+                       f"--config=RUN/config.json takes the flags of one")
         return found, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
@@ -381,8 +382,7 @@ class Parser(argparse.ArgumentParser):
         """The action of a flag. One that is unknown ends the program, with a guess at what is meant."""
         known = self._option_string_actions
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            guess = f"did you mean {close[0]}?" if close else "there is no such flag"
+            guess = f"there is no such flag{did_you_mean(name, known)}"
             takes_run = any(action.dest == "run" for action in self._get_positional_actions())
             if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
                 guess = f"a run is named without a flag, as in d12 and not {name}=d12"
@@ -418,6 +418,12 @@ def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
     return str(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is unknown: a guess at the one that is meant, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -478,7 +484,11 @@ class DummyWandb:
 
 
 class _Aside(logging.StreamHandler):
-    """Writes a line to stderr, above a progress bar that is there."""
+    """Writes a line to stderr, above a progress bar that is there: `warning: ...`, and what is only told as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = super().format(record)
+        return said if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
         with LAUNCH.aside():
@@ -490,7 +500,7 @@ def setup_logging() -> None:
     that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[_Aside()])
+    logging.basicConfig(level=level, handlers=[_Aside()])
 
 
 def quiet_gc() -> None:

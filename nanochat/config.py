@@ -361,13 +361,16 @@ ELSEWHERE = {  # flags that people know from other programs
 
 
 def flag(name: str) -> str:
-    """How a setting is written on the command line: what is on by default, as it is switched off."""
+    """How a setting is written on the command line: what is on by default, as it is switched off. One that
+    follows from others or from the machine is nowhere written, and has its name alone."""
     on = name in FIELDS and FIELDS[name].default is True
+    if name in FIELDS and not FIELDS[name].metadata.get("flag", True):
+        return name
     return ("--no-" if on else "--") + name.replace("_", "-")
 
 
-def add_flags(parser: Parser, without: Sequence[str] = ()) -> Parser:
-    """Give a parser the flags of all settings but some, in their groups."""
+def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = True) -> Parser:
+    """Give a parser the flags of all settings but some, in their groups; not `listed`: --help leaves them out."""
     parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
@@ -381,7 +384,8 @@ def add_flags(parser: Parser, without: Sequence[str] = ()) -> Parser:
                 how.setdefault("type", kind if kind in (int, float) else str)
             if f.metadata.get("flag", True) and f.name not in without:
                 flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
-                titled.add_argument(*flags, dest=f.name, default=f.default, **how)
+                action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
+                action.help = action.help if listed else argparse.SUPPRESS
     return parser
 
 
@@ -426,7 +430,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
         if name == "curriculum":  # how it is written does not count
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
-            change = f"{flag(name)}: the run has {before!r}, the command says {after!r}"
+            change = f"{flag(name)}: the run has {before!r}, this launch {after!r}"
             if f.metadata["fixed"]:
                 refused.append(f"{change} ({f.metadata['fixed']})")
             elif f.metadata["note"]:
@@ -436,9 +440,9 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
                 for name in sorted(unknown)]
     if refused:
         tag, lines = run_dir.name, "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
-        raise ValueError(f"the run {tag!r} was started with other settings:\n  {lines}\nuse the "
-                         f"run's settings, or start a new run with --model-tag NAME; --init-from "
-                         f"{tag} begins it with these weights")
+        raise ValueError(f"the run {tag!r} was started with other settings:\n  {lines}\nuse the run's settings, "
+                         f"as --config={run_dir}/config.json does, or start a new run with --model-tag NAME; "
+                         f"--init-from {tag} begins it with these weights")
     return Settings(**now), notices
 
 

@@ -35,7 +35,6 @@ Rejected: a draw for each row (a quarter of 256 rows would be 7 off, as a rule);
 from block to block (the mix of a row would need all blocks before it).
 """
 
-import difflib
 import functools
 import json
 import math
@@ -50,7 +49,7 @@ from typing import Any
 
 import yaml
 
-from nanochat.common import check_shape, permutation
+from nanochat.common import check_shape, did_you_mean, permutation
 
 VERSION = 1  # of the sequence that a Mixer makes of a curriculum
 BLOCK = 256  # rows
@@ -69,8 +68,8 @@ def _show(value: Any) -> str:
 
 def _hint(word: object, known: Collection[str]) -> str:
     """What there is, and what the word was probably meant to be."""
-    close = difflib.get_close_matches(_show(word).strip("'"), sorted(known), n=1)
-    return (f" (did you mean {close[0]!r}?)" if close else "") + f"; there is {', '.join(sorted(known)) or 'nothing'}"
+    names = sorted(known)
+    return f"; there is {', '.join(names) or 'nothing'}" + did_you_mean(_show(word).strip("'"), names)
 
 
 def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> int | float:

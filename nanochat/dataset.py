@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.common import get_base_dir, in_store, local, place, read_json, run_main
+from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart w
     "shards": (".bin",),
     "megatron": (".bin",),
 }
+GET_DATA = ("download some with python -m nanochat.dataset -n 8, make some of what is on this machine with python -m "
+            "dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket where there is only one
 
 HUB = "https://huggingface.co"
@@ -66,6 +68,9 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     itself. Of pairs also PREFIX[,PREFIX...], see `find_prefixes`."""
     # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
     path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
+    if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
+        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz where "
+                         f"nanochat/source_xyz.py reads .xyz files{did_you_mean(data_format, FORMATS)}")
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
@@ -74,9 +79,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if data_format != "text" and (prefixes := find_prefixes(path)):
         return prefixes
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such data folder; download data with python -m nanochat.dataset, make "
-                                f"some with python -m dev.make_sample_corpus, or point --data-path at yours (of a "
-                                f"pair of token files also without .bin, with --data-format)")
+        raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (of a pair of token files also without "
+                                f".bin, with --data-format)")
     there = [file for file in path.rglob("*") if file.is_file()
              and not any(part.startswith(".") for part in file.relative_to(path).parts)]
     there.sort(key=lambda file: file.relative_to(path).as_posix())

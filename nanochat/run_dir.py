@@ -44,7 +44,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
+from nanochat.common import did_you_mean, fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
     for path in (root / text, Path(text).expanduser()):
         if text and _has_run(path):
             return path
-    raise FileNotFoundError(f"no run {text!r}: neither a tag under {root} nor a run directory; runs there: "
-                            f"{known}")
+    raise FileNotFoundError(f"no run {text!r}: neither a tag under {root} nor a run directory"
+                            f"{did_you_mean(text, runs) or f'; runs there: {known}'}")
 
 
 # ---- configuration ------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ def command(settings: Settings, world_size: int, device_type: str
     if len(folder.parts) == 1:  # prefixes that have no folder in common
         folder = data_folder(data_path.partition(",")[0])
     beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
-    tokenizer = get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token, data_path=data_path)
+    tokenizer = get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token,
+                              data_path=settings.data_path)
     if settings.data_format == "text":
         tokenizer.encode("")  # says so where it knows ids only
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
@@ -442,12 +443,12 @@ def tell_memory(parts: dict[str, int]) -> str:
 
 
 def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
-    """Print what is about to run: the settings that were `typed`, what was worked out, and what
-    follows from all of them."""
+    """Print what is about to run: the settings that flags or a file of them set to another value than the
+    default (`typed`), what was worked out, and what follows from all of them."""
     for notice in start.notices:
         print0(f"changed: {notice}")
     settings = start.settings.differing()
-    print0("typed:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
+    print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
     worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
     print0("worked out from that, the data and this machine:",
            *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")

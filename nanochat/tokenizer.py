@@ -38,6 +38,7 @@ import numpy as np
 import tiktoken
 
 from nanochat.common import each, get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
+from nanochat.dataset import GET_DATA, default_data_dir
 
 if TYPE_CHECKING:
     import torch  # takes seconds; only `token_bytes` needs it
@@ -262,7 +263,9 @@ class Tokenizer:
         json_path, saved = place(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
-            raise FileNotFoundError(f"{json_path}: no tokenizer here; train one with python -m "
+            there = data or default_data_dir().exists()
+            first = "" if there else f", and no data to train one on: {GET_DATA}; then"
+            raise FileNotFoundError(f"{json_path}: no tokenizer here{first or ';'} train one with python -m "
                                     f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:

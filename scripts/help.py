@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanochat.common import Parser, run_main, table
+from nanochat.common import Parser, did_you_mean, run_main, table
 
 SHORT = {"scripts.base_train": "train", "scripts.base_eval": "eval", "nanochat.dataset": "dataset"}
 SHELLS = ("bash", "zsh", "tcsh")
@@ -90,11 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(completion(parser.parse_args(rest).shell))
         return 0
     if name not in known:
-        import difflib
-
-        close = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(f"nanochat {name}: " + (f"did you mean {close[0]}?" if close else "there is no such command")
-                         + " (all commands: python -m scripts.help)")
+        raise ValueError(f"nanochat {name}: there is no such command{did_you_mean(name, known)} "
+                         f"(all commands: python -m scripts.help)")
     sys.argv = [f"nanochat {name}", *rest]
     return importlib.import_module(known[name]).main(rest)
 

@@ -43,6 +43,8 @@ from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
 
+LINES = 40  # of the table of a step's documents
+
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
 
@@ -189,11 +191,11 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not args.json:
         heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
         print(heading)
-        most = 1 if args.row is None else None  # lines of a document's text
-        for line, text in zip(body, texts):
-            print(line, *(text.splitlines()[:most] if args.text else ()), sep="\n    | ")
-        if args.text and most:
-            print("of each text the first line; --row=N shows all of a row, --json all of a step")
+        shown, of_text = (body[:LINES], 1) if args.row is None else (body, None)  # lines of a document's text
+        for line, text in zip(shown, texts):
+            print(line, *(text.splitlines()[:of_text] if args.text else ()), sep="\n    | ")
+        if args.row is None:
+            print(f"{len(shown)} of the step's {len(body):,} documents; --row=N shows all of a row, --json all of it")
         print("at: the token of the row that it begins at; off: tokens not trained on; start, stop: which of the "
               "document's tokens; of: how many it has")
     return 0
@@ -240,7 +242,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows.add_argument("--step", type=integer, required=True, help="from 0")
     rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
     rows.add_argument("--text", action="store_true", help="decode them; without --row or --json their first lines")
-    rows.add_argument("--json", action="store_true", help="one JSON line a row instead of a table")
+    rows.add_argument("--json", action="store_true", help="one JSON line a row, of all rows, instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=integer,
                           help="when so many are done (default: a run's newest save)")
@@ -248,8 +250,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         subparser.set_defaults(show=show)
         subparser.add_argument("run", metavar="RUN", nargs="?",
                                help="a run's name or folder (default: the only run, where no flag is given)")
-        add_flags(subparser, without=("run",))
+        add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
+        subparser.epilog = "In place of RUN: all flags of scripts.base_train, whose --help lists them."
     return parser.parse_args(argv)
 
 

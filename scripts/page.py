@@ -281,11 +281,11 @@ def differing(runs: Sequence[Run]) -> str:
 
 
 def settings(run: Run) -> str:
-    """The settings of a run: those that were typed, and below them the others."""
+    """The settings of a run: those that were set, and below them the others."""
     tables = split_settings(run.facts)
     rest = "".join(f"<details><summary>{name}</summary>{table(('setting', 'value'), tables[name])}</details>"
                    for name in ("worked out", "default"))
-    return card(run.name, table(("typed", "value", "default"), tables["typed"]) + rest)
+    return card(run.name, table(("set", "value", "default"), tables["set"]) + rest)
 
 
 # ---- the page -----------------------------------------------------------------------------------

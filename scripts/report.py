@@ -237,17 +237,17 @@ def result_part(facts: Facts) -> list[str]:
 
 
 def split_settings(facts: Facts) -> dict[str, list[tuple[str, ...]]]:
-    """The settings of a run in three tables: (name, value, default) of those that the command changed;
+    """The settings of a run in three tables: (name, value, default) of those that the command set;
     (name, value) of those that were worked out from these, from the data and the machine; and of the
     others."""
     typed = (facts.launches[0]["typed"] if facts.launches else None) or ()
-    tables: dict[str, list[tuple[str, ...]]] = {"typed": [], "worked out": [], "default": []}
+    tables: dict[str, list[tuple[str, ...]]] = {"set": [], "worked out": [], "default": []}
     for name, value in facts.config.items():
         usual = FIELDS[name].default if name in FIELDS else None
         if name in FIELDS and value == usual:
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
-            tables["typed"].append((name, json.dumps(value), json.dumps(usual)))
+            tables["set"].append((name, json.dumps(value), json.dumps(usual)))
         elif name != "derived":
             tables["worked out"].append((name, json.dumps(value)))
     derived = facts.config.get("derived", {}).items()
@@ -264,7 +264,7 @@ def settings_part(facts: Facts) -> list[str]:
     tables = split_settings(facts)
     return ["Commands:", "", *quoted("\n".join(dict.fromkeys(commands)) or "not known"),
             *markdown(("stage", "time", "runs", "of them failed or stopped"), stages),
-            *markdown(("typed", "value", "default"), tables["typed"]),
+            *markdown(("set", "value", "default"), tables["set"]),
             *markdown(("worked out", "value"), tables["worked out"]),
             "<details><summary>default</summary>", "",
             *quoted("\n".join(" ".join(row) for row in tables["default"])), "</details>", ""]

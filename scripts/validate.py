@@ -52,19 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
-    refused = None
+    refused = False
     try:
         start = look(settings, device)
-    except ValueError as e:  # the run of that tag is in the way: tell what a new one would do
+    except ValueError as e:
         start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}"), device)
-        refused = e
+        refused = True
+        print(f"error: {e}\na new run of these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     gpu = replace(start.settings, device_type="cuda", dtype={"auto": "bfloat16"}.get(settings.dtype, settings.dtype))
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
     ok(tell_memory(estimate_memory(gpu)) + f", with --device-batch-size={gpu.device_batch_size}")
     told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
-    if refused is None:
+    if not refused:
         ok(f"run directory {start.run_dir}: "
            + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
@@ -75,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok("files")
     if start.settings.order == "megatron":
         ok(f"Megatron's order: {start.samples_taken():,} of {start.settings.num_samples:,} samples")
-        if refused is not None:
-            raise refused
-        return 0
+        return EXIT_FAILED if refused else 0
     plan = make_run_plan(start, data)
     print("\n".join(describe(plan)))
     if args.plot:
@@ -85,12 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"plot {args.plot}")
     for line in warnings(plan):
         print(f"warning: {line}")
-    if refused is not None:
-        raise refused
     if why := problem(plan):
         print(f"error: {why}")
-        return EXIT_FAILED
-    return 0
+    return EXIT_FAILED if refused or why else 0
 
 
 def ok(what: str) -> None:

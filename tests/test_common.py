@@ -1,5 +1,6 @@
 """What every module may need: the command line of all scripts, and JSON that somebody may have damaged."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, duration, read_json, show
+from nanochat.common import Parser, _Aside, duration, read_json, show
 
 
 def parser():
@@ -35,11 +36,12 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
 
 
 @pytest.mark.parametrize("argv, told", [
-    (["--dept=4"], "error: --dept: did you mean --depth? (all flags: --help)"),
-    (["--input=x"], "error: --input: did you mean --input-dir?"),
+    (["--dept=4"], "error: --dept: there is no such flag; did you mean --depth? (all flags: --help)"),
+    (["--input=x"], "error: --input: there is no such flag; did you mean --input-dir?"),
     (["--zeal"], "error: --zeal: there is no such flag"), ([], "error: the following arguments are required: --text"),
-    (["--txet=x"], "error: --txet: did you mean --text?"), (["--text=x", "y"], "error: unrecognized arguments: y"),
-    (["rows", "--txet=x"], "error: --txet: did you mean --text?"),
+    (["--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
+    (["--text=x", "y"], "error: unrecognized arguments: y"),
+    (["rows", "--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
     (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
     (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'")])
 def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
@@ -100,6 +102,12 @@ def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, sai
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {said}.*; run it again"):
         read_json(path, SHAPE, way_out="run it again")
+
+
+def test_warnings_are_told_without_the_name_of_a_module():
+    said = [_Aside().format(logging.LogRecord("nanochat.x", level, "", 0, "%s is odd", ("it",), None))
+            for level in (logging.INFO, logging.WARNING)]
+    assert said == ["it is odd", "warning: it is odd"]
 
 
 def test_values_and_durations_read_well():

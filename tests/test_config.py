@@ -120,7 +120,7 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("depht: 3", "--depht: did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
+    ("depht: 3", "--depht: there is no such flag; did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
     ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
@@ -137,7 +137,8 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
 
 
 @pytest.mark.parametrize("words, told", [
-    (["--depht=3"], "--depht: did you mean --depth?"), (["--depth=x"], "argument --depth: invalid int value: 'x'"),
+    (["--depht=3"], "--depht: there is no such flag; did you mean --depth?"),
+    (["--depth=x"], "argument --depth: invalid int value: 'x'"),
     (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: this word has no")])
 def test_what_is_wrong_on_the_command_line_is_not_told_of_the_file(tmp_path, capsys, words, told):
     path = tmp_path / "a.yaml"
@@ -171,8 +172,8 @@ def test_refusal_is_a_diff_that_names_the_ways_out():
         go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
     assert "'d4'" in text and "--model-tag" in text and "--init-from d4" in text and "--save-every" not in text
-    assert "--depth: the run has 20, the command says 6 (the shape of the model)" in text
-    assert "--matrix-lr: the run has 0.02, the command says 0.04" in text
+    assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
+    assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
 
 
 def test_what_is_left_to_the_program_is_as_the_run_has_it():
@@ -204,7 +205,7 @@ def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
     assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
     assert go_on({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
-    with pytest.raises(ValueError, match="--overlap: the run has 64, the command says 32"):
+    with pytest.raises(ValueError, match="--overlap: the run has 64, this launch 32"):
         go_on(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
     with pytest.raises(ValueError, match="--zeal: the run has 1, and this code has no such setting"):
         go_on({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)

@@ -184,13 +184,13 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (b"curriculum: \xff\xfe", "not YAML"), ("[" * 200_000, "not YAML"), (ONE + "---\n" + ONE, "not YAML"),
     ("curriculum: !!bool [1]", "not YAML"), ("curriculum: !!python/object:os.system {}", "not YAML"),
     ("max_epochs: {}\n", "the file: curriculum: expected a list, got nothing"),
-    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch' \(did you mean 'max_epochs'\?\); there is allow_"),
+    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; there is allow_.*; did you mean max_epochs\?"),
     (ONE + "curriculum:\n", "'curriculum' is there twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
     ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phase in it"),
     ("curriculum:\n- web\n", "phase 1: the whole: expected an object, got a text"),
     (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a text, got nothing"),
-    (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token' \(did you mean 'duration_tokens'"),
+    (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token'; .*; did you mean duration_tokens\?"),
     (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number of 1 or more"),
     (FOR + "0.5\n", "duration_tokens: got 0.5"), (FOR + "1e19\n", "duration_tokens: got"),
     (FOR + "1e999\n", "duration_tokens: got"), (FOR + ".inf\n", "got inf"), (FOR + "true\n", "got true or false"),
@@ -225,7 +225,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_bucket_that_the_data_lack_is_told_by_name():
     c = curriculum((5, {"web": 1}), (5, {"code": 1}))
-    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .* \(did you mean 'coed'\?\); there is coed, web$"):
+    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*; there is coed, web; did you mean coed\?$"):
         c.check_buckets(["web", "coed"])
     c.check_buckets({"web", "code", "more"})
 

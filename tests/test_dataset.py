@@ -189,6 +189,7 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
      r"a\.bin: not there, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
+    (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
     (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"write --data-path=.*/a,.*/a --order=megatron "
                                                              r"--blend-weights=70,30$"),
 ])

@@ -156,7 +156,7 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
     rates = {tag: [r["lr"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "flat")}
     assert rates["hack"][0] == rates["flat"][0] and rates["hack"][1] == pytest.approx(
         rates["flat"][1] * (1 + 0.5 * math.sin(1)))
-    assert "--wave: the run has 0.5, the command says 0.25" in fork.run(wave=0.25, num_iterations=6, ok=False)
+    assert "--wave: the run has 0.5, this launch 0.25" in fork.run(wave=0.25, num_iterations=6, ok=False)
 
 
 def test_a_metric_at_evaluation(fork):

@@ -30,7 +30,7 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
         help_.main(["help", "stop"])
     assert "usage: nanochat stop" in capsys.readouterr().out
     for words in (["trian"], ["help", "trian"]):
-        with pytest.raises(ValueError, match="nanochat trian: did you mean train"):
+        with pytest.raises(ValueError, match="nanochat trian: there is no such command; did you mean train"):
             help_.main(words)
     with pytest.raises(ValueError, match="nanochat xyzzy: there is no such command"):
         help_.main(["xyzzy"])
@@ -46,7 +46,7 @@ def test_a_run_is_named_without_a_flag_and_who_gives_one_is_told(command, capsys
 def test_a_new_run_is_named_by_a_flag_and_who_gives_a_word_is_told(capsys):
     with pytest.raises(SystemExit, match="2"):
         help_.main(["train", "d12"])
-    assert "d12: this word has no place here; a run is named by --model-tag=d12" in capsys.readouterr().err
+    assert "d12: this word has no place here; --model-tag=d12 names a run" in capsys.readouterr().err
 
 
 def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):

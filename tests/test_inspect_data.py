@@ -187,7 +187,7 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, fresh, shape, ca
     assert {name for name, n in seen.items() if not n} == missing
 
 
-def test_text_is_that_of_the_placements(corpus, fresh, capsys):
+def test_text_is_that_of_the_placements(corpus, fresh, capsys, monkeypatch):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     flags = ["rows", "--step=3", "--row=4", "--text", fresh["split"]]
     (line,) = json_lines(capsys, *flags, "--json")
@@ -195,9 +195,10 @@ def test_text_is_that_of_the_placements(corpus, fresh, capsys):
     assert "".join(d["text"] for d in line["documents"]) == tokenizer.decode(np.array(tokens))
     table = run(capsys, *flags)
     assert table.count("    | <|bos|>") == len(line["documents"]) > 0
-    assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "of each text" not in table
+    assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
+    monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run(capsys, "rows", "--step=3", "--text", fresh["split"]).splitlines()
-    assert len(many) % 2 == 1 and "--row=N shows all" in many[-2], "heading, a line and its text, two words"
+    assert len(many) == 1 + 2 * 5 + 2 and many[-2].startswith("5 of the step's "), "heading, lines and texts, two words"
     assert many[-1].startswith("at: ") and many[-1] == table.splitlines()[-1]
 
 

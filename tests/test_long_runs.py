@@ -144,7 +144,7 @@ def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference, kill_a
     finish(2, **settings)
     assert digests() == reference["digests"][3:15]
     assert load_checkpoint(final()).cursors[0]["row"] == 15 * 2
-    assert "--skip-steps: the run has 3, the command says 0" in refuse(num_iterations=14)
+    assert "--skip-steps: the run has 3, this launch 0" in refuse(num_iterations=14)
     assert [line["match"] for line in told("digest", "--steps=0:12")] == [True] * 12
 
 
@@ -168,7 +168,7 @@ def test_where_and_how_it_computes_may(reference, workplace):
         data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,
         sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
         collective_timeout_seconds=300, plan="warn", tokenizer=training.run_dir() / "tokenizer")
-    assert "changed: --eval-tokens: the run has 256, the command says 512" in outcome.out
+    assert "changed: --eval-tokens: the run has 256, this launch 512" in outcome.out
     assert outcome.out.count("changed: ") == 1
     assert digests() == reference["digests"] and losses() == reference["losses"]
     ours, theirs = state_of(final()), reference["final"]

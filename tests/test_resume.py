@@ -99,8 +99,8 @@ def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference):
     on_one = succeed().out
     assert state_of(final()) == state_of(final("whole")) and losses() == losses("whole")
     on_four = training.finish(4, model_tag="on-four")
-    assert "--world-size: the run has 2, the command says 1" in on_one
-    assert "--world-size: the run has 2, the command says 4" in on_four
+    assert "world_size: the run has 2, this launch 1" in on_one
+    assert "world_size: the run has 2, this launch 4" in on_four
     assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
     assert "do not divide" not in on_one
     for tag in ("run", "on-four"):
@@ -123,7 +123,7 @@ def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference)
     assert_nothing_happens(save_every=2, device_batch_size=2)
     assert_nothing_happens(resume=final())
     outcome = succeed(num_iterations=STEPS + 3)
-    assert f"--num-iterations: the run has {STEPS}, the command says {STEPS + 3}" in outcome.out
+    assert f"--num-iterations: the run has {STEPS}, this launch {STEPS + 3}" in outcome.out
     assert digests()[:STEPS] == reference["digests"] and len(digests()) == STEPS + 3
     assert_nothing_happens()  # nor with the first horizon, which is behind it
 

@@ -23,6 +23,8 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     assert rd.read_config(rd.find_run("d12")) == {"depth": 12} and rd.list_runs() == ["d12", "d4"]
     with pytest.raises(FileNotFoundError, match=r"'d5'.*runs there: d12, d4"):
         rd.find_run("d5")
+    with pytest.raises(FileNotFoundError, match=r"'dd12'.*; did you mean d12\?$"):
+        rd.find_run("dd12")
     for tag in ("", ".hidden", "a/b", "..", "a\nb", "a\0b", "a*", "x" * 300):
         with pytest.raises(ValueError, match=r"--model-tag: got .* such as d12") as caught:
             rd.run_path(tag)

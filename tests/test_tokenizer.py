@@ -265,7 +265,7 @@ def test_a_crash_between_the_two_files_leaves_no_tokenizer_rather_than_a_mixture
 
 
 def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_explained(tok, base_dir):
-    with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train --output-dir"):
+    with pytest.raises(FileNotFoundError, match=r"no data .*: download .*; then .*scripts\.tok_train --output-dir"):
         get_tokenizer()
     with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train --data-path my/texts --output-dir"):
         get_tokenizer(data_path="my/texts")

@@ -49,20 +49,19 @@ class Changes:
         self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
         self.onwards, self.match, self.since, self.repeats = onwards, match, since, repeats
         self.made: list[str] = []
-        self._lock = threading.Lock()
+        self.one_at_a_time = threading.RLock()  # held from a change's note until it is made: `act` sees no other's half
 
     def note(self, kind: str, where: str | None) -> None:
         """A change of some kind is about to be made at a path."""
         if kind not in self.kinds or where is None or not (where + os.sep).startswith(self.below + os.sep):
             return
         change = f"{kind} {os.path.relpath(where, self.below)}"
-        with self._lock:
-            if not (re.search(self.match, change) and (self.made or re.search(self.since, change))):
-                return
-            if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
-                return
-            self.made.append(change)
-            past = -1 if self.at is None else len(self.made) - 1 - self.at
+        if not (re.search(self.match, change) and (self.made or re.search(self.since, change))):
+            return
+        if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
+            return
+        self.made.append(change)
+        past = -1 if self.at is None else len(self.made) - 1 - self.at
         if past == 0 or (self.onwards and past > 0):
             self.act()
 
@@ -85,8 +84,9 @@ class _Counted:
         self._file, self._changes, self._where = file, changes, where
 
     def write(self, data: Any) -> Any:
-        self._changes.note("write", self._where)
-        return self._file.write(data)
+        with self._changes.one_at_a_time:
+            self._changes.note("write", self._where)
+            return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -106,10 +106,11 @@ def _wrap_os(name: str, changes: Changes) -> Any:
     real = getattr(os, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        altering = name != "open" or (args[1] if len(args) > 1 else kwargs["flags"]) & ALTERING
-        if altering:
+        if name == "open" and not (args[1] if len(args) > 1 else kwargs["flags"]) & ALTERING:
+            return real(*args, **kwargs)
+        with changes.one_at_a_time:
             changes.note(name, _path(args[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd"))))
-        return real(*args, **kwargs)
+            return real(*args, **kwargs)
 
     return wrapped
 
@@ -120,9 +121,10 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
         if not set(mode) & set("wxa+"):
             return real(file, mode, *args, **kwargs)
         where = _path(file)
-        if not isinstance(file, int):
-            changes.note("open", where)
-        opened = real(file, mode, *args, **kwargs)
+        with changes.one_at_a_time:
+            if not isinstance(file, int):
+                changes.note("open", where)
+            opened = real(file, mode, *args, **kwargs)
         inside = where is not None and (where + os.sep).startswith(changes.below + os.sep)
         return _Counted(opened, changes, str(where)) if inside else opened
 
@@ -198,17 +200,12 @@ def dying_at(at: int, *, below: Path, since: str = "") -> None:
 
 def copying(into: Path, *, below: Path, since: str, until: str) -> None:
     """From the first change that matches `since` to the one before the first that then matches `until`: copy what is
-    below the folder to INTO/<number> before each change is made. What lies there is what a kill would leave; that the
-    other threads go on while it is copied is what they do before a kill, too."""
-    lock = threading.Lock()
-
+    below the folder to INTO/<number> before each change is made. What lies there is what a kill would leave."""
     def copy() -> None:
-        with lock:
-            if re.search(until, changes.made[-1]):
-                changes.at = None
-            elif changes.at is not None:
-                shutil.copytree(below, into / f"{len(os.listdir(into)):04d}",
-                                ignore=shutil.ignore_patterns(".run_state.json.*"))  # they come and go
+        if re.search(until, changes.made[-1]):
+            changes.at = None
+        elif changes.at is not None:
+            shutil.copytree(below, into / f"{len(os.listdir(into)):04d}")
 
     into.mkdir()
     changes = _FOREVER.enter_context(watching(below, at=0, onwards=True, act=copy, since=since, repeats=False))

@@ -179,7 +179,7 @@ def fail(*words, world_size=2, limit=None, **settings):
     """All processes end by themselves with an exit code that is not 0, and the sentence stands there once. `limit`:
     bytes that a file may have."""
     hook = None if limit is None else partial(limit_files, limit)
-    group = training.start(world_size, hook=hook, **{**SHORT, **settings})
+    group = training.start(world_size, hook=hook, collective_timeout_seconds=20, **{**SHORT, **settings})
     assert group.wait() == [1] * world_size, group.text()
     text = group.text()
     assert text.count("error: ") == 1 and "Traceback" not in text, text

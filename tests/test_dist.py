@@ -1,9 +1,9 @@
 """What ranks tell each other: values and errors reach all of them, and one sentence is said. Real gloo processes."""
 
+import importlib
 import os
 import re
 import socket
-import subprocess
 import sys
 from functools import partial
 from unittest import mock
@@ -19,6 +19,7 @@ from nanochat.dist import (
     compute_init,
     gather_all,
     on_rank0,
+    prepare_cuda,
     same,
     share,
 )
@@ -186,16 +187,20 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monk
     assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
-def test_torch_reads_what_is_set_after_it_was_imported():
-    """Its allocator when it starts, Inductor when it is imported; neither does so with torch."""
-    program = (
-        "import torch, nanochat.dist as ranks\n"
-        "ranks.prepare_cuda(True)\n"
-        "import torch._inductor.config as inductor\n"
-        "read = getattr(torch._C, '_accelerator_getAllocatorSettings', lambda: 'PyTorch 2.11 does not tell')\n"
-        "assert inductor.deterministic and read() in ('expandable_segments:True', 'PyTorch 2.11 does not tell')")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH", "TORCHINDUCTOR"))}
-    subprocess.run([sys.executable, "-c", program], check=True, env=clean)
+def read_by_torch(rank):
+    for name in [name for name in os.environ if name.startswith(("PYTORCH", "TORCHINDUCTOR"))]:
+        del os.environ[name]
+    prepare_cuda(True)
+    sys.modules.pop("torch._inductor.config", None)
+    inductor = importlib.import_module("torch._inductor.config")
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "PyTorch 2.11 does not tell")
+    return inductor.deterministic, read()
+
+
+def test_torch_reads_what_is_set_after_it_was_imported(tmp_path):
+    """Its allocator when it starts, Inductor when it is imported, which torch does not do (tests/test_defects.py)."""
+    [(deterministic, settings)] = values(tmp_path, 1, read_by_torch)
+    assert deterministic and settings in ("expandable_segments:True", "PyTorch 2.11 does not tell")
 
 
 SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"

@@ -94,30 +94,19 @@ def test_entered_in_another_thread_it_leaves_signals_alone():
         assert pool.submit(handler_inside).result() == signal.SIG_DFL
 
 
-SLEEPER = """
-import sys, time
-from nanochat.lifecycle import StopWatch
-with StopWatch() as stop:
-    print("torch" in sys.modules, flush=True)
-    while True:
-        time.sleep(0.01)
-"""
-
-
-def test_a_second_sigint_ends_the_process_at_once_with_130():
-    process = python(SLEEPER)
-    assert process.stdout.readline() == "False\n", "looking at runs needs no PyTorch"
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)  # the same Ctrl-C, on a second way
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.3)
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
-    told = process.stderr.read()
+def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
+    now, ended = [100.0], []
+    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lifecycle.os, "_exit", ended.append)
+    with StopWatch():
+        for number, after_s in ((signal.SIGINT, 0.0), (signal.SIGINT, 0.2),  # the same Ctrl-C, on a second way
+                                (signal.SIGTERM, 1.5)):
+            now[0] = 100.0 + after_s
+            os.kill(os.getpid(), number)
+            assert ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended == [130]
+    told = capfd.readouterr().err
     assert told.count("finishing the step") == 1 and told.endswith("\nsecond SIGINT: ended at once, nothing saved\n")
 
 
@@ -343,11 +332,13 @@ def test_a_broken_state_is_named_and_no_dead_end(tmp_path, quick):
 
 # ---- life and death ---------------------------------------------------------------------------------
 
+@pytest.fixture(scope="module")
 def dead_process():
-    """What `identify` said in a process that is gone."""
-    process = python("import json; from nanochat.lifecycle import identify; print(json.dumps(identify()))")
+    """What `identify` said in a process that is gone, and needed no PyTorch for it."""
+    process = python("import json, sys; from nanochat.lifecycle import identify; print(json.dumps(identify()))\n"
+                     "assert 'torch' not in sys.modules")
     said = json.loads(process.communicate(timeout=PATIENCE_S)[0])
-    assert said["pid"] == process.pid
+    assert said["pid"] == process.pid and process.returncode == 0
     return said
 
 
@@ -370,12 +361,12 @@ def state_with(process, *, status="running", age=0.0):
     return {"status": status, "ranks": [process], "heartbeat": time.time() - age}
 
 
-def test_life_in_the_same_place_is_the_process_and_elsewhere_a_young_heartbeat(monkeypatch):
+def test_life_in_the_same_place_is_the_process_and_elsewhere_a_young_heartbeat(dead_process, monkeypatch):
     me = identify()
     for age in (0, 5_000, -5_000):
         assert liveness(state_with(me, age=age)) == "alive"
         assert liveness(state_with({**me, "start": "1"}, age=age)) == "dead"  # the pid is another's now
-    assert liveness(state_with(dead_process())) == "dead"
+    assert liveness(state_with(dead_process)) == "dead"
     assert liveness(state_with(me, status="halted")) == "ended"
     for elsewhere in ({**me, "place": "another boot"}, {**me, "place": "", "start": None}):
         for age, known, code in ((0, "alive", 20), (59, "alive", 20), (61, "dead", 1), (-59, "alive", 20),
@@ -439,14 +430,13 @@ def record(**changed):
     return json.dumps({"launch": "x", "since": 0.0, **identify(), **changed})
 
 
-@pytest.mark.parametrize("stale", [False, True])
-def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
-    rounds = [tmp_path / f"{i:02d}" for i in range(30)]
-    gone = record(**dead_process())
+def test_of_many_launches_at_the_same_time_one_wins(tmp_path, dead_process):
+    """Of a run that nobody had, and of one whose owner is gone."""
+    rounds = [tmp_path / f"{i:02d}" for i in range(40)]
     for run_dir in rounds:
         run_dir.mkdir()
-        if stale:
-            (run_dir / ".owner-000004.json").write_text(gone)
+    for run_dir in rounds[::2]:
+        (run_dir / ".owner-000004.json").write_text(record(**dead_process))
     racers = [python(RACER, tmp_path) for _ in range(5)]
     assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 5
     began = time.time() + 0.05
@@ -461,7 +451,7 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, stale):
     for racer in racers:
         racer.communicate("end\n", timeout=PATIENCE_S)
     winners = sorted(line for won in wins for line in won)
-    assert winners == [f"{run_dir.name} {5 if stale else 1}\n" for run_dir in rounds]
+    assert winners == [f"{run_dir.name} {5 if i % 2 == 0 else 1}\n" for i, run_dir in enumerate(rounds)]
     assert sum(bool(won) for won in wins) > 1, "no race happened"
 
 

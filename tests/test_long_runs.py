@@ -33,7 +33,7 @@ from tests.training import (
     steps,
 )
 
-STEPS = 18  # of a run, unless a test says otherwise
+STEPS = 12  # of a run, unless a test says otherwise
 run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) for command in (
     training.run, training.succeed, training.refuse, training.start, training.finish))
 LOOKING = {"eval_every": 5, "eval_tokens": training.T * 4}
@@ -77,11 +77,11 @@ def short_jobs(launch):
     raise AssertionError("no end")
 
 
-def test_nine_short_jobs_are_one_long_job(reference, monkeypatch):
+def test_six_short_jobs_are_one_long_job(reference, monkeypatch):
     monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
     a_step_is_a_second(JOB["max_runtime_seconds"])
     stops = short_jobs(lambda: succeed(**JOB, **LOOKING).out)
-    assert len(events("started")) == len(stops) + 1 >= 9
+    assert len(events("started")) == len(stops) + 1 >= 6
     assert any(step % 5 == 0 for step in stops), "no stop came before an evaluation that was due"
     assert digests() == reference["digests"] and losses() == reference["losses"]
     assert vals() == reference["vals"] and len(events("val")) == len(reference["vals"])
@@ -135,34 +135,34 @@ def told(*argv):
     return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("kill_after", [2, 9])
+@pytest.mark.parametrize("kill_after", [2, 6])
 def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference, kill_after):
     """Killed before its first checkpoint, and behind it."""
-    settings = {"num_iterations": 12, "save_every": 6, "sync_save": True, "skip_steps": 3}
+    settings = {"num_iterations": 9, "save_every": 4, "sync_save": True, "skip_steps": 3}
     start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
-    assert ("checkpoint-6" in checkpoints()) == (kill_after == 9)
+    assert ("checkpoint-4" in checkpoints()) == (kill_after == 6)
     finish(2, **settings)
-    assert digests() == reference["digests"][3:15]
-    assert load_checkpoint(final()).cursors[0]["row"] == 15 * 2
+    assert digests() == reference["digests"][3:12]
+    assert load_checkpoint(final()).cursors[0]["row"] == 12 * 2
     assert "--skip-steps: the run has 3, this launch 0" in refuse(num_iterations=14)
-    assert [line["match"] for line in told("digest", "--steps=0:12")] == [True] * 12
+    assert [line["match"] for line in told("digest", "--steps=0:9")] == [True] * 9
 
 
 def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference):
     """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
-    more = {"init_from": "long@8", "init_data": "continue", "init_optimizer": True, "save_every": -1}
-    succeed(skip_steps=4, num_iterations=6, **more)
-    assert digests() == reference["digests"][12:18]
-    assert [line["match"] for line in told("digest", "--steps=0:6")] == [True] * 6
-    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 12 * 2
+    more = {"init_from": "long@4", "init_data": "continue", "init_optimizer": True, "save_every": -1}
+    succeed(skip_steps=4, num_iterations=4, **more)
+    assert digests() == reference["digests"][8:12]
+    assert [line["match"] for line in told("digest", "--steps=0:4")] == [True] * 4
+    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
 
 
 # ---- what may change ------------------------------------------------------------------------------------------------
 
 def test_where_and_how_it_computes_may(reference, workplace):
     """All at once: nothing of it moves a row, and but for B no bit either."""
-    training.take_over(reference["path"], "checkpoint-16")
+    training.take_over(reference["path"], "checkpoint-8")
     moved = shutil.move(workplace / "data", workplace / "moved")
     outcome = succeed(
         data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,

@@ -53,7 +53,7 @@ from nanochat import (
     text_kinds,
     tokens,
 )
-from nanochat.common import Parser, begin_data, hash_bytes, run_main, table
+from nanochat.common import Parser, begin_data, hash_bytes, run_main, table, whole
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs, convert_shards, inspect_data, report, status, tok_shards, validate, verify
 from tests import training
@@ -399,12 +399,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; 1 where anything was found."""
     parser = Parser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="another one makes other cases")
-    parser.add_argument("--cases", type=int, default=1000, help="of all readers together")
+    parser.add_argument("--cases", type=whole(1), default=1000, help="of all readers together")
     parser.add_argument("--only", choices=READERS, help="one reader")
     parser.add_argument("--case", type=int, help="with --only: one case")
     args = parser.parse_args(argv)
-    if args.cases < 1 or (args.case is not None and args.only is None):
-        parser.error("--cases: expected at least 1; --case needs --only")
+    if args.case is not None and args.only is None:
+        parser.error("--case needs --only")
     names = [args.only] if args.only else list(READERS)
     share = args.cases / sum(READERS[name].weight for name in names)
     began, findings = time.monotonic(), []

@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, fsync_dir, here, run_main
+from nanochat.common import Parser, fsync_dir, here, run_main, whole
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags, read_documents
@@ -144,8 +144,6 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
     numbers of `read_records`, and of "shards".
 
     Raises ValueError or OSError for inputs that cannot be read; then there is no output."""
-    if shard_chars < 1 or memory_bytes < 1:
-        raise ValueError(f"got {shard_chars=} {memory_bytes=}, expected at least 1")
     counts: Counter[str] = Counter()
     with new_folder(output_dir) as output:
         records = sort_records(read_records(inputs, reading, seed, counts), output, memory_bytes)
@@ -163,9 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_text_flags(parser, splits=False)
     parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
-    parser.add_argument("--shard-chars", type=int, default=250_000_000, help="characters a shard, about")
+    parser.add_argument("--shard-chars", type=whole(1), default=250_000_000, help="characters a shard, about")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory-bytes", type=int, default=1 << 30, help="most to sort at once; changes no output")
+    parser.add_argument("--memory-bytes", type=whole(1), default=1 << 30, help="most to sort at once: changes nothing")
     args = parser.parse_args(argv)
     told = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
                      memory_bytes=args.memory_bytes, reading=Reading.of(vars(args)))

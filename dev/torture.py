@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, run_main
+from nanochat.common import Parser, run_main, whole
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import training
 
@@ -188,11 +188,9 @@ def compare(args: argparse.Namespace) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Torture a run in a temporary folder; 0 if it did not mind."""
     parser = Parser(description=__doc__)
-    parser.add_argument("kills", type=int, nargs="?", default=50)
+    parser.add_argument("kills", type=whole(1), nargs="?", default=50)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="of the choices, not of the moments")
     args = parser.parse_args(argv)
-    if args.kills < 1:
-        raise ValueError(f"got {args.kills} kills, expected at least 1")
     folder = Path(tempfile.mkdtemp(prefix="torture."))
     with training.workplace(folder):
         equal = compare(args)

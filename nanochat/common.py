@@ -393,6 +393,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {self.where}{message} (all flags: --help)\n")
 
 
+def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
+    """The type of a flag: a whole number of at least so much, or the one that stands for something else."""
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least and value != also:
+            other = "" if also is None else f", or {also}"
+            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}{other}")
+        return value
+
+    number.__name__ = "int"  # what argparse calls it where a text is no number
+    return number
+
+
 def _without_secrets(words: list[str]) -> list[str]:
     """The words, none of which is a path that may hold a secret."""
     for word in words:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
-from nanochat.common import Parser, print0, run_main, setup_logging, write_json
+from nanochat.common import Parser, print0, run_main, setup_logging, whole, write_json
 from nanochat.lifecycle import tell_completed
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
 from scripts.export import new_folder
@@ -29,12 +29,9 @@ from scripts.export import new_folder
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
     p.add_argument("run", metavar="RUN", help="a run's name or folder")
-    p.add_argument("--last", type=int, default=5, help="how many checkpoints, the newest ones")
+    p.add_argument("--last", type=whole(2), default=5, help="how many checkpoints, the newest ones")
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
-    args = p.parse_args(argv)
-    if args.last < 2:
-        raise ValueError(f"--last: got {args.last}, expected at least 2 checkpoints")
-    return args
+    return p.parse_args(argv)
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, get_dist_info, print0, run_main, table, write_json
+from nanochat.common import Parser, get_dist_info, print0, run_main, table, whole, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import on_rank0
@@ -44,21 +44,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     ask_for_model(p)
     p.add_argument("--eval", default="bpb,sample", metavar="MODES",
                    help=f"which of {', '.join(MODES)}, with commas between them")
-    p.add_argument("--max-per-task", type=int, default=-1, help="items of each task of CORE; -1: all")
+    p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items of each task of CORE; -1: all")
     p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
-    p.add_argument("--eval-tokens", type=int, default=-1,
+    p.add_argument("--eval-tokens", type=whole(1, also=-1), default=-1,
                    help="tokens of each split; -1: as the run did")
-    p.add_argument("--unigram-tokens", type=int, default=2**22,
+    p.add_argument("--unigram-tokens", type=whole(1), default=2**22,
                    help="training tokens of which the unigram model knows how often each occurs")
-    p.add_argument("--device-batch-size", type=int, default=-1,
+    p.add_argument("--device-batch-size", type=whole(1, also=-1), default=-1,
                    help="rows in one forward pass; -1: as the run did")
     p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
     args = p.parse_args(argv)
-    for flag, given in (("--eval-tokens", args.eval_tokens), ("--device-batch-size", args.device_batch_size)):
-        if given < 1 and given != -1:
-            raise ValueError(f"{flag}: got {given}, expected at least 1, or -1")
-    if args.unigram_tokens < 1:
-        raise ValueError(f"--unigram-tokens: got {args.unigram_tokens}, expected at least 1")
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     if unknown := set(args.eval) - set(MODES):
         raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected some of {', '.join(MODES)}, "

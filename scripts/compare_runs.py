@@ -44,9 +44,9 @@ from nanochat.checkpoint import (
     load_checkpoint,
     read_seal,
 )
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, show, table
 from nanochat.run_dir import cursor_files, find_run, is_step, read_cursors
-from scripts.report import Facts, read_facts
+from scripts.report import Facts, differing, read_facts
 
 DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
@@ -182,11 +182,10 @@ def open_side(name: str, notes: list[str]) -> Side:
         except (OSError, ValueError) as e:
             notes.append(f"passed over: {e}")
     saved = dict(sorted(saved.items()))
-    settings = {k: v for k, v in facts.config.items() if k != "derived"}
     about = f"steps {facts.steps[0]['step']} to {facts.steps[-1]['step']}" if facts.steps else "no step"
     end = (facts.launches[-1]["end"] if facts.launches else "") or "unfinished"
     about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
-    return Side(settings, saved, read_series(facts, notes), False, f"{name}: {about}")
+    return Side(facts.config, saved, read_series(facts, notes), False, f"{name}: {about}")
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -304,11 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     equal, summary = summarize(parts, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
-    x, y = a.settings, b.settings
-    differ = [(name, repr(x.get(name))[:WIDEST], repr(y.get(name))[:WIDEST])
-              for name in x | y if x and y and x.get(name) != y.get(name)]
+    differ = differing([a.settings, b.settings]) if a.settings and b.settings else []
     if differ:
-        print("", *table(("settings that differ", "a", "b"), differ), sep="\n")
+        rows = [[show(value)[:WIDEST] for value in row] for row in differ]
+        print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         print("", *table(header, rows), sep="\n")

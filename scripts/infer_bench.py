@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from nanochat.attention import KVCache
-from nanochat.common import Parser, run_main, table
+from nanochat.common import Parser, run_main, table, whole
 from nanochat.dist import peak_memory
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
@@ -35,17 +35,11 @@ ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list) 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="rows that are decoded")
-    p.add_argument("--prompt-tokens", type=int, default=-1, help="-1: half a row of training")
-    p.add_argument("--decode-tokens", type=int, default=128, help="drawn for each row")
-    p.add_argument("--rounds", type=int, default=3, help="of which the median counts")
-    args = p.parse_args(argv)
-    for name, least in (("decode_tokens", 2), ("rounds", 1), ("prompt_tokens", -1)):
-        if getattr(args, name) < least or getattr(args, name) == 0:
-            raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least {abs(least)}")
-    if min(args.batch_sizes) < 1:
-        raise ValueError(f"--batch-sizes: got {min(args.batch_sizes)}, expected at least 1")
-    return args
+    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows at once")
+    p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1, help="-1: half a row of training")
+    p.add_argument("--decode-tokens", type=whole(2), default=128, help="drawn for each row")
+    p.add_argument("--rounds", type=whole(1), default=3, help="of which the median counts")
+    return p.parse_args(argv)
 
 
 def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:

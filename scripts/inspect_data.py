@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, whole
 from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import RunData, open_run, stream_config
@@ -215,13 +215,6 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
 
 # ---- the command line ---------------------------------------------------------------------------
 
-def integer(text: str) -> int:
-    """argparse type: an integer from 0."""
-    if text.isdecimal():
-        return int(text)
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer, 0 or more")
-
-
 def span(text: str) -> range:
     """argparse type: A:B with 0 <= A < B."""
     first, _, stop = text.partition(":")
@@ -236,15 +229,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     digest = commands.add_parser("digest", help="one JSON line a step: its batch digest")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B",
                         help="steps A to B - 1, from 0")
-    digest.add_argument("--world-size", dest="ranks", type=integer, metavar="W",
+    digest.add_argument("--world-size", dest="ranks", type=whole(1), metavar="W",
                         help="add up W ranks' parts, and list them")
     rows = commands.add_parser("rows", help="which documents are in each row of a step")
-    rows.add_argument("--step", type=integer, required=True, help="from 0")
-    rows.add_argument("--row", type=integer, help="only this row of the step, from 0")
+    rows.add_argument("--step", type=whole(0), required=True, help="from 0")
+    rows.add_argument("--row", type=whole(0), help="only this row of the step, from 0")
     rows.add_argument("--text", action="store_true", help="decode them; without --row or --json their first lines")
     rows.add_argument("--json", action="store_true", help="one JSON line a row, of all rows, instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
-    accounts.add_argument("--step", type=integer,
+    accounts.add_argument("--step", type=whole(0),
                           help="when so many are done (default: a run's newest save)")
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)

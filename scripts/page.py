@@ -32,7 +32,7 @@ from nanochat.boards import flat_numbers
 from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
 from scripts import status
-from scripts.report import ENDS, Facts, in_words, read_facts, split_settings, told_ledger
+from scripts.report import ENDS, Facts, differing, in_words, read_facts, split_settings, told_ledger
 
 ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
 WATCH_EVERY_S = 10
@@ -269,13 +269,9 @@ def samples(run: Run) -> str:
     return card(run.name, "".join(parts) or "None: --sample-every says how often.")
 
 
-def differing(runs: Sequence[Run]) -> str:
+def what_differs(runs: Sequence[Run]) -> str:
     """The settings that differ between runs."""
-    configs = [{name: json.dumps(value) for name, value in run.facts.config.items() if name != "derived"}
-               for run in runs]
-    names = [name for name in {k: 0 for config in configs for k in config}
-             if len({config.get(name) for config in configs}) > 1]
-    rows = [(name, *(config.get(name) for config in configs)) for name in names]
+    rows = differing([run.facts.config for run in runs])
     told = table(("setting", *(run.name for run in runs)), rows)
     return card("What differs", told) if rows else ""
 
@@ -315,7 +311,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     parts = {"title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
              "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
              "data": embed({"charts": charts, "buckets": buckets, "runs": found}),
-             "plotly": get_plotlyjs(), "written": f"{now}. {thin}", "differing": differing(runs),
+             "plotly": get_plotlyjs(), "written": f"{now}. {thin}", "differing": what_differs(runs),
              "last": str(min((end["step"] for end in ends), default=0)),  # which all runs have
              "digests": "", "curves": "", "mix": "", "timeline": ""}
     for run in runs:

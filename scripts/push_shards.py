@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat import store
-from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts
+from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts, whole
 from nanochat.tokens import pair_format
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
@@ -37,10 +37,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
     parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
-    parser.add_argument("--num-workers", type=int, default=8, help="files at once")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="files at once")
     args = parser.parse_args(argv)
-    if args.num_workers < 1:
-        raise ValueError(f"--num-workers {args.num_workers}: expected at least 1")
     if not in_store(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
     args.target = str(place(args.target)).rstrip("/")

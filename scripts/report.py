@@ -255,6 +255,13 @@ def split_settings(facts: Facts) -> dict[str, list[tuple[str, ...]]]:
     return tables
 
 
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str | None, ...]]:
+    """(name, the value that each of some runs has, as JSON) of the settings that differ between them."""
+    told = [{name: json.dumps(value) for name, value in config.items() if name != "derived"} for config in configs]
+    rows = [(name, *(config.get(name) for config in told)) for name in {k: 0 for config in told for k in config}]
+    return [row for row in rows if len({*row[1:]}) > 1]
+
+
 def settings_part(facts: Facts) -> list[str]:
     """What ran: commands, settings, and what follows from them."""
     stages = [(name, duration(seconds), *more) for name, seconds, *more, _ in facts.stages]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.common import Parser, run_main, setup_logging
+from nanochat.common import Parser, run_main, setup_logging, whole
 from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
@@ -58,8 +58,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-p", "--prompt", action="append",
                         help="text to continue; may be given several times (default: beginnings of "
                              "the run's validation documents)")
-    parser.add_argument("--num-samples", type=int, default=1, help="continuations per prompt")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per continuation")
+    parser.add_argument("--num-samples", type=whole(1), default=1, help="continuations per prompt")
+    parser.add_argument("--max-tokens", type=whole(1), default=64, help="tokens per continuation")
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0 = most likely token, 1 = as the model says")
     parser.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest tokens")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, here, place, run_main, sigterm_interrupts
+from nanochat.common import Parser, here, place, run_main, sigterm_interrupts, whole
 from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
 from nanochat.pretokenize import (
     TOKENIZER,
@@ -54,10 +54,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                              f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
                         help="ids that a window repeats of the one before; at most half of --max-length")
-    parser.add_argument("--val-files", type=int, default=1,
+    parser.add_argument("--val-files", type=whole(0), default=1,
                         help="last files of each bucket that are for validation; not used where RAW has train/")
     parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
-    parser.add_argument("--num-workers", type=int, default=8, help="processes; changes no output")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; changes no output")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
     parser.add_argument("--num-tasks", type=int, default=1, help="parts the inputs are dealt into")
     parser.add_argument("--finish", action="store_true",
@@ -70,9 +70,6 @@ def check_args(args: argparse.Namespace) -> Windows:
     if not 0 <= args.task_index < args.num_tasks:
         raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index from 0 and "
                          f"below the number of tasks")
-    if args.num_workers < 1 or args.val_files < 0:
-        raise ValueError(f"--num-workers {args.num_workers} --val-files {args.val_files}: expected "
-                         f"at least 1 worker, and 0 files or more")
     if here(args.output_dir, "--output-dir").resolve() == place(args.input_dir).resolve():
         raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
     if args.format == "megatron":

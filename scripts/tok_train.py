@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging
+from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging, whole
 from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
 from nanochat.text import Reading
 from nanochat.text_kinds import add_text_flags, read_texts
@@ -33,21 +33,17 @@ from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_descriptio
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description="Train a BPE tokenizer on the training split")
-    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="characters to read")
-    parser.add_argument("--doc-cap", type=int, default=10_000, help="of a document, at most")
-    parser.add_argument("--vocab-size", type=int, default=32_768, help="special tokens included")
+    parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="characters to read")
+    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="of a document, at most")
+    parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
+                        help="special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {NAME} download)")
     add_text_flags(parser)
     parser.add_argument("--val-path", help="files not to train on (default: the last one)")
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
     parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, and replace another")
-    args = parser.parse_args(argv)
-    for flag, given, least in (("--max-chars", args.max_chars, 1), ("--doc-cap", args.doc_cap, 1),
-                               ("--vocab-size", args.vocab_size, 256 + len(SPECIAL_TOKENS))):
-        if given < least:
-            raise ValueError(f"{flag}: got {given}, expected at least {least}")
-    return args
+    return parser.parse_args(argv)
 
 
 def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table
+from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table, whole
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -290,7 +290,7 @@ def is_manifest(path: Path) -> bool:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=place, metavar="PATH", help="a run, or what lies on disk")
-    parser.add_argument("--sequence-len", type=int, default=2048, metavar="T", help="tokens a row trains on")
+    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N",

@@ -151,8 +151,7 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["other"], "no run 'other'"), (["--eval-tokens=0"], "--eval-tokens"), (["--device-batch-size=-2"], "got -2"),
-    (["--unigram-tokens=0"], "--unigram-tokens"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
+    (["other"], "no run 'other'"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
     (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
 def test_bad_flags_are_clear_errors(flags, message):
     with pytest.raises((ValueError, OSError), match=message):
@@ -180,6 +179,3 @@ def test_speed_is_measured_for_each_number_of_rows(base, capsys):
     assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)
     assert two["cache_bytes"] == 2 * one["cache_bytes"] and two["decode_tokens_per_s"] == 2 / two["decode_step_s"]
     assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "no token ends a row"
-    for flag, value in (("--batch-sizes", "0"), ("--decode-tokens", "1"), ("--prompt-tokens", "0"), ("--rounds", "0")):
-        with pytest.raises(ValueError, match=f"{flag}: got {value}, expected at least"):
-            infer_bench.main([flag, value])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, _Aside, duration, read_json, show
+from nanochat.common import Parser, _Aside, duration, read_json, show, whole
 
 
 def parser():
     p = Parser(prog="tool")
     p.instead = {"--resume-from-step": "say --resume=PATH"}
     p.add_argument("--input-dir", help="where text is")
-    p.add_argument("--depth", type=int, default=20, help="layers")
+    p.add_argument("--depth", type=whole(2, also=-1), default=20, help="layers")
     p.add_argument("--fast", action="store_true", help="without care")
     p.add_argument("--text", required=True)
     return p
@@ -43,7 +43,8 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
     (["--text=x", "y"], "error: unrecognized arguments: y"),
     (["rows", "--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
     (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
-    (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'")])
+    (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),
+    (["--depth=1", "--text=x"], "error: argument --depth: got 1, expected at least 2, or -1")])
 def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
     with pytest.raises(SystemExit) as end:
         (commands() if argv[:1] == ["rows"] else parser()).parse_args(argv)

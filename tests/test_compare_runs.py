@@ -97,7 +97,7 @@ def test_the_same_run_twice_is_equal_and_it_is_said_in_how_much(base):
     for said in ("; completed\n", "steps 0 to 7 in the log; checkpoints: 4, 8", "cursors: 2 equal",
                  "validation results: 3 equal", "gradient norms: 8 equal", "counts of tokens: 8 equal"):
         assert said in rest
-    assert [line.split()[0] for line in rest.splitlines() if "'again'" in line] == ["model_tag"]
+    assert [line.split()[0] for line in rest.splitlines() if '"again"' in line] == ["model_tag"]
     assert "bits per byte" not in rest
 
 

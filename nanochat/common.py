@@ -513,7 +513,7 @@ def setup_logging() -> None:
     that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
-    logging.basicConfig(level=level, handlers=[_Aside()])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
 
 
 def quiet_gc() -> None:

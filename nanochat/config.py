@@ -439,10 +439,10 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
     refused += [f"{flag(name)}: the run has {run[name]!r}, and this code has no such setting"
                 for name in sorted(unknown)]
     if refused:
-        tag, lines = run_dir.name, "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
-        raise ValueError(f"the run {tag!r} was started with other settings:\n  {lines}\nuse the run's settings, "
-                         f"as --config={run_dir}/config.json does, or start a new run with --model-tag NAME; "
-                         f"--init-from {tag} begins it with these weights")
+        lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
+        raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse these "
+                         f"(--config takes that file), or start a new run with --model-tag NAME; --init-from "
+                         f"{run_dir.name} begins it with these weights")
     return Settings(**now), notices
 
 

@@ -1,6 +1,5 @@
 """What every module may need: the command line of all scripts, and JSON that somebody may have damaged."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, _Aside, duration, read_json, show, whole
+from nanochat.common import Parser, duration, read_json, show, whole
 
 
 def parser():
@@ -106,9 +105,10 @@ def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, sai
 
 
 def test_warnings_are_told_without_the_name_of_a_module():
-    said = [_Aside().format(logging.LogRecord("nanochat.x", level, "", 0, "%s is odd", ("it",), None))
-            for level in (logging.INFO, logging.WARNING)]
-    assert said == ["it is odd", "warning: it is odd"]
+    code = ("import logging; from nanochat.common import setup_logging; setup_logging(); "
+            "log = logging.getLogger('nanochat.x'); log.info('%s is odd', 'it'); log.warning('%s is odd', 'it')")
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert said == "it is odd\nwarning: it is odd\n"
 
 
 def test_values_and_durations_read_well():

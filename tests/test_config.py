@@ -171,7 +171,8 @@ def test_refusal_is_a_diff_that_names_the_ways_out():
     with pytest.raises(ValueError) as caught:
         go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
-    assert "'d4'" in text and "--model-tag" in text and "--init-from d4" in text and "--save-every" not in text
+    assert "d4/config.json: " in text and "--model-tag" in text and "--init-from d4" in text
+    assert "--save-every" not in text
     assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
 

@@ -138,7 +138,7 @@ class DataSettings:
         metavar="DIR")
     packing: str = setting(
         "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
-    pack: bool = setting(True, "with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")
+    pack: bool = setting(True, "--no-pack, with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
         "crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
@@ -146,9 +146,10 @@ class DataSettings:
     buffer_size: int = setting(
         128, "documents that wait in a lane for a row they fit", fixed=STREAM)
     packer_version: int = setting(VERSION, "of the packer", flag=False, fixed=STREAM)
-    lanes: int = setting(-1, "V; -1: the largest divisor of the rows per step up to 64", auto=True,
+    lanes: int = setting(-1, "V, virtual readers; -1: the largest divisor of the rows per step up to 64", auto=True,
                          fixed="every lane has its own share of the data")
-    leaves: int = setting(-1, "K; -1: the next power of two >= the number of processes", auto=True,
+    leaves: int = setting(-1, "K, blocks of a step whose gradients are added in order; -1: the next power of two >= "
+                          "the number of processes", auto=True,
                           fixed="the order in which gradients are added")
     plan: str = setting(
         "error", "where the data end before the run does, which is computed first: do not start | "

@@ -1,5 +1,5 @@
 """
-Which files are data, which of them validate, and the data sets that we know: nanochat's.
+Which files are data, which of them validate, and downloads of the data sets that we know: nanochat's.
 
     known data set --HTTP--> folder --split_train_val--> {"train": {bucket: files},
                                                           "val": {bucket: files}}

@@ -352,5 +352,5 @@ def describe(plan: Plan) -> list[str]:
                      f"{bucket.passes:.2f}{limit}", *(f"{100 * part:.2f}" for part in parts),
                      "exact" if bucket.exact and not plan.estimate else "about", bucket.dry_step])
     tables += table(["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes", "cropped %",
-                     "repeated %", "padded %", "these are", "dry at step"], rows)
+                     "repeated %", "padded %", "figures", "dry at step"], rows)
     return lines + [f"  {line}" for line in tables]

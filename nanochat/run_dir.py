@@ -90,7 +90,8 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
         if len(runs) != 1:
-            raise ValueError(f"which run? There are {len(runs)} in {root} ({known}); name one")
+            there = f"there are {len(runs)} ({known}); name one"
+            raise ValueError(f"which run? In {root} {there if runs else 'there is none yet'}")
         return root / runs[0]
     text = os.fspath(tag_or_path)
     for path in (root / text, Path(text).expanduser()):

@@ -28,7 +28,7 @@ from scripts.export import new_folder
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
-    p.add_argument("run", metavar="RUN", help="a run's name or folder")
+    p.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     p.add_argument("--last", type=whole(2), default=5, help="how many checkpoints, the newest ones")
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     return p.parse_args(argv)

@@ -403,7 +403,7 @@ def make_report(facts: Facts, shown: Sequence[str] = ()) -> str:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Write the report of a run.")
-    parser.add_argument("run", metavar="RUN", help="a run's name or folder")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     parser.add_argument("--stages", type=Path, help="a file of stage times, as speedrun.sh keeps it")
     parser.add_argument("--output", type=Path, help="default: RUN/report.md")
     return parser.parse_args(argv)

@@ -125,9 +125,10 @@ def power_law(points: Sequence[Row], what: str) -> Row:
     """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error: None for two
     budgets, where it would say how alike two runs of one budget are. ValueError for fewer than two."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
-    budgets, error = 1 + int((np.diff(np.sort(x)) > SAME).sum()), None
+    budgets, error = int((np.diff(np.sort(x), prepend=-np.inf) > SAME).sum()), None
     if budgets < 2:
-        raise ValueError("a power law needs at least 2 points of different FLOPs, got 1; train more sizes or budgets")
+        raise ValueError(f"a power law needs at least 2 points of different FLOPs, got {budgets}; train more sizes or "
+                         f"budgets")
     exponent, level = np.polyfit(x, y, 1)
     if budgets > 2:
         _, covariance = np.polyfit(x, y, 1, cov=True)

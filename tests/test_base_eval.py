@@ -163,7 +163,7 @@ def test_without_a_name_the_only_run_is_meant(base, run):
     second = base / "runs" / "second"
     (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     try:
-        with pytest.raises(ValueError, match=r"which run\? There are 2 in .*second, tiny\); name one"):
+        with pytest.raises(ValueError, match=r"which run\? In .* there are 2 \(second, tiny\); name one"):
             base_eval.main(["--device-type=cpu"])
     finally:
         shutil.rmtree(second)

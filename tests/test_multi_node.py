@@ -4,15 +4,19 @@ The two machines are two base directories. Where it matters two real torchruns m
 processes are started as torchrun would on two machines with one process each.
 """
 
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.run import main as torchrun
 
 from nanochat import start_run
@@ -23,7 +27,6 @@ from tests import training
 from tests.training import digests, final, state, state_of
 
 HOST = socket.gethostname()
-ROOT = Path(__file__).parent.parent
 LONG = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
 SHORT = {"num_iterations": 12, "save_every": 4}
 QUICK = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
@@ -81,13 +84,45 @@ def error_of(group):
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
 
+class Forked:
+    """What a torchrun starts, as `subprocess.Popen` would, but forked as all processes here are: one that imports torch
+    takes seconds."""
+
+    def __init__(self, args, env, output):
+        argv = list(args[args.index("scripts.base_train") + 1:])
+        self.process = training.server().Process(target=worker, args=(argv, env, output))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("worker", timeout)
+
+
+def worker(argv, env, output):
+    os.setsid()
+    training._child(base_train.main, argv, env, None, output)
+
+
+def fork_what_torchrun_starts():
+    """A hook, for a launcher."""
+    multiprocessing.current_process().daemon = False  # else it may have no children
+    forkserver._forkserver.ensure_running = lambda: None  # it runs: it is our parent
+    output = os.readlink("/proc/self/fd/1")
+    SubprocessHandler._popen = lambda self, args, env: Forked(args, env, output)
+
+
 def two_torchruns(workplace, **changed):
     """Two launchers, each with one process; only the first can write where the run is."""
     port = free_port()
     return [training.launch(torchrun, [[
         "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1",
         "-m", "scripts.base_train", "--", *training.flags(**paths(workplace), **changed)]],
-        [{"NANOCHAT_BASE_DIR": str(base)}], partial(os.chdir, ROOT))
+        [{"NANOCHAT_BASE_DIR": str(base)}], fork_what_torchrun_starts)
         for node, base in enumerate((workplace, other(workplace)))]
 
 

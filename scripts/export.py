@@ -54,7 +54,6 @@ from scripts.report import Facts, markdown, read_facts
 log = logging.getLogger(__name__)
 
 CODE = "modeling_nanochat_exact"  # of nanochat/, copied into what transformers reads
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
 TOLD = 400  # characters that an error tells of a model that does not fit
 
@@ -111,26 +110,11 @@ def new_folder(out: Path, way_out: str) -> Iterator[Path]:
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """A state dict as safetensors: one file, or where it has more than `shard_bytes` several with an
     index. A tensor is in one file."""
-    from safetensors.torch import save_file
+    from huggingface_hub import save_torch_state_dict
 
-    shards: list[dict[str, Tensor]] = [{}]
-    room = shard_bytes
-    for name, tensor in state.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = tensor.contiguous()
-        room -= tensor.nbytes
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [WEIGHTS]
-    for name, shard in zip(names, shards):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # as the files beside it: safetensors lets its owner alone read it
-    if len(shards) > 1:
-        where = {name: file for file, shard in zip(names, shards) for name in shard}
-        size = sum(tensor.nbytes for tensor in state.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+    save_torch_state_dict(dict(state), folder, max_shard_size=shard_bytes)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # as the files beside it: safetensors lets its owner alone read it
 
 
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:

@@ -89,12 +89,8 @@ def read_there(work: Path) -> None:
 # ---- here -----------------------------------------------------------------------------------------------------------
 
 def texts_for(name: str) -> list[str]:
-    """Some texts, many of them longer than a window."""
-    if name == "tiny":
-        return TINY
-    rng = np.random.default_rng(0)
-    words = ["alpha", " beta", " gamma", "\n", " Ä漢", " 12", "x" * 40]
-    return ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
+    """The texts of a case."""
+    return TINY if name == "tiny" else peers.made_texts()
 
 
 def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:

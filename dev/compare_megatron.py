@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dev import peers
 from dev.measure import digests_of
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import Parser, run_main
@@ -207,10 +208,8 @@ class Comparison:
         from megatron.core.datasets.indexed_dataset import DType
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
-        rng = np.random.default_rng(1)
-        words = ["alpha", " beta", " gamma", "\n", " \u00c4\u6f22", " 12", "x" * 40]
-        for name in ("train", "val"):
-            texts = ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
+        for seed, name in enumerate(("train", "val")):
+            texts = peers.made_texts(seed)
             (folder / "raw" / name).mkdir(parents=True)
             lines = [json.dumps({"text": text}) + "\n" for text in texts]
             (folder / "raw" / name / "a.jsonl").write_text("".join(lines))

@@ -36,7 +36,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.repackage_data_reference import new_folder
+from dev.repackage_data_reference import PARQUET, new_folder
 from nanochat.common import Parser, get_base_dir, here, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
 
@@ -150,13 +150,6 @@ def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
     return [documents[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def write_shard(path: Path, documents: list[Document]) -> None:
-    """A file of parquet. Texts hardly repeat, so dictionaries and minima would only cost; page checksums let
-    `nanochat.dataset --verify` see a flipped bit."""
-    pq.write_table(pa.table([*zip(*documents)], SCHEMA), path, row_group_size=ROW_GROUP_DOCUMENTS, compression="zstd",
-                   use_dictionary=False, write_statistics=False, write_page_checksum=True)
-
-
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
     """Write the shards; returns {relative name: {documents, chars}}."""
     layout = {"": documents}
@@ -174,7 +167,7 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
                          "(bash dev/setup.sh), run this with their Python, or lower --min-chars or --num-shards")
     for name, shard in shards.items():
         (output / name).parent.mkdir(exist_ok=True)
-        write_shard(output / name, shard)
+        pq.write_table(pa.table([*zip(*shard)], SCHEMA), output / name, row_group_size=ROW_GROUP_DOCUMENTS, **PARQUET)
     return counts
 
 

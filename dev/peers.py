@@ -43,6 +43,15 @@ def prose() -> list[str]:
     return [text for _, text in sorted(pydoc_data.topics.topics.items())]
 
 
+def made_texts(seed: int = 0) -> list[str]:
+    """Texts of a few words, many of them longer than a small row."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    words = ["alpha", " beta", " gamma", "\n", " Ä漢", " 12", "x" * 40]
+    return ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
+
+
 def ours(source: str, num_tokens: int, *, endless: bool = False) -> tuple[Any, Any, Any, Any, list[int]]:
     """(model, tokenizer, four rows of prose (4, T), the model's logits of them (4, T, vocabulary), the tokens, at most
     so many, with which it goes on after the first eight) of a run, in float32 on the CPU."""

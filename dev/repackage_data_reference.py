@@ -40,6 +40,9 @@ from nanochat.text_kinds import add_text_flags, read_documents
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16
+# texts hardly repeat, so dictionaries and minima would only cost; with checksums --verify sees a flipped bit
+PARQUET: dict[str, Any] = {
+    "compression": "zstd", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
 RECORD_BYTES = 200  # what Python needs for a document beside its text
 RUNS_AT_ONCE = 100  # open files of a merge
 
@@ -130,9 +133,7 @@ def write_shards(texts: Iterator[str], output: Path, counts: Counter[str], shard
     num_shards = min(max(2, round(counts["chars"] / shard_chars)), num_groups)
     schema = pa.schema([("text", pa.string())])
     for shard in range(num_shards):
-        # texts hardly repeat, so dictionaries and minima would only cost; with checksums --verify sees a flipped bit
-        with pq.ParquetWriter(output / index_to_filename(shard), schema, compression="zstd", use_dictionary=False,
-                              write_statistics=False, write_page_checksum=True) as writer:
+        with pq.ParquetWriter(output / index_to_filename(shard), schema, **PARQUET) as writer:
             for _ in range(num_groups * shard // num_shards, num_groups * (shard + 1) // num_shards):
                 writer.write_table(pa.table([list(itertools.islice(texts, group_documents))], schema))
     return num_shards

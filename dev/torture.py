@@ -31,7 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, run_main, whole
+from tqdm import tqdm
+
+from nanochat.common import Parser, run_main, table, whole
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import training
 
@@ -63,16 +65,14 @@ class Kill:
     wrong: list[str] = field(default_factory=list)
 
     @property
-    def row(self) -> str:
-        """The kill in the table."""
-        where = "running" if self.running else "set-up"
-        cells = (self.number, signal.Signals(self.signal).name, where, "sync" if self.sync_save else "async",
-                 "-" if self.last_step is None else self.last_step, "-" if self.resumed is None else self.resumed)
-        return "{:>5} {:8} {:8} {:6} {:>6} {:>8}".format(*cells) + f" {self.seconds:8.2f}  " + (
-            "; ".join(self.wrong) or "equal")
+    def row(self) -> tuple[Any, ...]:
+        """The kill in the table, whose heading is HEAD."""
+        return (self.number, signal.Signals(self.signal).name, "running" if self.running else "set-up",
+                "sync" if self.sync_save else "async", self.last_step, self.resumed, self.seconds,
+                "; ".join(self.wrong) or "equal")
 
 
-HEAD = f"{'kill':>5} {'signal':8} {'when':8} {'saves':6} {'step':>6} {'resumed':>8} {'seconds':>8}"
+HEAD = ("kill", "signal", "when", "saves", "step", "resumed", "seconds", "the run")
 
 
 # ---- what to do -----------------------------------------------------------------------------------------------------
@@ -131,14 +131,12 @@ def judge_resume(kills: Sequence[Kill], after: Kill | None, whole: dict[int, dic
         kill.resumed = after.began
         lost = [f"checkpoint {kill.saved} was lost"] if after.began < kill.saved else []
         kill.wrong += lost + wrong
-        print(kill.row, flush=True)
 
 
 def torture(kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, dict[str, Any]]) -> None:
-    """Go through all kills, then let the run come to its end; each kill is judged and printed when it was resumed."""
-    print(HEAD)
+    """Go through all kills, then let the run come to its end; each kill is judged when it was resumed."""
     waiting: list[Kill] = []
-    for kill in kills:
+    for kill in tqdm(kills, unit=" kills", disable=None):
         launch(kill, settings)
         if kill.began is not None:
             judge_resume(waiting, kill, whole)
@@ -151,7 +149,6 @@ def torture(kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, di
     judge_resume(waiting, end, whole)
     for kill in waiting if end.began is None else []:
         kill.wrong.append("never resumed")
-        print(kill.row)
 
 
 def judge_final() -> list[str]:
@@ -176,6 +173,7 @@ def compare(args: argparse.Namespace) -> bool:
           f"{args.seed}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     kills = at_random(args.kills, step_s, rng)
     torture(kills, settings, whole)
+    print(*table(HEAD, [kill.row for kill in kills]), sep="\n")
     final = judge_final()
     equal = sum(not kill.wrong for kill in kills) if not final else 0
     repeated = sum("event" not in r for r in iter_log(training.run_dir() / "logs" / "train.jsonl")) - steps

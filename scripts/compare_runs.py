@@ -158,10 +158,9 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 class Side:
     """What a name means: a run, or one checkpoint alone, whose run may be gone."""
 
-    settings: dict[str, Any]  # that the run was started with; none of a checkpoint alone
+    settings: dict[str, Any]  # that the run was started with; empty for a checkpoint alone
     saved: dict[int, Path]  # the checkpoints, by step
     log: Series
-    alone: bool
     about: str  # one line for people: what is there, and how the run ended
 
 
@@ -173,7 +172,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     except FileNotFoundError:
         checkpoint = find_checkpoint(name)
         path = checkpoint.path.absolute()
-        return Side({}, {checkpoint.step: path}, {}, True, f"{name}: {path}")
+        return Side({}, {checkpoint.step: path}, {}, f"{name}: {path}")
     facts = read_facts(run_dir)
     saved: dict[int, Path] = {}
     for path in list_checkpoints(run_dir):
@@ -185,7 +184,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     about = f"steps {facts.steps[0]['step']} to {facts.steps[-1]['step']}" if facts.steps else "no step"
     end = (facts.launches[-1]["end"] if facts.launches else "") or "unfinished"
     about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
-    return Side(facts.config, saved, read_series(facts, notes), False, f"{name}: {about}")
+    return Side(facts.config, saved, read_series(facts, notes), f"{name}: {about}")
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -220,8 +219,9 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
             series, _, bucket = name.partition("/")
             words = SERIES[series] + (f" of {bucket}" if bucket else "")
             parts.append(Part("data" if name in DATA else "steps", words, len(common), gaps))
-    pairs = list(zip(a.saved, b.saved)) if a.alone and b.alone else [
-        (step, step) for step in a.saved if step in b.saved]
+    pairs = [(step, step) for step in a.saved if step in b.saved]
+    if not (a.settings or b.settings):
+        pairs = list(zip(a.saved, b.saved))
     for first, second in pairs:
         try:
             one = contents(load_checkpoint(a.saved[first]))

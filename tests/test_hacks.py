@@ -18,10 +18,10 @@ SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overl
 
 @pytest.fixture
 def fork(tmp_path):
-    """A copy of the code, and what trains with it."""
+    """A copy of the code, compiled files too, and what trains with it."""
     root = tmp_path / "fork"
     for folder in ("nanochat", "scripts"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, root / folder)
     with training.workplace(tmp_path, **SMALL):
         yield Fork(root, tmp_path)
 

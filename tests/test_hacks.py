@@ -138,7 +138,8 @@ class FileSource(Source):
         (folder / name).write_text("".join(f"{name}: document {i} of a few words\n" for i in range(300)))
     fork.run(data_format="md", data_path=folder)
     assert len(training.digests("hack")) == 4
-    assert "no .csv file" in fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
+    refused = fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
+    assert "got 'csv', expected text, shards, megatron, or xyz" in refused
 
 
 def test_a_schedule_with_a_flag_of_its_own(fork):

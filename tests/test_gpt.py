@@ -311,7 +311,7 @@ def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_witho
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_a_compiled_embedding_has_the_eager_ones_gradient_to_the_bit():
-    """Tokens that come often, whose gradients are sums of many; of both types in one graph, which takes half as long."""
+    """Tokens that come often, whose gradients are sums of many; both types in one graph, to save half the time."""
     dtypes = torch.float32, torch.bfloat16
     ours, theirs = ([kind(40, 24, dtype=dtype) for dtype in dtypes] for kind in (Embedding, torch.nn.Embedding))
     for mine, other in zip(ours, theirs):

@@ -26,8 +26,8 @@ class Terminal(io.StringIO):
 def plain(tmp_path_factory):
     """A run that shows nothing, and what it came to."""
     with training.workplace(tmp_path_factory.mktemp("boards"), **training.SMALL):
-        succeed(model_tag="plain", **SHORT)
-        yield {"losses": losses("plain"), "state": state_of(final("plain"))}
+        outcome = succeed(model_tag="plain", **SHORT)
+        yield {"losses": losses("plain"), "state": state_of(final("plain")), "outcome": outcome}
 
 
 def test_a_terminal_has_a_bar_above_which_lines_scroll(plain, monkeypatch):
@@ -44,7 +44,7 @@ def test_a_terminal_has_a_bar_above_which_lines_scroll(plain, monkeypatch):
 
 
 def test_without_a_terminal_lines_are_plain(plain):
-    outcome = succeed(model_tag="lines", **SHORT)
+    outcome = plain["outcome"]
     assert len(re.findall(r"^step \d{5}/00004 \| loss", outcome.out, re.M)) == 4
     assert "\r" not in outcome.out + outcome.err
 

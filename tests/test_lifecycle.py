@@ -432,7 +432,7 @@ def record(**changed):
 
 def test_of_many_launches_at_the_same_time_one_wins(tmp_path, dead_process):
     """Of a run that nobody had, and of one whose owner is gone."""
-    rounds = [tmp_path / f"{i:02d}" for i in range(40)]
+    rounds = [tmp_path / f"{i:02d}" for i in range(60)]
     for run_dir in rounds:
         run_dir.mkdir()
     for run_dir in rounds[::2]:
@@ -520,7 +520,8 @@ def elsewhere(run_dir, *, age, **changed):
 
 
 @pytest.mark.parametrize("age", [0, 3600, -3600, -10**9])
-def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp_path, quick, age):
+def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp_path, quick, age, monkeypatch):
+    monkeypatch.setattr(lifecycle, "WATCH_S", 60.0)  # a machine that does much else may beat late
     state = elsewhere(tmp_path, age=age)
     over = threading.Event()
 
@@ -541,11 +542,11 @@ def test_a_launch_elsewhere_that_beats_is_left_alone_whatever_its_clock_says(tmp
 @pytest.mark.parametrize("changed, least_s", [
     ({}, 0.5), ({"heartbeat": 0.0}, 0.5), ({"status": "stopped"}, 0.0),
     ({"status": "stopped", "launch": "before theirs"}, 0.5)])  # says nothing about this owner
-def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_path, quick, changed, least_s):
+def test_a_launch_elsewhere_that_is_silent_is_succeeded_when_it_was_watched(tmp_path, quick, caplog, changed, least_s):
     elsewhere(tmp_path, age=0, **changed)
     began = time.monotonic()
     assert acquire(tmp_path).generation == 4
-    assert least_s <= time.monotonic() - began < least_s + 0.45
+    assert time.monotonic() - began >= least_s and ("watching its heartbeat" in caplog.text) == bool(least_s)
 
 
 @pytest.mark.parametrize("removed", ["record", "run directory"])

@@ -194,13 +194,15 @@ def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, c
 
 def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatch, caplog):
     r = reader(store)
-    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=30.0, log_every_s=2.0))
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=30.0, log_every_s=0.5))
     store.proxy.faults.append(Fault(stall=True, times=4))
-    threading.Timer(2.8, store.proxy.released.set).start()
+    threading.Timer(0.8, store.proxy.released.set).start()
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as pool:
         for a, ids in zip(range(0, 80_000, 20_000), pool.map(lambda a: r.read(a, a + 9), range(0, 80_000, 20_000))):
             assert (ids == TOKENS[a:a + 9]).all()
-    assert sum("waiting for the store" in m for m in caplog.messages) == 1
+    told = sum("waiting for the store" in m for m in caplog.messages)
+    assert 1 <= told <= (time.monotonic() - began) / 0.5
 
 
 # ---- faults that do not pass ----------------------------------------------------------------------------------------
@@ -304,13 +306,14 @@ def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
 
 def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
     path, asked = place(store.path(KEY)), []
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=60.0))
     monkeypatch.setattr(LAUNCH, "stop", lambda: asked)
     store.proxy.faults.append(Fault(stall=True, times=-1))
     threading.Timer(0.3, lambda: asked.append(1)).start()
     began = time.monotonic()
     with pytest.raises(StopAsked, match=r"s3://bucket/a: not waited for any longer"):
         path.parent.is_dir()
-    assert time.monotonic() - began < 1.5 and LAUNCH.stop()
+    assert time.monotonic() - began < 30 and LAUNCH.stop()
 
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])

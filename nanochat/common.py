@@ -435,7 +435,7 @@ def show(value: Any) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name that is unknown: a guess at the one that is meant, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -94,10 +94,10 @@ class RunSettings:
 class ModelSettings:
     """model"""
 
-    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE)
-    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE)
-    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE)
-    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row")
+    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE, least=1)
+    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE, least=1)
+    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1)
+    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row", least=1)
     attention_mode: str = setting(
         "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
         fixed="what a token attends to")

@@ -148,7 +148,10 @@ def copy(url: str, part: Path, token: str = "") -> None:
                     os.fsync(f.fileno())
                 return
         except requests.RequestException as e:
-            problem = f"no whole answer ({e})"
+            cause: BaseException = e
+            while cause.__context__ is not None:  # what happened first says it best
+                cause = cause.__context__
+            problem = f"no whole answer ({cause})"
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)

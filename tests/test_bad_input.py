@@ -105,7 +105,7 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     ({"device_type": "gpu"}, ("--device-type", "cuda, mps or cpu")),
     ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),
     ({"window_pattern": "SXL"}, ("window_pattern", "letters S")),
-    ({"depth": 0}, ("depth", "expected >= 1")),
+    ({"depth": 0}, ("--depth: got 0", "expected at least 1")),
     ({"resume": "nowhere/checkpoint-3"}, ("no run 'nowhere/checkpoint-3'", "neither a tag")),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else "")
 def test_a_flag_that_cannot_be(settings, words):

@@ -205,7 +205,7 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
 
 
 def test_what_cannot_be_mixed_is_refused_before_there_is_a_run(workplace):
-    refuse(mix_file([(6, {"wed": 1})]), "'wed'", "there is code, tiny, web; did you mean web?")
+    refuse(mix_file([(6, {"webs": 1})]), "'webs'", "there is code, tiny, web; did you mean web?")
     refuse(workplace / "gone.yaml", "gone.yaml: no such curriculum file")
     refuse(mix_file([(6, {"web": 1}), (0.01, {"web": 1})]), "phase 2 lasts 10 tokens", "--lanes")
 

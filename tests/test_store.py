@@ -163,8 +163,8 @@ def test_a_local_copy_is_made_once_and_is_of_the_listed_version(store, tmp_path)
 
 # ---- faults that pass -----------------------------------------------------------------------------------------------
 
-PASSING = {"stall": Fault(stall=True), "500": Fault(status=500, times=3),
-           "503": Fault(status=503, code="SlowDown", times=3), "429": Fault(status=429, code="TooManyRequests"),
+PASSING = {"stall": Fault(stall=True), "500": Fault(status=500, times=2),
+           "503": Fault(status=503, code="SlowDown", times=2), "429": Fault(status=429, code="TooManyRequests"),
            "cut": Fault(cut=1000, times=2), "cut at once": Fault(cut=0), "shifted": Fault(shift=2, times=2),
            "whole": Fault(whole=True), "slow request": Fault(status=400, code="RequestTimeout")}
 

@@ -27,7 +27,6 @@ import json
 import multiprocessing
 import operator
 import os
-import pickle
 import re
 import shutil
 import statistics
@@ -69,6 +68,7 @@ from nanochat.sources import open_source, scan
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs
+from scripts.export import write_tokenizer
 from scripts.infer_bench import times
 from tests import training
 
@@ -419,10 +419,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
         return
     bench.look_at_the_clock()
     base, sizes, flags = bench.base / "peer", bench.sizes, bench.sizes.models[model]
-    tokenizer = RustBPETokenizer.from_directory(bench.base / "tokenizer")
-    (base / "tokenizer").mkdir(parents=True, exist_ok=True)
-    (base / "tokenizer/tokenizer.pkl").write_bytes(pickle.dumps(tokenizer.enc))
-    torch.save(tokenizer.token_bytes(), base / "tokenizer/token_bytes.pt")
+    write_tokenizer(base / "tokenizer", RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
     given = {**flags, "max_seq_len": sizes.T, "total_batch_size": 4 * flags["device_batch_size"] * sizes.T,

@@ -277,14 +277,19 @@ def to_nanochat(source: str, out: Path) -> str:
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
     with new_folder(out, "name a new folder") as folder:
-        model_folder, tokenizer_folder = folder / "base_checkpoints" / run_dir.name, folder / "tokenizer"
+        model_folder = folder / "base_checkpoints" / run_dir.name
         model_folder.mkdir(parents=True)
-        tokenizer_folder.mkdir()
         torch.save(checkpoint.model_state(), model_folder / f"model_{step:06d}.pt")
         write_json(model_folder / f"meta_{step:06d}.json", meta)
-        (tokenizer_folder / "tokenizer.pkl").write_bytes(pickle.dumps(tokenizer.enc))
-        torch.save(tokenizer.token_bytes(), tokenizer_folder / "token_bytes.pt")
+        write_tokenizer(folder / "tokenizer", tokenizer)
     return f"{out}: step {step:,} of {run_dir.name} for nanochat; set NANOCHAT_BASE_DIR={out} for its commands"
+
+
+def write_tokenizer(folder: Path, tokenizer: RustBPETokenizer) -> None:
+    """A tokenizer as nanochat keeps it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(tokenizer.enc))
+    torch.save(tokenizer.token_bytes(), folder / "token_bytes.pt")
 
 
 def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:

@@ -56,8 +56,9 @@ def parser_of(module: str) -> Parser:
     raise AssertionError(f"{module} parses no command line")
 
 
-def completion(shell: str) -> str:
-    """What a shell reads to complete our commands and their flags. ValueError without shtab."""
+def completion(asks: Parser, shell: str) -> str:
+    """What a shell reads to complete our commands, `completion` with its parser `asks` among them, and their flags.
+    ValueError without shtab."""
     try:
         import shtab
     except ImportError:
@@ -67,8 +68,7 @@ def completion(shell: str) -> str:
     for name, module in commands().items():
         parents = [] if module == __spec__.name else [parser_of(module)]
         names.add_parser(name, help=about(module), parents=parents, add_help=False, conflict_handler="resolve")
-    shells = names.add_parser("completion", help="Print what a shell reads to complete commands")
-    shells.add_argument("shell", choices=SHELLS)
+    names.add_parser("completion", help=asks.description, parents=[asks], add_help=False, conflict_handler="resolve")
     return shtab.complete(top, shell)
 
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "completion":
         parser = Parser(prog="nanochat completion", description="Print what a shell reads to complete commands.")
         parser.add_argument("shell", choices=SHELLS)
-        print(completion(parser.parse_args(rest).shell))
+        print(completion(parser, parser.parse_args(rest).shell))
         return 0
     if name not in known:
         raise ValueError(f"nanochat {name}: there is no such command{did_you_mean(name, known)} "

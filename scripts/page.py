@@ -238,8 +238,7 @@ def headline(run: Run) -> str:
     total = facts.config.get("derived", {}).get("num_iterations") or done
     val: list[float | None] = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
     rate = statistics.median([step["tokens_per_s"] for step in facts.steps[-100:]] or [0.0])
-    spent_s = sum(step["step_s"] for step in facts.steps)
-    time_s, what = (state["eta_s"], "left") if run.alive else (spent_s, "in steps")
+    time_s, what = (state["eta_s"], "left") if run.alive else (facts.spent_s, "in steps")
     figures = {"steps": f"{done:,} / {total:,}", f"bits per byte, {show(val[0])} at first": show(val[-1]),
                "tokens/s": show(rate), what: duration(time_s), "tokens": show(last["tokens"])}
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"

@@ -61,6 +61,11 @@ class Facts:
         """The events of some names, in order."""
         return [e for e in self.events if e.get("event") in names]
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds in steps."""
+        return sum(step["step_s"] for step in self.steps)
+
     def val(self) -> dict[int, float | None]:
         """{steps done: bits per byte on validation}."""
         return {event["step"]: event["bpb"] for event in self.named("val")}
@@ -189,10 +194,8 @@ def in_words(facts: Facts) -> list[str]:
     last, of_all = launches[-1], facts.config.get("derived", {}).get("num_iterations")
     ends = {"": "has not said how it ended", **{end: end for end in ENDS}}
     reason = f" ({last['reason']})" if last["reason"] else ""
-    step_s, wait_s = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
-    said = [f"The run {ends[last['end']]}{reason} after {last['last']:,} steps"
-            f"{f' of {of_all:,}' if of_all else ''}: {steps[-1]['tokens']:,} tokens in {duration(step_s)} of steps, "
-            f"{100 * wait_s / step_s:.1f} % of it waiting for data."]
+    said = [f"The run {ends[last['end']]}{reason} after {last['last']:,} steps{f' of {of_all:,}' if of_all else ''}: "
+            f"{steps[-1]['tokens']:,} tokens in {duration(facts.spent_s)} of steps."]
     val = [event["bpb"] for event in facts.named("val") if event["bpb"] is not None]
     if len(val) > 1:
         moved = "fell" if val[-1] < val[0] else "did not fall: it went"
@@ -217,11 +220,11 @@ def result_part(facts: Facts) -> list[str]:
         *((f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()),
         ("CORE metric", evaluation.get("core", {}).get("core_metric"))]
     if steps:
-        step_s, wait_s = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
+        waited = sum(step["wait_s"] for step in steps) / facts.spent_s
         mfu, rate = (statistics.median(step.get(name) or 0 for step in steps) for name in ("mfu", "tokens_per_s"))
         peak = max(step.get("peak_memory_bytes") or 0 for step in steps)
         rows += [("steps", steps[-1]["step"] + 1), ("tokens trained on", steps[-1]["tokens"]),
-                 ("time in steps", f"{duration(step_s)}, {100 * wait_s / step_s:.2f} % of it waiting for data"),
+                 ("time in steps", f"{duration(facts.spent_s)}, {100 * waited:.2f} % of it waiting for data"),
                  ("tokens/s, median step", rate),
                  ("model FLOPs utilization, median step", f"{100 * mfu:.1f} %" if mfu else None),
                  ("peak memory of rank 0", f"{peak / 1e9:.1f} GB" if peak else None),

@@ -79,7 +79,7 @@ def read_run(run_dir: Path) -> Row | None:
         "tokens": steps[-1]["tokens"], "flops": float(derived["flops_per_token"] * steps[-1]["tokens"]),
         "val_bpb": looks[-1], "core": facts.evaluation.get("core", {}).get("core_metric"),
         "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
-        "train_time_s": sum(step["step_s"] for step in steps),
+        "train_time_s": facts.spent_s,
         "peak_memory_bytes": steps[-1].get("peak_memory_bytes")}
 
 

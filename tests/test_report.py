@@ -92,7 +92,7 @@ def test_every_figure_is_the_one_on_disk(run):
     assert found["depth"] == ["2", "20"] and found["model_tag"] == ['"tiny"', "null"] and "train --fast" in text
     assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
-        "The run completed after 40 steps: 6,400 tokens in 20.0 s of steps, 10.0 % of it waiting for data.",
+        "The run completed after 40 steps: 6,400 tokens in 20.0 s of steps.",
         "Validation bits per byte fell from 4.25 to 2.125.",
         "It took 2 launches (1 killed), on 1 and 2 processes."]
     assert found["digest of the batch of step 0"] == ["`0000000000000000`"]

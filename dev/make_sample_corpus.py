@@ -24,6 +24,7 @@ import ast
 import contextlib
 import hashlib
 import itertools
+import os
 import sys
 import sysconfig
 import warnings
@@ -82,10 +83,10 @@ def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
     as packages only."""
     found = []
     for label, root in roots.items():
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if path.is_file() and not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
-                found.append((f"{label}/{relative.as_posix()}", path))
+        for folder, subfolders, names in os.walk(root):  # several times as fast as `rglob`
+            subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "__pycache__"}
+            paths = [Path(folder, name) for name in names if name.endswith(".py")]
+            found += [(f"{label}/{path.relative_to(root).as_posix()}", path) for path in paths if path.is_file()]
     return sorted(found)
 
 

@@ -198,13 +198,13 @@ class Run:
     dropped_at_stops: int = 0  # stops at which a lane had dropped a bucket, and still had two
 
 
-def drained(world, sources, plan):
+def drained(world, sources, plan, *, num_threads):
     """Take rows until all lanes are dry. `plan`: (processes, the step before which they stop), the last one inf. The
     accounts must be right at each stop."""
     run = Run()
     for W, stop in plan:
-        streams = [Stream(world.config, sources, block(r, W, world.config.V), tokenizer="t", num_threads=1,
-                          drop_dry=True, cursors=run.cursors or None) for r in range(W)]
+        streams = [Stream(world.config, sources, block(r, W, world.config.V), tokenizer="t", drop_dry=True,
+                          num_threads=num_threads, cursors=run.cursors or None) for r in range(W)]
         while len(run.digests) < stop:
             rows = [row for stream in streams for row in stream.next_rows(world.n)]
             if not rows:
@@ -332,10 +332,10 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
         with tempfile.TemporaryDirectory() as folder:
             sources = {name: corpus.open(Path(folder) / name, framed=world.config.framed)
                        for name, corpus in world.corpora.items()}
-            straight = drained(world, sources, [(1, math.inf)])
+            straight = drained(world, sources, [(1, math.inf)], num_threads=0)
             length = len(straight.digests)
             stops = [(W, length * percent // 100 if percent < 100 else math.inf) for W, percent in world.plan]
-            stopped = drained(world, sources, stops)
+            stopped = drained(world, sources, stops, num_threads=1)
         assert stopped.digests == straight.digests and stopped.cursors == straight.cursors
         for bucket, corpus in world.corpora.items():
             check_documents(world, stopped, bucket)

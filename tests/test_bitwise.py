@@ -112,20 +112,29 @@ def no_environment():
 # ---- on any number of processes --------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory):
-    """Every case on every number of processes: runs "W CASE". What was printed, by W."""
-    with training.workplace(tmp_path_factory.mktemp("matrix")):
-        yield {world_size: run_jobs(world_size, [("", {**changed, "model_tag": f"{world_size} {case}"})
-                                                 for case, changed in CASES.items()]) for world_size in WORLD_SIZES}
+def printed(tmp_path_factory):
+    """Every case on every number of processes, and every mutation on one and on several: runs "W CASE" and
+    "W MUTATION". What was printed, by W."""
+    with training.workplace(tmp_path_factory.mktemp("bitwise")):
+        yield {world_size: run_jobs(world_size, [*jobs(world_size)]) for world_size in WORLD_SIZES}
+
+
+def jobs(world_size):
+    for case, changed in CASES.items():
+        yield "", {**changed, "model_tag": f"{world_size} {case}"}
+    for name, (_, on, _) in MUTATIONS.items():
+        if world_size in (1, on):
+            yield name, {**SHORT, **(THIN if "batched" in name else {}), "model_tag": f"{world_size} {name}",
+                         "dtype": "bfloat16" if "bfloat16" in name else "float32"}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_every_bit_is_the_same_on_any_number_of_processes(matrix, case, world_size):
+def test_every_bit_is_the_same_on_any_number_of_processes(printed, case, world_size):
     assert parted(f"1 {case}", f"{world_size} {case}") == set()
 
 
-def test_the_cases_are_what_they_say(matrix):
+def test_the_cases_are_what_they_say(printed):
     for case, changed in CASES.items():
         found = result(f"1 {case}")
         num_steps, every = changed.get("num_iterations", RUN["num_iterations"]), RUN["eval_every"]
@@ -134,7 +143,7 @@ def test_the_cases_are_what_they_say(matrix):
         assert found["losses"][-1] < found["losses"][0]
         dtypes = {dtype for dtype, _, _ in found["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
-        told = [line for line in matrix[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
+        told = [line for line in printed[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
                 and f" from {V} lanes; 1 process(es) x " in line]
         number = K * int(case[0])
         assert any(f" x {number} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves" in t for t in told)
@@ -302,20 +311,8 @@ MUTATIONS = {  # how; on how many processes; what must differ
 }
 
 
-@pytest.fixture(scope="module")
-def mutated(tmp_path_factory):
-    """Every mutation on one process and on several: runs "W MUTATION"."""
-    with training.workplace(tmp_path_factory.mktemp("mutated")):
-        for world_size in WORLD_SIZES:
-            run_jobs(world_size, [(name, {**SHORT, **(THIN if "batched" in name else {}),
-                                          "model_tag": f"{world_size} {name}",
-                                          "dtype": "bfloat16" if "bfloat16" in name else "float32"})
-                                  for name, (_, on, _) in MUTATIONS.items() if world_size in (1, on)])
-        yield
-
-
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_breaks_a_guarantee_is_seen(mutated, name):
+def test_what_breaks_a_guarantee_is_seen(printed, name):
     _, world_size, differs = MUTATIONS[name]
     found = parted(f"1 {name}", f"{world_size} {name}")
     assert found >= differs and (found == differs or "optimizer" in differs)

@@ -103,16 +103,6 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     assert f"7 of 7 shards finished: {170 + 2 * len(odd)} documents" in capsys.readouterr().out
 
 
-def test_what_only_touches_files_and_text_starts_without_torch():
-    modules = ("nanochat.common, nanochat.tokenizer, nanochat.encoders, nanochat.pretokenize, nanochat.sources, "
-               "nanochat.tokens, nanochat.dataset, scripts.tok_shards")
-    program = f"import sys, {modules}; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    from nanochat import common, dist
-    assert common.autodetect_device_type is dist.autodetect_device_type, "which comes when it is asked for"
-
-
 def megatron(raw, out, tokenizer, *more, num_workers=1):
     return tok_shards.main([f"--input-dir={raw}", f"--output-dir={out}", f"--tokenizer={tokenizer}",
                             "--format=megatron", f"--num-workers={num_workers}", *more])

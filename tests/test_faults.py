@@ -200,10 +200,9 @@ def pause(step, flag):
 
 
 def test_a_second_launch_is_refused_until_the_first_is_dead(reference, tmp_path):
-    first = training.start(hook=partial(pause, 5, tmp_path / "flag"))
+    first = training.start(hook=partial(pause, 5, tmp_path / "flag"), sync_save=True)
     wait_for((tmp_path / "flag").exists)
-    wait_for(lambda: checkpoints() == ["checkpoint-2", "checkpoint-4"])
-    time.sleep(0.2)  # the save of step 4 is done
+    assert checkpoints() == ["checkpoint-2", "checkpoint-4"]
     before = {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
     second = training.start()
     assert second.wait() == [1]

@@ -80,7 +80,7 @@ def killed(after):
 def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_same_bits(corpus):
     """The last save before the kills was before the spike: all of it comes again."""
     for after in (BEFORE - 1, BEFORE + 1):
-        training.start(1, hook=partial(killed, after), **corpus, model_tag="killed").wait_for_death()
+        training.start(1, hook=partial(killed, after), **corpus, model_tag="killed", sync_save=True).wait_for_death()
     assert f"checkpoint-{BEFORE - 1}" in training.checkpoints("killed")
     last = training.start(4, hook=few_are_enough, **corpus, model_tag="killed")
     assert last.wait() == [0] * 4, last.text()

@@ -225,7 +225,7 @@ def test_what_is_not_there_or_broken_is_one_sentence(base):
 # ---- stop -----------------------------------------------------------------------------------------------------------
 
 def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
-    process = trainer(base, STEP_S=0.05, SAVE_EVERY=1000)
+    process = trainer(base, STEP_S=0.2)
     made_up(base, "other", "completed")
     assert stop.main(["--wait"]) == 0  # the only one at work needs no name
     assert process.wait(PATIENCE_S) == 0
@@ -407,7 +407,7 @@ def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(
 
 @pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_a_job_that_is_told_to_end_saves_and_goes_back_unless_it_was_cancelled(cluster, number, back):
-    process = job(cluster, STEP_S=0.1)
+    process = job(cluster, STEP_S=0.2)
     wait_for(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
     process.send_signal(number)
     code, told, requeued = result_of(cluster, process)
@@ -418,7 +418,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_back_unless_it_was_cancelled(c
 
 def test_a_job_whose_run_is_halted_or_asked_to_stop_stays_out(cluster):
     assert result_of(cluster, job(cluster, HALT_AT=3))[::2] == (3, False)
-    process = job(cluster, STEP_S=0.1)
+    process = job(cluster, STEP_S=0.2)
     wait_for(lambda: read_state(run_dir(cluster))["step"] > 3)
     stop.main(["d1"])
     code, told, requeued = result_of(cluster, process)

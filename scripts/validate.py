@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         start = look(settings, device)
     except ValueError as e:
-        start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}"), device)
+        start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"), device)
         refused = True
         print(f"error: {e}\na new run of these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations

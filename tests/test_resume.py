@@ -135,6 +135,7 @@ def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference
     assert "at step 8" in succeed(resume=newer.with_name("checkpoint-8")).out
     assert [record["step"] for record in all_steps()[lines:]] == list(range(8, STEPS))
     assert training.fingerprint(newer) == before
+    assert "of another run" in training.refuse(resume=newer, model_tag="other")
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
 
 

@@ -133,7 +133,7 @@ def test_a_run_with_other_settings_is_refused_as_training_would(workplace, capsy
     mix(workplace, 5, 0.01)
     training.succeed(**command(workplace))
     code, out, _ = checked(capsys, seed=7)
-    assert code == 1 and "error: the run" in out and "--model-tag" in out and "--seed" in out
+    assert code == 1 and "config.json: the run was" in out and "--model-tag" in out and "--seed" in out
     assert "plan: 10 steps" in out and "run directory" not in out, "what a new run would do is told all the same"
 
 

@@ -23,12 +23,13 @@ def oracle(q, k, v, window=-1, doc_ids=None):
     B, Tq, H, D = q.shape
     Tk, group = k.size(1), H // k.size(2)
     y = torch.zeros(B, Tq, H, D, dtype=torch.float64)
+    ids = None if doc_ids is None else doc_ids.tolist()
     for b in range(B):
         for h in range(H):
             for i in range(Tq):
                 at = Tk - Tq + i
                 keys = [j for j in range(at + 1) if (window < 0 or at - j <= window)
-                        and (doc_ids is None or doc_ids[b, j] == doc_ids[b, at])]
+                        and (ids is None or ids[b][j] == ids[b][at])]
                 scores = k[b, keys, h // group].double() @ q[b, i, h].double() / D ** 0.5
                 y[b, i, h] = torch.softmax(scores, 0) @ v[b, keys, h // group].double()
     return y

@@ -150,7 +150,7 @@ class Ranks:
     """All ranks of a stream in one process. `step()` gives the digest of the next step, put together from all ranks."""
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Any], *, n: int, W: int,
-                 cursors: list[Cursor] | None = None, num_threads: int = 1, tokenizer: str = "t"):
+                 cursors: list[Cursor] | None = None, num_threads: int = 0, tokenizer: str = "t"):
         self.config, self.n, self.W = config, n, W
         self.streams = [Stream(config, sources, block(r, W, config.V), tokenizer=tokenizer, num_threads=num_threads,
                                cursors=None if cursors is None else json_copy(cursors)) for r in range(W)]

@@ -82,7 +82,8 @@ def run_jobs(world_size, jobs):
         ports = [s.getsockname()[1] for s in sockets]
     merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here: a child knows no profile
     group = training.launch(partial(_main, merged, ports), [[]] * world_size, [{}] * world_size)
-    assert group.wait() == [0] * world_size, group.text()
+    with mock.patch.object(training, "PATIENCE_S", training.PATIENCE_S + 10 * len(jobs)):
+        assert group.wait() == [0] * world_size, group.text()
     return group.text()
 
 

@@ -81,7 +81,7 @@ def many_shards(args: argparse.Namespace) -> Iterator[Path]:
         folder = Path(name)
         with contextlib.redirect_stdout(sys.stderr):
             tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder / 'once'}", "--format=megatron",
-                             f"--tokenizer={args.tokenizer_dir}", "--val-files=0", "--num-workers=1"])
+                             f"--tokenizer={args.tokenizer_dir}", "--num-workers=1"])
         for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
             if file.suffix in (".bin", ".idx"):
                 target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")

@@ -2,7 +2,7 @@
 Say where runs stand: step, loss, speed, time left, and how one ended.
 
     python -m scripts.status                      # all runs, a line each
-    python -m scripts.status d12 d24 --sort=bpb   # some of them, the best first; --sort=-bpb: the best last
+    python -m scripts.status d12 d24 --sort=bpb   # some of them, the best first
     python -m scripts.status d24                  # one run: a tag or a run directory
     python -m scripts.status d24 --watch          # again every two seconds, until the run ends
     python -m scripts.status d24 --json           # for programs
@@ -41,9 +41,8 @@ COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": Y
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Where runs stand.", epilog=__doc__)
     parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
-    names = [*SORTS, *(f"-{name}" for name in SORTS)]
-    parser.add_argument("--sort", choices=names, default="run", metavar="NAME",
-                        help=f"of the table, by {', '.join(SORTS)}; with a - before it the other way")
+    parser.add_argument("--sort", choices=SORTS, default="run", metavar="NAME",
+                        help=f"of the table, by {', '.join(SORTS)}")
     parser.add_argument("--watch", action="store_true", help="again every two seconds, until the run ends")
     parser.add_argument("--json", action="store_true", help="one JSON object (a list for all runs)")
     parser.add_argument("--exit-code", action="store_true", help="tell by the exit code how the run named stands")
@@ -129,12 +128,9 @@ def describe(facts: dict[str, Any]) -> str:
 
 
 def sort(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """Runs in the order of a name in SORTS, with "-" before it in the other order; those without a
-    figure last."""
-    fact = SORTS[by.removeprefix("-")]
-    known = [facts for facts in found if facts.get(fact) is not None]
-    known.sort(key=lambda facts: facts[fact], reverse=by.startswith("-"))
-    return known + [facts for facts in found if facts.get(fact) is None]
+    """Runs in the order of a name in SORTS; those without a figure last."""
+    fact = SORTS[by]
+    return sorted(found, key=lambda facts: (facts.get(fact) is None, facts.get(fact)))
 
 
 def colored(lines: list[str], found: list[dict[str, Any]]) -> list[str]:

@@ -54,8 +54,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                              f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
                         help="ids that a window repeats of the one before; at most half of --max-length")
-    parser.add_argument("--val-files", type=whole(0), default=1,
-                        help="last files of each bucket that are for validation; not used where RAW has train/")
     parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; changes no output")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
@@ -80,11 +78,10 @@ def check_args(args: argparse.Namespace) -> Windows:
     return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
-def find_inputs(raw: Path, *, val_files: int = 1, shared: bool = False) -> list[Input]:
+def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     """All inputs, by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET are kept; else the
-    last `val_files` files of RAW/BUCKET validate, where it has more, or, with --val-fraction, each
-    file is `shared` by both splits. FileNotFoundError where there is nothing, ValueError where it is
-    unclear."""
+    last file of RAW/BUCKET validates, where it has more, or, with --val-fraction, each file is
+    `shared` by both splits. FileNotFoundError where there is nothing, ValueError where it is unclear."""
     raw = place(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
@@ -99,11 +96,9 @@ def find_inputs(raw: Path, *, val_files: int = 1, shared: bool = False) -> list[
                              f"and val/; move it into one of them")
     else:
         for bucket, files in find_buckets(raw).items():
-            last = len(files) - val_files
-            if last < 1:
-                print(f"{bucket}: too few files to keep {val_files} for validation; all of it is "
-                      f"for training")
-                last = len(files)
+            if len(files) == 1:
+                print(f"{bucket}: too few files to keep 1 for validation; all of it is for training")
+            last = max(1, len(files) - 1)
             found["train"][bucket], found["val"][bucket] = files[:last], files[last:]
     inputs: dict[tuple[str, str, str], Input] = {}
     for split, bucket, files in ((s, b, files) for s in found for b, files in found[s].items()):
@@ -185,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     windows = check_args(args)
     reading = Reading.of(vars(args))
-    inputs = find_inputs(args.input_dir, val_files=args.val_files, shared=reading.val_fraction > 0)
+    inputs = find_inputs(args.input_dir, shared=reading.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # says so where it knows ids only
     job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),

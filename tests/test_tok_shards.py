@@ -188,7 +188,7 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_told(raw, tmp_path, to
 @pytest.mark.parametrize("more, what", [
     (("--overlap-size", 17), "--overlap-size 17: expected at most half of --max-length 32"),
     (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
-    (("--num-workers", 0), "2"), (("--val-files", -1), "2"),  # the parser says why
+    (("--num-workers", 0), "2"),  # the parser says why
     (("--task-index", 2, "--num-tasks", 2), "--task-index 2 --num-tasks 2"), (("--num-tasks", 0), "--num-tasks 0"),
     (("--task-index", -1), "--task-index -1"), (("--tokenizer", "gpt9"), "--tokenizer gpt9: no tokenizer here"),
     (("--input-dir", "nowhere"), "--input-dir nowhere: no such folder"), (("--output-dir", "raw"), "--output-dir")])

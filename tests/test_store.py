@@ -184,10 +184,11 @@ def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, c
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=0.8, log_every_s=0.2))
     store.proxy.faults.append(Fault(status=503, code="SlowDown", times=-1))
     gave_up = pytest.raises(OSError, match=r"no whole answer from 127.0.0.1:\d+ \(HTTP 503 SlowDown\)")
+    began = time.monotonic()
     with caplog.at_level(logging.WARNING), gave_up:
         r.read(0, 10)
     lines = [m for m in caplog.messages if "waiting for the store" in m]
-    assert 1 <= len(lines) <= 5 and "s3://bucket/a/tokens.bin bytes 0 to" in lines[0]
+    assert 1 <= len(lines) <= (time.monotonic() - began) / 0.2 and "s3://bucket/a/tokens.bin bytes 0 to" in lines[0]
     store.proxy.faults.clear()
     assert (r.read(0, 10) == TOKENS[:10]).all()  # what failed is not remembered
 

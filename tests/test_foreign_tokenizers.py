@@ -332,7 +332,7 @@ def test_shards_of_both_formats_give_the_digests_of_text_and_the_runs_are_self_c
     assert verify.main([str(workplace / "gpts" / "train"), f"--tokenizer={run / 'tokenizer'}"]) == 0
     assert "bits per byte" in capsys.readouterr().out
     said = training.refuse(data_path=workplace / "text", tokenizer=made["gpt2"], model_tag="text")
-    assert "--tokenizer-fingerprint: the run has" in said and "--tokenizer=" in said
+    assert "tokenizer_fingerprint: the run has" in said and "--tokenizer=" in said
     training.succeed(data_path=workplace / "text", tokenizer=run / "tokenizer", model_tag="text", num_iterations=4)
     (workplace / "bare" / "away.json").rename(workplace / "bare" / "tokenizer.json")
 

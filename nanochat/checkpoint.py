@@ -1,4 +1,4 @@
-""" Checkpoints: written so that a crash at any instant leaves a good one, read so that a bad one
+"""Checkpoints: written so that a crash at any instant leaves a good one, read so that a bad one
 is never believed.
 
     RUN/checkpoints/checkpoint-1000/
@@ -36,7 +36,7 @@ written:
     checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
                   x     x     x     M     x     L     L     ?              F
 
-What this program did not write is never touched, nor is what is newer than the good one. """
+What this program did not write is never touched, nor is what is newer than the good one."""
 
 import contextlib
 import errno
@@ -131,7 +131,7 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str,
     `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of
     all lanes in order; `trainer_state`: JSON. One process calls this. Raises OSError with the
     reason if it cannot be written: older checkpoints are then as they were and nothing
-    half-written stays. """
+    half-written stays."""
     assert name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown", "final"), name
     head = {"format_version": FORMAT_VERSION, "step": step, "architecture_hash": hash_json(model_config),
             **trainer_state}
@@ -357,7 +357,7 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
     keeps all.
 
     Only folders go whose seal is whole and of the step that the name says: a copy, a link or what
-    another program wrote stays. What cannot be deleted stays with a warning. """
+    another program wrote stays. What cannot be deleted stays with a warning."""
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items() if keep_last_k is not None else ():
         with contextlib.suppress(OSError, ValueError):
@@ -398,7 +398,7 @@ class Saver:
     OSError lets the run go on, but for the third in a row, one where nothing good exists, and one
     of the save that was to be the last. Any other error is a bug, and ends the run at once.
 
-    good: a checkpoint of the run known to be good, if there is one. """
+    good: a checkpoint of the run known to be good, if there is one."""
 
     def __init__(self, good: Path | None) -> None:
         self._good, self._errors = good, 0  # in a row

@@ -39,7 +39,7 @@ slept and was taken for dead), its watchdog ends all its ranks.
 **Alive** means, in the same place (boot of the machine and process namespace): the process exists
 and started when the record says. From any other place, and where the system has no /proc: the
 heartbeat changes while we watch. Clocks of two machines are not compared for that, so a clock that
-is hours off neither locks a run nor lets two in. """
+is hours off neither locks a run nor lets two in."""
 
 import json
 import logging

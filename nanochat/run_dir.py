@@ -1,4 +1,4 @@
-""" A run directory: one folder that holds all that one training run wrote, and so all that is
+"""A run directory: one folder that holds all that one training run wrote, and so all that is
 needed to go on with it.
 
     runs/d12/
@@ -211,7 +211,7 @@ class TrainLog:
     operating system at once, so that a killed process loses none.
 
     `first_step`: digests of steps before it are not kept in memory (a resumed run repeats none of
-    them). """
+    them)."""
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         self._path = path
@@ -229,7 +229,7 @@ class TrainLog:
         NaN becomes null.
 
         Raises TypeError (a value that is not JSON) and OSError (a full disk; the next line is not
-        glued to a torn one). """
+        glued to a torn one)."""
         line = ("\n" * self._torn + json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed the file

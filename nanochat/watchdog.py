@@ -26,7 +26,7 @@ rank see to the rest:
 
 The store is a client of its own to the one where the ranks met, because the main thread may hold the
 lock of theirs. It never answers where its host is stopped: only the thread that talks hangs then,
-and that is the verdict. """
+and that is the verdict."""
 
 import faulthandler
 import json

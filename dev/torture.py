@@ -172,8 +172,10 @@ def compare(args: argparse.Namespace) -> bool:
     print(f"the whole run: {steps} steps in {time.monotonic() - began:.1f} s, {step_s * 1000:.1f} ms a step; seed "
           f"{args.seed}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     kills = at_random(args.kills, step_s, rng)
-    torture(kills, settings, whole)
-    print(*table(HEAD, [kill.row for kill in kills]), sep="\n")
+    try:
+        torture(kills, settings, whole)
+    finally:  # also where the run cannot go on: which kill did it?
+        print(*table(HEAD, [kill.row for kill in kills if kill.resumed is not None or kill.wrong]), sep="\n")
     final = judge_final()
     equal = sum(not kill.wrong for kill in kills) if not final else 0
     repeated = sum("event" not in r for r in iter_log(training.run_dir() / "logs" / "train.jsonl")) - steps

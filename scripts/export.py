@@ -241,7 +241,7 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 def to_hf(source: str, out: Path) -> str:
     """Write a folder for transformers; a sentence that says what it is."""
-    for package in ("safetensors", "tokenizers"):
+    for package in ("safetensors", "tokenizers", "huggingface_hub"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"--to hf: the package {package} is not installed; pip install -e '.[hf]'")
     checkpoint, config, tokenizer = open_checkpoint(source)

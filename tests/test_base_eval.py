@@ -158,6 +158,17 @@ def test_bad_flags_are_clear_errors(flags, message):
         base_eval.main(["--device-type=cpu", *flags])
 
 
+@pytest.mark.parametrize("script, flag", [
+    (base_eval, "--eval-tokens=0"), (base_eval, "--device-batch-size=-2"), (base_eval, "--unigram-tokens=0"),
+    (infer_bench, "--batch-sizes=0"), (infer_bench, "--decode-tokens=1"), (infer_bench, "--prompt-tokens=0"),
+    (infer_bench, "--rounds=0")])
+def test_a_number_that_is_too_small_is_a_clear_error(script, flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.main([flag])
+    name, value = flag.split("=")
+    assert f"error: argument {name}: got {value}, expected at least" in capsys.readouterr().err
+
+
 def test_without_a_name_the_only_run_is_meant(base, run):
     assert find_run(None) == run
     second = base / "runs" / "second"

@@ -172,7 +172,7 @@ def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace
     the environment it reads, and what a run imports: no wandb, no store, no package of a store, no trainer of
     tokenizers."""
     program = f"""
-import os, sys
+import os, runpy, sys
 from pathlib import Path
 import pyarrow, numpy, requests, tiktoken, tqdm
 sys.modules['rustbpe'] = None
@@ -196,7 +196,12 @@ os.environ = kept
 assert nanochat.common.autodetect_device_type is nanochat.dist.autodetect_device_type, 'which comes when asked for'
 assert not [key for key in read if key.startswith(('NANOCHAT', 'RANK', 'WORLD', 'LOCAL', 'HF_', 'WANDB'))], read
 assert listing() == before and not torch.distributed.is_initialized()
-code = scripts.base_train.main({training.flags(num_iterations=1, save_every=-1)!r})
+assert 'torch._inductor.config' not in sys.modules, 'it reads what nanochat.dist.prepare_cuda sets later'
+sys.argv[1:] = {training.flags(num_iterations=1, save_every=-1)!r}
+try:
+    runpy.run_module("scripts.base_train", run_name="__main__")  # as python -m and torchrun do
+except SystemExit as end:
+    code = end.code
 assert code == 0 and listing() != before
 assert not {{'wandb', 'nanochat.store'}} & set(sys.modules)
 import nanochat.store, scripts.tok_train

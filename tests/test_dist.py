@@ -186,7 +186,7 @@ def read_by_torch(rank):
 
 
 def test_torch_reads_what_is_set_after_it_was_imported(tmp_path):
-    """Its allocator when it starts, Inductor when it is imported, which torch does not do (tests/test_defects.py)."""
+    """Its allocator when it starts, Inductor when it is imported, which no run does (tests/test_base_train.py)."""
     [(deterministic, settings)] = values(tmp_path, 1, read_by_torch)
     assert deterministic and settings in ("expandable_segments:True", "PyTorch 2.11 does not tell")
 

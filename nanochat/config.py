@@ -441,8 +441,8 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
                 for name in sorted(unknown)]
     if refused:
         lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
-        raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse these "
-                         f"(--config takes that file), or start a new run with --model-tag NAME; --init-from "
+        raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
+                         f"own (--config takes that file), or start a new run with --model-tag NAME; --init-from "
                          f"{run_dir.name} begins it with these weights")
     return Settings(**now), notices
 

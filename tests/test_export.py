@@ -3,6 +3,7 @@ transformers and nanochat themselves make of it is in dev/compare_hf.py and dev/
 
 import functools
 import json
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -49,9 +50,11 @@ def exported_tokenizer():
 
 # ---- out ------------------------------------------------------------------------------------------------------------
 
-def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(base, tmp_path):
+def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(base, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     assert training.as_bytes(load_file(base / "hf" / "model.safetensors")) == weights("run")
     export.write_weights(tmp_path, find_checkpoint("run").model_state(), shard_bytes=40_000)
+    assert not caplog.messages, "of its folder, which has another name before all of it is there"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 2 and {path.name for path in tmp_path.glob("model-*.safetensors")} == files

@@ -23,6 +23,7 @@ trained on with --init-from. It counts as completed.
 
 import argparse
 import importlib.util
+import inspect
 import logging
 import os
 import pickle
@@ -112,7 +113,8 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
     index. A tensor is in one file."""
     from huggingface_hub import save_torch_state_dict
 
-    logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it tells the name that the folder has for now
+    # its logger, called as its file is, would tell the name that the folder has for now
+    logging.getLogger(inspect.getfile(save_torch_state_dict)).setLevel(logging.WARNING)
     save_torch_state_dict(dict(state), folder, max_shard_size=shard_bytes)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # as the files beside it: safetensors lets its owner alone read it

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
@@ -36,7 +36,7 @@ def parser() -> Parser:
     p = add_flags(Parser(prog="python -m scripts.validate", epilog=__doc__,
                          description="Check a run before it starts."))
     g = p.add_argument_group("validate")
-    g.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", 1)),
+    g.add_argument("--world-size", type=whole(1), default=int(os.environ.get("WORLD_SIZE", 1)),
                    help="processes of the run")
     g.add_argument("--plot", type=Path, metavar="PNG",
                    help="draw shares, phases and passes (needs matplotlib)")

@@ -18,7 +18,7 @@ from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log
 from nanochat.stream import open_stream
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_eval, base_train, infer_bench, sample
+from scripts import base_eval, base_train, infer_bench, sample, validate
 from tests import training
 from tests.toy import write_parquet
 
@@ -161,7 +161,7 @@ def test_bad_flags_are_clear_errors(flags, message):
 @pytest.mark.parametrize("script, flag", [
     (base_eval, "--eval-tokens=0"), (base_eval, "--device-batch-size=-2"), (base_eval, "--unigram-tokens=0"),
     (infer_bench, "--batch-sizes=0"), (infer_bench, "--decode-tokens=1"), (infer_bench, "--prompt-tokens=0"),
-    (infer_bench, "--rounds=0")])
+    (infer_bench, "--rounds=0"), (validate, "--world-size=0")])
 def test_a_number_that_is_too_small_is_a_clear_error(script, flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         script.main([flag])

@@ -190,7 +190,8 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if not scratch:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
-        if checkpoint is not None and tell_origin(checkpoint)["run"] not in (None, run_dir.name):
+        own_names = (None, run_dir.name, run_dir.resolve().name)  # none: kept elsewhere; it may be a link
+        if checkpoint is not None and tell_origin(checkpoint)["run"] not in own_names:
             raise ValueError(f"--resume {settings.resume}: it is of another run than {run_dir}; --init-from="
                              f"{settings.resume} begins a new run with it")
     if settings.init_from is not None and checkpoint is None:

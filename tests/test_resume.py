@@ -137,6 +137,8 @@ def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference
     assert [record["step"] for record in all_steps()[lines:]] == list(range(8, STEPS))
     assert training.fingerprint(newer) == before
     assert "of another run" in training.refuse(resume=newer, model_tag="other")
+    training.run_dir().with_name("link").symlink_to(training.run_dir())
+    assert "completed" in succeed(resume=final(), model_tag="link").out
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
 
 

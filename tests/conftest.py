@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
-settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.load_profile("quick")
 # Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.

@@ -33,7 +33,7 @@ from tests.token_files import write_megatron
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
-LAW = settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None,
+LAW = settings(max_examples=examples(0.75), deadline=None, derandomize=True, database=None,
                suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -377,7 +377,7 @@ def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():
                 digests.append(digest)
         return digests, str(end.value)
 
-    @settings(LAW, max_examples=examples(0.3))
+    @settings(LAW, max_examples=examples(0.45))
     @given(st.sampled_from(LAYOUTS).flatmap(worlds), st.integers(1, 5), st.integers(1, 3))
     def law(world, B, num_threads):
         layout = world.config.layout

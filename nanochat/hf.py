@@ -173,6 +173,8 @@ class HuggingFaceTokenizer(Foreign):
     kind, package, file = "huggingface", "tokenizers", "hf_tokenizer.json"
 
     def load(self, package: Any) -> None:
+        """As of `Foreign`. What would cut, fill up or drop tokens at random is switched off, and special tokens in a
+        text are ordinary text."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads are the callers' own
         self.spec = json.loads(self.data) | {"truncation": None, "padding": None}
         self.spec["model"]["dropout"] = None
@@ -198,6 +200,7 @@ class HuggingFaceTokenizer(Foreign):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
+        """As of `Foreign`, by what the file says of its normalizer, pre-tokenizer and decoder."""
         inside = self.library.get_vocab(with_added_tokens=False)
         cut = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
                          ensure_ascii=False)

@@ -188,6 +188,7 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
         for groups in (ranks, ranks.T))
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
+        """A `Reduce` that waits for the sums inside the node when it is asked for its chunk."""
         # chunks of the ranks with one place in their nodes, side by side
         sent = message.view(nodes, L, -1).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)

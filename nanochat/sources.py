@@ -301,6 +301,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     what = ("size", "footer", "groups", *(["etag"] if here == manifest["root"] else []))
 
     def look(old: dict[str, Any]) -> dict[str, Any]:
+        """The entry of a file of the manifest as it is now."""
         path = folder / old["name"]
         if not path.exists():
             raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a "

@@ -308,6 +308,7 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
     known, began, what = (scheme, name), time.monotonic(), what or path
 
     def insist(_: None) -> T:
+        """Ask until the answer fits what was asked, a few times at most."""
         bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
                              PATIENCE.give_up_s if known in ANSWERED else PATIENCE.first_answer_s)
         for attempt in range(TRIES):

@@ -44,7 +44,7 @@ workplace = training.in_workplace(**training.SMALL)
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The one long job of most tests here."""
+    """The run that nothing interrupts, with which most tests here compare."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed(**LOOKING)
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir(),
@@ -60,9 +60,9 @@ def vals(tag="run"):
 JOB = {"max_runtime_seconds": 2.5, "walltime_reserve_seconds": 0}  # two steps of a_step_is_a_second
 
 
-def short_jobs(launch):
-    """Launch jobs until the run is completed; the steps at which the others stopped. Each stops with a checkpoint of
-    its last step."""
+def through_walltimes(launch):
+    """Launch until the run is completed; the steps at which the launches before stopped, each with a checkpoint of its
+    last step."""
     stops = []
     for _ in range(STEPS):
         told = launch()
@@ -77,10 +77,10 @@ def short_jobs(launch):
     raise AssertionError("no end")
 
 
-def test_six_short_jobs_are_one_long_job(reference, monkeypatch):
+def test_five_walltimes_leave_the_bits_of_a_run_without_one(reference, monkeypatch):
     monkeypatch.setattr(StopWatch, "wanted", StopWatch.wanted)
     a_step_is_a_second(JOB["max_runtime_seconds"])
-    stops = short_jobs(lambda: succeed(**JOB, **LOOKING).out)
+    stops = through_walltimes(lambda: succeed(**JOB, **LOOKING).out)
     assert len(events("started")) == len(stops) + 1 >= 6
     assert any(step % 5 == 0 for step in stops), "no stop came before an evaluation that was due"
     assert digests() == reference["digests"] and losses() == reference["losses"]

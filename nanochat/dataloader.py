@@ -375,7 +375,8 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]
             order = loader.stream.feeds[split][cursors[0]["lane"]].order
-            name, row_group = source.locate(order.unit(at["epoch"], at["unit"], at["unit"])[0])
+            last = max(at["place"] - 1, 0)  # the document that this lane read last
+            name, row_group = source.locate(int(order.unit(at["epoch"], last, last + 1)[0][0]))
             yield batch.inputs, batch.targets, {
                 "pq_idx": names.index(name), "rg_idx": row_group, "epoch": at["epoch"] + 1,
                 "cursors": cursors, "rank": rank, "world_size": world_size}

@@ -1,14 +1,23 @@
 """
 The order of the data: settings of the stream, and which lane reads which documents when.
 
-    epoch e of a bucket: its groups in a seeded permutation, cut into units, dealt in V contiguous shares
+An epoch of a bucket is a sequence of its documents. It is dealt out in V contiguous shares of about
+equal tokens, and in epoch e lane l reads share (l + e) mod V:
 
-        group 7        group 2        group 0
-        u0 u1 u2 u3 |  u4 u5 u6   |   u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...   (V = 4)
+    small    d7 d2 d9 | d0 d4 | d8 | d1 d6 d3 d5      every document by itself, in a seeded permutation
+             lane 0     lane 1  lane 2   lane 3       (V = 4; d8 is a book)
 
-So a group is read by one lane (or two neighbours), once, in order; in a unit the documents are
-permuted. In epoch e lane l takes share (l + e) mod V. Where a bucket has fewer units than lanes,
-some shares are empty, and turning the shares gives every lane its turn.
+    large    group 7         group 2         group 0            groups in a seeded permutation
+             u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
+
+A **unit** is what a lane reads at once: at most 64 documents. In a large bucket it is a run of
+documents of one group, permuted, so each group is read by one lane (or two neighbours), once, in
+order. There a lane meets one kind of document for as long as a group lasts. That is fair where a
+lane reads many groups. In a small bucket it would not be: one lane's epoch could be all books and
+another's all notes. So the documents of a small bucket are shuffled one by one.
+
+Nobody knows the length of a text before it is tokenized. Tokens are therefore estimated from the
+mean of each file (`nanochat.sources`), and what is said here of equal tokens holds for estimates.
 
 Permutations sort raw words of a counter-based generator, keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
@@ -20,9 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import block, permutation, words
+from nanochat.common import permutation, words
 from nanochat.curriculum import Curriculum
-from nanochat.packing import LAYOUTS, VERSION, Packer
+from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
+
+UNITS = 8  # that a lane's share of an epoch has at least, where it has as many documents
+UNIT_TOKENS = 1 << 16  # about how many tokens a unit of a large bucket has at most
+MAX_LANES = 64  # of a run that does not ask for a number
+MIN_LANES = 8  # of such a run, however little data it has
+PLENTY = 10  # times what a lane keeps pending: the smallest share of an epoch that feeds it well
 
 
 @dataclass(frozen=True)
@@ -85,46 +100,102 @@ class StreamConfig:
         return min(self.buffer_size, 2 * row)
 
 
-def default_lanes(rows_per_step: int) -> int:
-    """The largest divisor of R that is at most 64."""
-    return max(v for v in range(1, 65) if rows_per_step % v == 0)
+# ---- how many lanes ------------------------------------------------------------------------------
 
+def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: int = StreamConfig.buffer_size,
+              unit_size: int = StreamConfig.unit_size) -> int:
+    """How many lanes a bucket feeds well: each lane's share of an epoch is at least ten times what it
+    keeps pending.
+
+    documents, means (G,) int64: the documents of each group, and about how many tokens they have on
+    average. A lane keeps `buffer_size` documents shorter than a row pending and reads a unit at a
+    time; longer documents arrive between the short ones, up to the packer's limit of tokens. Lengths
+    are taken as exponentially distributed around the mean.
+    """
+    shorter = -np.expm1(-(T + 1) / means)  # the share of documents that are shorter than a row
+    all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
+    pending = min((buffer_size + unit_size) * all_documents / float((documents * shorter).sum()),
+                  unit_size + token_limit(buffer_size, T + 1) * all_documents / counted)
+    return int(all_documents / (PLENTY * pending))
+
+
+def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
+    """V of a new run: the largest divisor of R that is at most 64 and that the data feeds well. Little
+    data alone never makes it smaller than 8 or than the number of processes."""
+    divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
+    least = max(MIN_LANES, world_size)
+    fitting = [v for v in divisors if least <= v <= fed]
+    enough = [v for v in divisors if v >= least]
+    return fitting[-1] if fitting else enough[0] if enough else divisors[-1]
+
+
+# ---- the order of a bucket -----------------------------------------------------------------------
 
 class Order:
     """The order of one bucket: epochs, shares, units.
 
-    A small bucket gets smaller units (a power of two), so that each lane has several.
+    documents, means (G,) int64: the documents of each group, and about how many tokens they have on
+    average. `small`: documents are shuffled one by one, not by groups. A *place* is a position in an
+    epoch's sequence of documents, counted from 0.
     """
 
-    def __init__(self, groups: np.ndarray, *, bucket: str, config: StreamConfig):
-        documents = int(groups.sum())
-        self.unit_size = 1
-        while self.unit_size * 2 <= min(config.unit_size, documents // (8 * config.V)):
-            self.unit_size *= 2
-        self.groups = groups  # (G,) int64, documents in each
-        self.units_per_group = -(-groups // self.unit_size)
-        self.num_units = int(self.units_per_group.sum())
-        self.V, self.key = config.V, (config.seed, bucket)
+    def __init__(self, documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig):
+        self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
+        self.first = np.concatenate([[0], np.cumsum(documents)])  # the number of each group's first document
+        total, tokens = int(self.first[-1]), int(documents @ means)
+        # what is shuffled: groups, or every document as a group of its own
+        self.counts = np.ones(total, np.int64) if small else documents
+        self.means = np.repeat(means, documents) if small else means
+        # documents in a unit: few enough that a lane has several units, and that they have about equal tokens
+        self.batch = min(config.unit_size, max(1, total // (UNITS * self.V)))
+        most = min(UNIT_TOKENS, tokens // (UNITS * self.V))
+        self.sizes = np.ones_like(self.means) if small else np.clip(most // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
         self._words = functools.lru_cache(config.V)(words)  # of the group that each lane reads
 
-    def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(groups in order, the first unit of each in the epoch and the end)."""
-        groups = permutation(len(self.groups), *self.key, epoch)
-        return groups, np.concatenate([[0], np.cumsum(self.units_per_group[groups])])
+    def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(what is shuffled, in order; the place at which each of these begins, and the end; the
+        tokens before each of them, and all tokens)."""
+        sequence = permutation(len(self.counts), *self.key, epoch)
+        counts = self.counts[sequence]
+        return sequence, _running(counts), _running(counts * self.means[sequence])
+
+    def _cut(self, epoch: int, share: int) -> int:
+        """The place at which a share begins: at the start of the unit that is nearest to where its
+        part of the tokens begins."""
+        sequence, places, tokens = self._epoch(epoch)
+        if share == self.V:
+            return int(places[-1])
+        wanted = int(tokens[-1]) * share // self.V
+        at = int(np.searchsorted(tokens, wanted, side="right")) - 1
+        size = int(self.sizes[sequence[at]])
+        unit_tokens = size * int(self.means[sequence[at]])
+        units = (2 * (wanted - int(tokens[at])) + unit_tokens) // (2 * unit_tokens)
+        return min(int(places[at]) + units * size, int(places[at + 1]))
 
     def share(self, lane: int, epoch: int) -> range:
-        """The units of an epoch that a lane reads."""
-        return block((lane + epoch) % self.V, self.V, self.num_units)
+        """The places of an epoch that a lane reads."""
+        number = (lane + epoch) % self.V
+        return range(self._cut(epoch, number), self._cut(epoch, number + 1))
 
-    def unit(self, epoch: int, unit: int, stop: int) -> tuple[int, np.ndarray, int]:
-        """(group, (n,) int64 rows of the group in the order in which they are used, the row behind
-        the last one that units up to `stop` take of this group)."""
-        groups, first = self._epoch(epoch)
-        place = int(np.searchsorted(first, unit, side="right")) - 1
-        group, size = int(groups[place]), self.unit_size
-        begin = (unit - int(first[place])) * size
-        drawn = self._words(int(self.groups[group]), *self.key, epoch, group)  # a word for each document
-        rows = begin + np.argsort(drawn[begin:begin + size], kind="stable")
-        last = min(len(drawn), (stop - int(first[place])) * size)
-        return group, rows, last
+    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep), with
+        groups, rows (n,) int64: the documents in the order in which they are used. In a large bucket
+        the lane will soon read the rows of that group up to row `keep`, in order."""
+        sequence, places, _ = self._epoch(epoch)
+        if self.small:
+            numbers = sequence[place:min(place + self.batch, stop)]
+            groups = np.searchsorted(self.first, numbers, side="right") - 1
+            return groups, numbers - self.first[groups], 0
+        at = int(np.searchsorted(places, place, side="right")) - 1
+        group, begin = int(sequence[at]), place - int(places[at])
+        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a word for each document
+        last = min(len(drawn), stop - int(places[at]))
+        end = min(begin + int(self.sizes[group]), last)
+        rows = begin + np.argsort(drawn[begin:end], kind="stable")
+        return np.full(len(rows), group), rows, last
+
+
+def _running(counts: np.ndarray) -> np.ndarray:
+    """(n + 1,) int64: the sums of the first 0, 1, ... n of them."""
+    return np.concatenate([[0], np.cumsum(counts)])

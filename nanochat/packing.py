@@ -37,16 +37,23 @@ So the rows of any stretch hold long and short documents as the data do, and not
 The rest of a cut document arrives anew, behind all that waits, and starts a row in its turn. So the
 pieces of one document lie as far apart as the buffer allows.
 
+**The buffer** counts fillers only: documents that fill a row need no partner, so they do not keep a
+lane from reading on until enough fillers are pending. Memory does: see `token_limit`.
+
+**The end of an epoch.** A lane finishes an epoch before it begins the next one. What cannot fill a
+row any more is named by `lead`: the next row starts with it and is completed from the next epoch.
+
 Rejected: long documents at once (the first rows hold nothing else); every row started with the
 oldest document (the first rows hold short ones); rests as fillers (two pieces of one document in
 neighbouring rows); a list searched from end to end for each placement, as in nanochat, where
 over-long documents fill up the buffer.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 2  # part of the stream's law: a packer that places anything differently gets another number
+VERSION = 3  # part of the stream's law: a packer that places anything differently gets another number
+LIMIT_ROW = 2049  # tokens of a row, at least, by which the limit of a buffer is counted
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
 Key = Any  # whatever the caller names documents by; hashable
@@ -59,6 +66,13 @@ class Piece(NamedTuple):
     length: int  # tokens; of a rest: 1 BOS + context + what no row has had
     start: int  # the document's tokens that are used up; 0: the whole document waits
     place: int  # tokens that came before it, of any piece at most what a row holds
+
+
+def token_limit(buffer_size: int, capacity: int) -> int:
+    """Tokens that a lane keeps pending at most, of each document at most what a row holds: as many as
+    `buffer_size` rows of 2,049 tokens or more. The limit matters where few documents are shorter than
+    a row. At 2 bytes a token, 64 lanes keep at most 34 MB for T up to 2,048."""
+    return buffer_size * max(capacity, LIMIT_ROW)
 
 
 class Packer:
@@ -113,6 +127,10 @@ class Packer:
         """Add a document of `length` tokens. `start` and `place` are those of a restored piece."""
         raise NotImplementedError
 
+    def lead(self, keys: Sequence[Key]) -> None:
+        """The next row starts with these pieces, which are fewer tokens than a row. A packer that
+        keeps documents in their order has nothing to do."""
+
     def next_row(self) -> list[Placement]:
         """The next row. The caller sees to it that `ready` holds."""
         raise NotImplementedError
@@ -148,10 +166,8 @@ class BestFit(Packer):
         super().__init__(T)
         self.split, self.overlap = split, overlap
         self.most = None if split else self.capacity
-        # `crop` ends a row with a document that is a few tokens too long: dropping them costs less
-        # than the short documents that would fill the room. Measured at T = 512: 0.2 points above
-        # what must be dropped, instead of 0.45.
-        self.near_bits = 0 if split else (1 << min(16, T // 64) + 1) - 1
+        self.near = not split  # whether a row may end with a document that is a little too long
+        self.leading: list[Key] = []  # what the next row starts with, whatever its turn
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
         self.timed: dict[Key, Piece] = {}  # long ones and rests, oldest first: each in its turn
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
@@ -170,8 +186,9 @@ class BestFit(Packer):
         return self.tokens - self.context
 
     def wants(self, target: int) -> bool:
-        """Until `target` fillers wait, or as many tokens as `target` rows hold."""
-        full = len(self.fillers) >= target or self.counted >= target * self.capacity
+        """Until `target` fillers wait, or as many tokens as memory allows."""
+        limit = target * self.capacity if self.split else token_limit(target, self.capacity)
+        full = len(self.fillers) >= target or self.counted >= limit
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
@@ -237,18 +254,28 @@ class BestFit(Packer):
                 self.cropped += length - placed
         return room - placed
 
+    def lead(self, keys: Sequence[Key]) -> None:
+        self.leading = [*keys]
+
     def next_row(self) -> list[Placement]:
-        """A full row: the document that is due by the clock, or the oldest filler, then what fills
-        the rest best."""
+        """A full row: the pieces that lead it, or the document that is due by the clock, or the oldest
+        filler; then what fills the rest best."""
         placements: list[Placement] = []
         self.row += 1
-        first = next(iter(self.timed), None)
-        if first is None or (self.fillers and self.timed[first].place > self.left):
-            first = next(iter(self.fillers))
-        room = self._place(first, self.capacity, placements)
+        room = self.capacity
+        for first in self.leading or [self._first_key()]:
+            room = self._place(first, room, placements)
+        self.leading = []
         while room:
             room = self._place(self._next_key(room), room, placements)
         return placements
+
+    def _first_key(self) -> Key:
+        """The piece that a row starts with."""
+        first = next(iter(self.timed), None)
+        if first is None or (self.fillers and self.timed[first].place > self.left):
+            first = next(iter(self.fillers))
+        return first
 
     def _next_key(self, room: int) -> Key:
         """The piece to go on with where a row has `room` tokens left."""
@@ -269,9 +296,12 @@ class BestFit(Packer):
         larger = pairs.bit_length() - 1
         if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
-        near = self.bits >> room & self.near_bits
-        if near:
-            return room + (near & -near).bit_length() - 1
+        # A row that no document fits would end with the shortest one, cropped. One that is too long by
+        # no more than that costs less, and saves the short ones for rows that need them.
+        if self.near and (longer := self.bits >> room):
+            over, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
+            if over <= shortest:
+                return room + over
         return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)
 
 
@@ -287,7 +317,7 @@ class Binned(BestFit):
 
     def __init__(self, T: int, *, pack: bool = True):
         super().__init__(T + 1)  # so that an entry of T + 1 tokens is a filler like any other
-        self.near_bits, self.most, self.pack = 0, None, pack
+        self.near, self.most, self.pack = False, None, pack
 
     @property
     def ready(self) -> bool:

@@ -120,7 +120,8 @@ class Lengths:
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source, self.plenty, self.documents = source, False, int(source.groups.sum())
-        self.groups, self.fingerprint, self.locate = source.groups, source.fingerprint, source.locate
+        self.groups, self.means, self.small = source.groups, source.means, source.small
+        self.fingerprint, self.locate = source.fingerprint, source.locate
         self.sample: np.ndarray | None = None
         if not source.lengths_known:
             spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
@@ -244,7 +245,8 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
     """A bucket's account after the first rows of one lane."""
     feed = Rehearsal(config, bucket=bucket, lane=0, source=lengths,  # type: ignore[arg-type]
-                     order=Order(lengths.groups, bucket=bucket, config=config), pool=None)
+                     order=Order(lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config),
+                     pool=None)
     for _ in range(rows):
         feed.pack()
     return ledger([{"buckets": {bucket: feed_json(feed.state())}}], config.T)[bucket]

@@ -214,13 +214,14 @@ class Pretokenizer:
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
-        documents, source, reading = 0, _source(i), Reading.of(asdict(self.reading), i.split)
+        documents, text_bytes, source, reading = 0, 0, _source(i), Reading.of(asdict(self.reading), i.split)
         skipped: Record = {}
         texts_of_input = read_documents(i.path, reading, skipped)
         while texts := _batch(texts_of_input):
             ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
+            text_bytes += sum(len(text.encode()) for text in texts)
         if _source(i) != source:
             raise ValueError(f"{i.path}: it changed while it was read; run the same command again "
                              f"when it is whole")
@@ -230,10 +231,12 @@ class Pretokenizer:
             del skipped["short"]
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
-        if self.windows.max_length == 0 and i.path.name.endswith(".parquet") and not reading.selects:
-            groups = [n for n in read_footer(i.path, reading.text_field)[1] if n]
-            if groups != record_groups(None, documents):
-                shard["groups"] = groups
+        if self.windows.max_length == 0:  # what text training estimates and counts, so that rows are the same
+            if i.path.name.endswith(".parquet") and not reading.selects:
+                _, counts, text_bytes = read_footer(i.path, reading.text_field)
+                if (groups := [n for n in counts if n]) != record_groups(None, documents):
+                    shard["groups"] = groups
+            shard["text_bytes"] = text_bytes
         record = {"made_with": self.made_with, "source": source, "shard": shard}
         write_json(i.record(self.output), record, sort_keys=True)
         return record

@@ -1,7 +1,7 @@
 """
 Sources: the files of a bucket behind one small interface, and the manifest that pins them.
 
-    Source.groups               documents in each group, in the order of files
+    Source.groups, .means       documents in each group, in the order of files; about how many tokens each has
     Source.read(group, rows)    those documents as token ids, [BOS] + ids each
 
 A group is a run of documents stored together: a parquet row group, some thousand entries of a token
@@ -10,7 +10,9 @@ file. A new kind of data file is one class in one file: see `source_class`.
 **Parquet.** A row group can only be read from its beginning, and one page may hold all of it, but a
 lane wants 64 documents now and the next 64 much later. Holding each lane's group decoded would cost
 megabytes a lane; decoding it for each unit would cost sixteen times the work. So a group is decoded
-once, and the units that the lane will read soon are kept compressed until it reads them.
+once, and the units that the lane will read soon are kept compressed until it reads them. A *small*
+bucket, at most 32 Mi tokens or about 128 MB of text, is read in random order: each group is decoded
+once in the whole run, and all of it stays compressed in memory.
 
 **Pinned files.** A run must see the same files for ever. `scan` makes the manifest: for each file
 its relative name, size, a hash of its footer and the rows of its groups, and of an object its ETag.
@@ -23,6 +25,7 @@ they lay: another store gives the same bytes another one.
 
 import functools
 import importlib
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -42,12 +45,34 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.dataset import data_folder, find_files
-from nanochat.text import ALL, SUFFIXES, TEXT_FIELD, Reading, as_parquet, open_parquet, read_batches, read_footer
+from nanochat.text import (
+    ALL,
+    SUFFIXES,
+    TEXT_FIELD,
+    Reading,
+    as_parquet,
+    open_parquet,
+    read_batches,
+    read_footer,
+    text_tokens,
+)
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 Manifest = dict[str, Any]  # of this shape; "root" may move
 PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
+SMALL_TOKENS = 32 << 20  # estimated, of a bucket whose documents are shuffled one by one
+SMALL_DOCUMENTS = 1 << 20  # and as many documents
+CHUNK = 16  # documents of a small bucket that are compressed together
+
+
+def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
+    """Of each group of a manifest, in the order of files: its documents and about how many tokens they
+    have on average, each (G,) int64. The mean is that of the group's file."""
+    files = manifest["files"]
+    means = [max(1, e.get("tokens", text_tokens(e["size"], sum(e["groups"]))) // max(1, sum(e["groups"]))) for e in files]
+    counts = np.array([n for e in files for n in e["groups"]], np.int64)
+    return counts, np.repeat(np.array(means, np.int64), [len(e["groups"]) for e in files])
 
 
 class Source:
@@ -64,14 +89,15 @@ class Source:
         self.manifest, self.tokenizer = manifest, tokenizer
         self.bos = tokenizer.get_bos_token_id()
         self.fingerprint = fingerprint(manifest)
-        self.groups = np.array([n for e in files for n in e["groups"]], np.int64)  # documents in each
+        self.groups, self.means = counts_and_means(manifest)
+        self.small = int(self.groups @ self.means) <= SMALL_TOKENS and int(self.groups.sum()) <= SMALL_DOCUMENTS
         self.paths = [place(manifest["root"]) / e["name"] for e in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
         """What pins a file in a manifest: {"name", "size", "footer": a hash, "groups": documents in
-        each}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file
+        each, "tokens": about how many in all, if the size does not tell}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file
         that cannot be read."""
         raise NotImplementedError
 
@@ -106,24 +132,40 @@ class ParquetSource(Source):
         self.field = reading.text_field
         self.paths = [as_parquet(path, reading) for path in self.paths]
         self._kept: dict[tuple[int, int, int], bytes] = {}  # by (group, row, size): a unit that is read soon
+        self._chunks = functools.cache(self._pack_group)  # of a small bucket: all of a group
+        self._locks = [threading.Lock() for _ in self.groups] if self.small else []
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
-        footer, counts = read_footer(path, field)
+        footer, counts, text_bytes = read_footer(path, field)
         return {"name": name, "size": path.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
-                **etag_of(path)}
+                "tokens": text_tokens(text_bytes, sum(counts)), **etag_of(path)}
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
         """These documents of a group, tokenized; see `Source.read`. What else was decoded for them,
         and `keep` says is read soon, is kept compressed."""
         first = int(rows.min())
         unit = self._kept.pop((group, first, len(rows)), None) if keep else None
-        if unit is None:
-            texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first))
+        if self.small:
+            texts = self._texts(group, rows)
+        elif unit is None:
+            texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first)).to_pylist()
         else:
-            texts = pa.ipc.open_stream(unit).read_all()["text"].take(pa.array(rows - first))
-        ids, edges = self.tokenizer.encode_flat(texts.to_pylist(), num_threads=1)
+            texts = _unpacked(unit).take(pa.array(rows - first)).to_pylist()
+        ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
+
+    def _texts(self, group: int, rows: np.ndarray) -> list[str]:
+        """Any documents of a group of a small bucket."""
+        with self._locks[group]:  # others that want this group wait until it is decoded
+            chunks = self._chunks(group)
+        unpacked = {number: _unpacked(chunks[number]) for number in set((rows // CHUNK).tolist())}
+        return [unpacked[row // CHUNK][row % CHUNK].as_py() for row in rows.tolist()]
+
+    def _pack_group(self, group: int) -> list[bytes]:
+        """All texts of a group, compressed, CHUNK documents at a time."""
+        texts = self._decode(group, 0, int(self.groups[group]), 0).combine_chunks()
+        return [_packed(texts.slice(row, CHUNK)) for row in range(0, len(texts), CHUNK)]
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
         """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Those behind
@@ -154,6 +196,11 @@ def _packed(texts: pa.Array) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def _unpacked(texts: bytes) -> pa.ChunkedArray:
+    """What `_packed` made bytes of."""
+    return pa.ipc.open_stream(texts).read_all()["text"]
+
+
 # ---- token files ------------------------------------------------------------------------------------
 
 class TokenSource(Source):
@@ -172,6 +219,7 @@ class TokenSource(Source):
             first, end = manifest["documents"]
             edges = np.array([*range(first, end, GROUP_ENTRIES), end])
             self.groups, self._first_entry = np.diff(edges), edges[:-1]
+            self.means = np.full(len(self.groups), self.means[0])
             self._first_group = np.array([0, len(self.groups)])
             self.fingerprint = hash_json([self.fingerprint, first, end])
         self._pair = functools.cache(self._open)
@@ -286,7 +334,8 @@ def read_manifests(path: Path) -> dict[str, dict[str, Manifest]]:
 
 def fingerprint(manifest: Manifest) -> str:
     """Hash of what the files hold, wherever they lie."""
-    return hash_json([[e["size"], e["footer"], e["groups"]] for e in manifest["files"]] + Reading.of(manifest).hashed())
+    pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
+    return hash_json(pins + Reading.of(manifest).hashed())
 
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
@@ -298,7 +347,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     """
     folder = data_folder(root or manifest["root"])
     here = str(folder.resolve())
-    what = ("size", "footer", "groups", *(["etag"] if here == manifest["root"] else []))
+    what = ("size", "footer", "groups", "tokens", *(["etag"] if here == manifest["root"] else []))
 
     def look(old: dict[str, Any]) -> dict[str, Any]:
         """The entry of a file of the manifest as it is now."""

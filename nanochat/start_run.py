@@ -23,7 +23,7 @@ as far as that.
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from nanochat.dataset import data_folder, default_data_dir
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify, owner_path
-from nanochat.order import default_lanes
+from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.run_data import (
     MANIFEST_NAME,
     RunData,
@@ -60,6 +60,7 @@ from nanochat.run_dir import (
     set_aside,
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.sources import Manifest, counts_and_means
 from nanochat.stream import carry_on, open_stream, stream_identity
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -77,7 +78,8 @@ class Start:
     run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
-    which settings are others now; `generation`: of the owner before."""
+    which settings are others now; `generation`: of the owner before; `manifests`: the files of a new
+    run, {} for one that has pinned its own."""
 
     run_dir: Path
     settings: Settings
@@ -89,6 +91,7 @@ class Start:
     skip: int
     notices: tuple[str, ...]
     generation: int
+    manifests: dict[str, dict[str, Manifest]]
 
     @property
     def step(self) -> int:
@@ -196,8 +199,11 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
                              f"{settings.resume} begins a new run with it")
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
+    if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
+        settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
+    manifests = {} if config else find_manifests({}, settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
-                                              device_memory(device))
+                                              device_memory(device), manifests.get("train"))
     if (begun_with := checkpoint or origin) is not None:
         begun_with.check_tokenizer(settings.tokenizer_fingerprint)
         begun_with.check_architecture(vars(model_config))
@@ -205,7 +211,8 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         cursors=None if goes_on_from is None else goes_on_from.cursors,
-        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation)
+        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation,
+        manifests=manifests)
     return start if settings.order == "lanes" else _settle_samples(start)
 
 
@@ -281,10 +288,12 @@ def largest_batch(settings: Settings, layout: Layout, room: int | None) -> int:
     return B
 
 
-def resolve(settings: Settings, dtype: torch.dtype, room: int | None) -> tuple[Settings, Horizon, GPTConfig]:
+def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Mapping[str, Manifest] | None = None,
+            ) -> tuple[Settings, Horizon, GPTConfig]:
     """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for
     what does not fit. Batch size, horizon and rates follow from parameter counts, so the model is
-    built without data first. room: see `device_memory`."""
+    built without data first. room: see `device_memory`. `train`: the training files of a new run,
+    which decide how many lanes it has."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -295,7 +304,11 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None) -> tuple[S
         reference_scaling_params=scaling[1], flops_per_token=model.estimate_flops(),
         curriculum_tokens=settings.curriculum_tokens)
     rows = horizon.total_batch_size // settings.max_seq_len
-    lanes = default_lanes(rows) if settings.lanes == -1 else settings.lanes
+    lanes = settings.lanes
+    if lanes == -1:
+        fed = [fed_lanes(*counts_and_means(manifest), T=settings.max_seq_len, buffer_size=settings.buffer_size)
+               for manifest in (train or {}).values() if settings.order == "lanes"]
+        lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
     if lanes < 1:
         raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
@@ -347,7 +360,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
-    manifests = on_rank0(lambda: find_manifests(pinned_data(start.run_dir) if start.config else {}, settings))
+    manifests = start.manifests or on_rank0(lambda: find_manifests(pinned_data(start.run_dir), settings))
 
     def opened() -> RunData:
         try:

@@ -13,8 +13,11 @@ So the ranks' rows, put one after another, are the same for any W.
 A lane has, for each bucket, a **feed**: its place in the order of the data, a packer in which
 documents wait, their tokens, and the accounts.
 
-    order --rows of a group--> source.read: ids --> packer (lengths) and documents (ids) --> next row
-                                              until enough wait
+    order --a unit--> source.read: ids --> packer (lengths) and documents (ids) --> next row
+                                        until enough wait
+
+A feed finishes an epoch before it begins the next one: it reads its share to the end, packs what is
+pending until no full row is left, and completes one last row from the next epoch.
 
 The JSON of a lane's feeds is its **cursor**; V cursors are all the state there is. A waiting document is
 in its cursor with its length. So a restored feed packs at once, while its pool reads the documents again.
@@ -35,7 +38,7 @@ from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
 
-FORMAT = 4  # of cursors
+FORMAT = 5  # of cursors
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
@@ -96,47 +99,56 @@ class Feed:
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
         self.documents: dict[Document, Any] = {}  # that wait: (what `_kept` gives, repeated ids), or a Future of these
-        self.epoch, self.unit = 0, order.share(lane, 0).start
+        self.epoch, self.share = 0, order.share(lane, 0)  # the places of the current epoch that are this lane's
+        self.place = self.share.start  # of the next unit
         self.num_documents = self.read = 0  # documents, and their tokens without BOS and repeated ones
         self.ahead: Future[Any] | None = None
-        self._settle()
 
     # -- reading
 
-    def _settle(self) -> None:
-        """Go on to the next epoch in which this lane has units, if this one's are used up."""
-        while not self.exhausted and self.unit >= self.order.share(self.lane, self.epoch).stop:
+    def _turn(self) -> bool:
+        """Begin the next epoch in which this lane has documents. False if no epoch is left."""
+        while self.max_epochs == 0 or self.epoch + 1 < self.max_epochs:
             self.epoch += 1
-            self.unit = self.order.share(self.lane, self.epoch).start
+            self.share = self.order.share(self.lane, self.epoch)
+            self.place = self.share.start
+            if self.share:
+                return True
+        return False
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether the last allowed epoch is read."""
-        return 0 < self.max_epochs <= self.epoch
-
-    def _fetch(self, epoch: int, unit: int) -> tuple[Any, ...]:
-        """(group, rows, lengths, what is kept, repeated ids) of a unit's documents, in the order in
-        which they are used."""
-        stop = self.order.share(self.lane, epoch).stop
-        group, rows, keep = self.order.unit(epoch, unit, stop)
-        ids, repeated = self.source.read(group, rows, keep)
-        return group, rows.tolist(), list(map(len, ids)), list(map(self._kept, ids)), repeated
+    def _fetch(self, epoch: int, place: int, stop: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """A unit: (the place behind it, (group, row, length, what is kept, repeated ids) of each of its
+        documents, in the order in which they are used)."""
+        groups, rows, keep = self.order.unit(epoch, place, stop)
+        found: dict[int, tuple[Any, ...]] = {}
+        for group in dict.fromkeys(groups.tolist()):
+            at = np.flatnonzero(groups == group)
+            ids, repeated = self.source.read(group, rows[at], keep)
+            found.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
+                         for i, ids, n in zip(at.tolist(), ids, repeated))
+        return place + len(rows), [found[i] for i in range(len(rows))]
 
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does, or enough documents wait."""
-        target = self.config.fill_target(self.packer.row) + self.order.unit_size // 2
-        if self.ahead is None and self.pool and not self.exhausted and self.packer.wants(target):
-            self.ahead = self.pool.submit(self._fetch, self.epoch, self.unit)
+        target = self.config.fill_target(self.packer.row) + self.order.batch // 2
+        if self.ahead is None and self.pool and self.place < self.share.stop and self.packer.wants(target):
+            self.ahead = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
 
-    def _read(self) -> None:
-        """Take in the next unit. Raises RuntimeError when the pool was closed."""
-        if self.ahead is None and self.pool:
-            self.ahead = self.pool.submit(self._fetch, self.epoch, self.unit)
-        found = self.ahead.result() if self.ahead else self._fetch(self.epoch, self.unit)
-        self.ahead = None
-        group, rows, *documents = found
+    def _fill(self) -> None:
+        """Take in units of the current epoch until the packer wants no more. Raises RuntimeError when
+        the pool was closed."""
+        target = self.config.fill_target(self.packer.row)
+        while self.place < self.share.stop and self.packer.wants(target):
+            if self.ahead is None and self.pool:
+                self.ahead = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
+            unit = self.ahead.result() if self.ahead else self._fetch(self.epoch, self.place, self.share.stop)
+            self.ahead = None
+            self._take_in(*unit)
+
+    def _take_in(self, place: int, documents: list[tuple[Any, ...]]) -> None:
+        """Hand the documents of a unit to the packer."""
         framed, packer = self.config.framed, self.packer
-        for row, length, ids, repeated in zip(rows, *documents):
+        for group, row, length, ids, repeated in documents:
             if length == 0:  # a stored entry of nothing
                 continue
             key = (self.epoch, group, row)
@@ -150,8 +162,7 @@ class Feed:
             packer.repeated += repeated
             self.read += length - framed - repeated
             self.num_documents += 1
-        self.unit += 1
-        self._settle()
+        self.place = place
 
     def _kept(self, ids: np.ndarray) -> Any:
         """What is kept of a document's ids while it waits. Where documents are cropped, that is
@@ -165,11 +176,13 @@ class Feed:
     def pack(self) -> list[Placement] | None:
         """The next row as placements; None where the bucket is dry: nothing more comes, and what
         waits cannot fill a row."""
-        target = self.config.fill_target(self.packer.row)
-        while self.packer.wants(target) and not self.exhausted:
-            self._read()
-        if not self.packer.ready:
-            return None
+        self._fill()
+        while not self.packer.ready:
+            pending = list(self.packer.waiting())  # less than a row: the last one of this epoch
+            if not self._turn():
+                return None
+            self.packer.lead(pending)
+            self._fill()
         return self.packer.next_row()
 
     def next_row(self, index: int) -> Row | None:
@@ -213,18 +226,19 @@ class Feed:
 
     def state(self) -> tuple[Any, ...]:
         """All that `feed_json` needs, copied."""
-        return self.epoch, self.unit, self.num_documents, self.read, *self.packer.state()
+        return self.epoch, self.place, self.num_documents, self.read, *self.packer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
-        check_shape(state, {**FEED, "unit": int, "left": int, "waiting": [[int]]}, what)
+        check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         for waiting in state["waiting"]:
             there = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
             if not there or waiting[2] >= self.source.groups[waiting[1]]:
                 raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
                                  f"another checkpoint")
-        self.epoch, self.unit = state["epoch"], state["unit"]
+        self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
+        self.place = state["place"]
         self.num_documents, self.read = state["documents"], state["read"]
         waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
         self.packer.restore(state, waiting)
@@ -237,7 +251,6 @@ class Feed:
                 self.documents.update(dict.fromkeys(mine, coming))
             else:
                 self.documents.update(self._fetch_again(group, mine))
-        self._settle()
 
     def _fetch_again(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
         """Documents of a group that a cursor names; ValueError where one is not as long as it was."""
@@ -253,8 +266,8 @@ class Feed:
 
 def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
     """A feed's part of a cursor, from its `state`."""
-    epoch, unit, documents, read, counts, waiting = state
-    return {"epoch": epoch, "unit": unit, "documents": documents, "read": read, **counts,
+    epoch, place, documents, read, counts, waiting = state
+    return {"epoch": epoch, "place": place, "documents": documents, "read": read, **counts,
             "waiting": [[*key, *piece] for key, piece in waiting.items()]}
 
 
@@ -354,7 +367,7 @@ class Stream:
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
-            order = Order(source.groups, bucket=bucket, config=config)
+            order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
         if cursors is not None:

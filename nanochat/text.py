@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 SUFFIXES = (".parquet", *CONVERTED)
 TEXT_FIELD = "text"
+TEXT_BYTES = b"text_bytes"  # metadata of parquet that we convert: UTF-8 bytes of all its texts
 FIELD_HELP = "column of parquet, field of jsonl that holds the text; a.b: b inside a"
 MIN_CHARS_HELP = "leave out documents of fewer characters"
 STRICT_HELP = "a broken line of jsonl is an error"
@@ -153,24 +154,30 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
     return column
 
 
-def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int]]:
-    """(raw footer, documents in each row group) of a parquet file of text. The footer holds
-    offsets, sizes and statistics of every column chunk, so a file that was written anew does not
-    keep it. Errors as of `open_parquet`, and a ValueError for nulls that the footer tells of."""
+def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
+    """(raw footer, documents in each row group, bytes of all texts before compression) of a parquet
+    file of text. The footer holds offsets, sizes and statistics of every column chunk, so a rewritten
+    file does not keep it. A file that we converted says itself how many bytes its texts have. Errors as of `open_parquet`, and a ValueError for nulls that the footer tells of."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     # by its number among the leaves, of which a struct in front of it has several
     text = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(field)
-    counts = []
+    counts, text_bytes = [], 0
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
         counts.append(group.num_rows)
+        text_bytes += group.column(text).total_uncompressed_size
         statistics = group.column(text).statistics
         if statistics is not None and statistics.has_null_count and statistics.null_count:
             raise ValueError(NULLS.format(path, statistics.null_count, field, g))
     with path.open("rb") as f:
         f.seek(-8 - metadata.serialized_size, 2)  # behind it: its length, and PAR1
-        return f.read(), counts
+        return f.read(), counts, int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
+
+
+def text_tokens(text_bytes: int, documents: int) -> int:
+    """About how many tokens texts have: one for each 4 bytes, and a BOS for each document."""
+    return text_bytes // 4 + documents
 
 
 def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = 256,

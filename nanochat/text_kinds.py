@@ -34,6 +34,7 @@ from nanochat.text import (
     FIELD_HELP,
     MAX_DOCUMENT_BYTES,
     MIN_CHARS_HELP,
+    TEXT_BYTES,
     TEXT_FIELD,
     VAL_FRACTION_HELP,
     Reading,
@@ -222,13 +223,15 @@ def convert(path: Path, target: Path, reading: Reading) -> dict[str, Any]:
     texts = iter(tqdm(read_documents(path, reading, skipped), desc=f"converting {path.name}", unit=" documents",
                       delay=1, disable=None))
     schema = pa.schema([(reading.text_field, pa.string())])
-    num_groups = 0
+    num_groups = text_bytes = 0
     with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
             writer.write_table(pa.table({reading.text_field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
             num_groups += 1
+            text_bytes += sum(len(text.encode()) for text in group)
         if not num_groups:
             raise no_document(path, reading, skipped)
+        writer.add_key_value_metadata({TEXT_BYTES: str(text_bytes)})
     return skipped
 
 

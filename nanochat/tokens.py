@@ -47,6 +47,7 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
+from nanochat.text import text_tokens
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -363,7 +364,7 @@ class TokenFile:
 
     def pin(self, name: str) -> dict[str, Any]:
         """What pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer",
-        "groups", and in a store the "etag" of the .bin}. `footer` hashes size, header and both ends
+        "groups", "tokens", and in a store the "etag" of the .bin}. `footer` hashes size, header and both ends
         of the .idx. ValueError if the pair is not what manifest.json says."""
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (("entries", len(self)), ("tokens", self.num_tokens),
@@ -379,7 +380,9 @@ class TokenFile:
                   (max(start, stop - EDGE_BYTES), stop)]
         footer = hash_bytes(stop.to_bytes(8, "little"),
                             *(part.tobytes() for part in self._index.read_many(ranges)))
-        return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups,
+        text_bytes = record.get("text_bytes")  # the text's own estimate, so that its rows are the same
+        tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
+        return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
                 **etag_of(self.path)}
 
 

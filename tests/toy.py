@@ -60,10 +60,12 @@ class MemorySource:
 
     bos = BOS
 
-    def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory"):
+    def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory", *, small: bool = False):
         self.documents = [list(group) for group in groups]
         self.fingerprint = fingerprint
         self.groups = np.array([len(group) for group in groups], np.int64)
+        self.means = np.array([max(1, sum(map(len, group)) // max(1, len(group))) for group in groups], np.int64)
+        self.small = small
         self.asked: list[tuple[int, list[int]]] = []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:

@@ -163,7 +163,7 @@ def process(rank, folder):
             continue
         if W > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store-{W}", rank=rank, world_size=W,
-                                    timeout=datetime.timedelta(seconds=60))
+                                    timeout=datetime.timedelta(seconds=training.PATIENCE_S))
         for L in (L for world_size, L in NODES if world_size == W):
             reduce = reduce_over_nodes(L)
             assert (reduce is tree_reduce) == (L == W)

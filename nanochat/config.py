@@ -102,7 +102,7 @@ class ModelSettings:
         "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
         fixed="what a token attends to")
     window_pattern: str = setting(
-        "SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)
+        "SSSL", "attention windows, tiled over layers: L is max_seq_len tokens, S a quarter of it", fixed=SHAPE)
     vocab_size: int = setting(0, "of the tokenizer", flag=False, fixed=SHAPE)
 
 

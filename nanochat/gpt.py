@@ -54,7 +54,8 @@ class GPTConfig:
     """The shape of a model; ValueError for one that cannot be.
 
     `window_pattern` is tiled over the layers. A layer of S sees a quarter of sequence_len (rounded
-    up to whole tiles), one of L everything. The last layer always sees everything.
+    up to whole tiles) back, one of L sequence_len: in training everything, in longer texts not. The
+    last layer is always an L.
     """
 
     sequence_len: int = 2048
@@ -103,11 +104,12 @@ class GPTConfig:
 
     @property
     def window_sizes(self) -> list[int]:
-        """For each layer how many tokens back it sees; -1 is all."""
-        short = _round_up(math.ceil(self.sequence_len / 4), SHORT_WINDOW_MULTIPLE)
+        """For each layer how many tokens before itself a token sees."""
+        long = self.sequence_len
+        short = _round_up(math.ceil(long / 4), SHORT_WINDOW_MULTIPLE)
         pattern = self.window_pattern
-        sizes = [short if pattern[i % len(pattern)] == "S" else -1 for i in range(self.n_layer)]
-        return sizes[:-1] + [-1]
+        sizes = [short if pattern[i % len(pattern)] == "S" else long for i in range(self.n_layer)]
+        return sizes[:-1] + [long]
 
     def has_value_embedding(self, layer: int) -> bool:
         """Every other layer, counted back from the last."""
@@ -432,11 +434,10 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length: 6 for each matmul parameter (embeddings are
+        """Training FLOPs per token at full length: 6 for each parameter of a matmul (embeddings are
         look-ups), and 12 per layer, channel and token in sight for attention (PaLM, 2204.02311)."""
-        counts, T = self.num_scaling_params(), self.config.sequence_len
-        in_sight = sum(T if w < 0 else min(w, T) for w in self.config.window_sizes)
-        matmuls = counts["lm_head"] + counts["transformer_matrices"]
+        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        in_sight = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * in_sight
 
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,

@@ -24,9 +24,10 @@ settings.load_profile("quick")
 providers.is_local_module_file = lambda path: False
 # Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Inductor's cache on disk is not keyed by the instruction set that a setting chooses: code for one fails with another.
-if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{capability}"
+# Inductor's cache on disk is not keyed by ATEN_CPU_CAPABILITY: code that it generated for AVX2 is compiled again for
+# AVX-512, whose vectors are twice as wide, and overwrites memory. So each capability has a cache of its own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(
+    tempfile.gettempdir(), f"nanochat_tests_{getpass.getuser()}", os.environ.get("ATEN_CPU_CAPABILITY", "native")))
 # What a shell starts in the background ignores SIGINT, and so would every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

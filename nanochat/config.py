@@ -74,8 +74,8 @@ class RunSettings:
     device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
                                note=ROUNDING + "other devices round differently")
     dtype: str = setting(
-        "auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
-        fixed="the type of activations and embeddings")
+        "auto", "of activations, embeddings and Muon's products: auto | bfloat16 | float32 (no TF32)", auto=True,
+        fixed="the type of activations, embeddings and Muon's products")
     compile: str = setting(
         "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"),
         note=ROUNDING + "compiled kernels round differently")

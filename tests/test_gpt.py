@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat import gpt
+from nanochat import gpt, optim
 from nanochat.engine import sample_next_token
 from nanochat.gpt import GPT, Embedding, GPTConfig, initial_weight
 
@@ -377,8 +377,10 @@ def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth
         model = GPT(GPTConfig.from_depth(depth, vocab_size=32768, sequence_len=2048))
     parts = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size)
     assert sum(parts.values()) == pytest.approx(traced_gb * 1e9, rel=0.03)
-    with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8)
-    assert with_leaves["leaves that wait"] == 3 * 4 * model.num_scaling_params()["total"]
+    with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8,
+                                        micro_batches=8)
+    total = model.num_scaling_params()["total"]
+    assert with_leaves["leaves that wait"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
 
 
 def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
@@ -434,6 +436,23 @@ def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
         assert (group["kind"] == "muon") == all(n.startswith("transformer.h.") for n in group["names"])
         if group["kind"] == "muon":
             assert len({p.shape for p in group["params"]}) == 1 and group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_are_orthogonalized_in_the_type_that_the_model_computes_in(dtype, monkeypatch):
+    """Regression: the type was the device's own, so that a run in float32 had bfloat16 updates on a GPU."""
+    model, seen = shake(build(dtype=dtype)), set()
+    polar_express = optim.polar_express
+
+    def spy(G, steps):
+        seen.add(G.dtype)
+        return polar_express(G, steps)
+
+    monkeypatch.setattr(optim, "polar_express", spy)
+    optimizer = model.setup_optimizer()
+    model(tokens(2, 24), tokens(2, 24, seed=1)).backward()
+    optimizer.step()
+    assert seen == {dtype}
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------

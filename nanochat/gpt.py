@@ -53,9 +53,9 @@ def _round_up(n: int, multiple: int) -> int:
 class GPTConfig:
     """The shape of a model; ValueError for one that cannot be.
 
-    `window_pattern` is tiled over the layers. A layer of S sees a quarter of sequence_len (rounded
-    up to whole tiles) back, one of L sequence_len: in training everything, in longer texts not. The
-    last layer is always an L.
+    `window_pattern` is tiled over the layers. In an S layer a token sees a quarter of sequence_len
+    (rounded up to whole tiles) before itself, in an L layer sequence_len, which is everything in
+    training but not in longer texts. The last layer is always L.
     """
 
     sequence_len: int = 2048

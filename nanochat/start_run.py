@@ -251,7 +251,8 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
     compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
     return build_model(settings).estimate_memory(
         settings.device_batch_size, dtype=getattr(torch, settings.dtype), compiled=compiled,
-        world_size=settings.world_size, num_leaves=leaves, micro_batches=leaves * layout.micro_batches_per_leaf)
+        world_size=settings.world_size, num_leaves=leaves,
+        micro_batches=leaves * layout.micro_batches_per_leaf)
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -5,8 +5,9 @@ their own environment (pip install torch transformers lm-eval accelerate).
     python -m dev.compare_hf RUN --hf-python VENV/bin/python [--out FOLDER]
 
 1. `scripts.export --to=hf`, then there, offline: `AutoModelForCausalLM.from_pretrained` gives our logits in float32,
-   for texts that are padded on the left too; `generate` with its cache gives our tokens; so does the model that
-   `save_pretrained` wrote, read again; `AutoTokenizer` gives our ids of hard texts and of prose.
+   for texts that are padded on the left too, and for positions beyond sequence_len; `generate` with its cache gives our
+   tokens; so does the model that `save_pretrained` wrote, read again; `AutoTokenizer` gives our ids of hard texts and
+   of prose.
 2. `lm_eval` scores a small task of multiple choice and one of plain likelihood, made from the text that every Python
    has. Here the same requests are scored by our model: BOS + context + continuation, the sum of the log-probabilities
    of the continuation's tokens.
@@ -68,18 +69,22 @@ def there(work: Path) -> None:
     read = transformers.AutoTokenizer.from_pretrained(work / "saved", trust_remote_code=True)
     padding = torch.full((len(rows), PADDING), tokenizer.pad_token_id)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(rows)), dim=1)
-    prompt = rows[:1, :8]
+    prompts = [rows[:1, :n] for n in peers.PROMPTS]
     model.generation_config.eos_token_id = None  # all of NUM_TOKENS
     # BOS is the padding, too: without a mask, and without an end, generate would take the first token for padding
-    how = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+
+    def continued(prompt: torch.Tensor, max_new_tokens: int = NUM_TOKENS, **how: Any) -> list[list[int]]:
+        found = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False,
+                               attention_mask=torch.ones_like(prompt), **how)
+        return found[:, prompt.size(1):].tolist()
+
     with torch.no_grad():
         torch.save({
             "logits": model(rows).logits, "saved": again(rows).logits,
             "padded": model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits[:, PADDING:],
-            "generated": model.generate(prompt, **how)[0, 8:].tolist(),
-            "uncached": model.generate(prompt, use_cache=False, **how)[0, 8:].tolist(),
-            "beams": [model.generate(prompt, num_beams=3, use_cache=cached, **how | {"max_new_tokens": 30}).tolist()
-                      for cached in (True, False)],
+            "generated": [continued(prompt)[0] for prompt in prompts],
+            "uncached": [continued(prompt, use_cache=False)[0] for prompt in prompts],
+            "beams": [continued(prompts[0], 30, num_beams=3, use_cache=cached) for cached in (True, False)],
             "ids": [tokenizer(text)["input_ids"] for text in asked["texts"]],
             "ids again": [read(text)["input_ids"] for text in asked["texts"]],
             "transformers": transformers.__version__}, work / "told.pt")
@@ -143,7 +148,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     from scripts import export
 
     export.main([source, str(out), "--to=hf"])
-    model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS, endless=True)
+    model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS)
     texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "asked.pt")
     peers.ask(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
@@ -154,8 +159,10 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
                    f"{told['transformers']}", logits, told["logits"], LOGITS)
     compared.close("logits of padded rows", logits, told["padded"], LOGITS)
     compared.close("logits after save_pretrained, from_pretrained", told["logits"], told["saved"])
-    compared.same(f"{len(own)} generated tokens, with its cache", own == told["generated"])
-    compared.same("the same without its cache", own == told["uncached"])
+    for i, prompt in enumerate(peers.PROMPTS):
+        compared.same(f"{NUM_TOKENS} tokens generated after a prompt of {prompt}, with its cache",
+                      own[i] == told["generated"][i])
+        compared.same("the same without its cache", own[i] == told["uncached"][i])
     compared.same("three beams, with and without its cache", told["beams"][0] == told["beams"][1])
     compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == told["ids"])
     compared.same("ids after save_pretrained, from_pretrained", encoded == told["ids again"])

@@ -4,11 +4,12 @@ What we share with nanochat (github.com/karpathy/nanochat), against nanochat its
     python -m dev.compare_nanochat [RUN] --nanochat DIR [--part core|checkpoints]
 
     core         the CORE metric: on a made-up bundle that has every kind of task, with the same weights and the same
-                 tokenizer, the same items are right, and the table has the same bytes
+                 tokenizer, the same items are right, and the table has the same bytes. Some models have a sequence_len
+                 of 128, and many prompts are longer
     checkpoints  a tokenizer that is trained there and a model of random weights that is saved there come here by
                  scripts.export --from=nanochat; that run, or RUN, goes there by --to=nanochat and is opened by
-                 load_model. Both say the same of it: logits and bits per byte of some rows, generated tokens, ids.
-                 In float32 on the CPU, with one PyTorch
+                 load_model. Both give the same logits and bits per byte of some rows, generated tokens, and ids, also
+                 beyond the model's sequence_len of 128. In float32 on the CPU, with one PyTorch
 
 DIR is a checkout of it, whose `nanochat` and `scripts` are imported in processes of their own. Exit code 1 on a
 difference.
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,7 +79,7 @@ def write_there(work: Path) -> None:
     corpus = torch.load(work / "asked.pt")["corpus"]
     tokenizer = import_module("nanochat.tokenizer").RustBPETokenizer.train_from_iterator(corpus, 600)
     tokenizer.save(str(work / "tokenizer"))
-    config = {"sequence_len": 512, "vocab_size": 600, "n_layer": 4, "n_head": 2, "n_kv_head": 2, "n_embd": 64,
+    config = {"sequence_len": 128, "vocab_size": 600, "n_layer": 4, "n_head": 2, "n_kv_head": 2, "n_embd": 64,
               "window_pattern": "SSSL"}
     model = gpt.GPT(gpt.GPTConfig(**config))
     model.init_weights()
@@ -98,12 +100,15 @@ def read_there(work: Path) -> None:
     model, tokenizer, _ = load_model("base", torch.device("cpu"), phase="eval")
     with torch.no_grad():
         logits = model(rows)
-    columns = import_module("nanochat.engine").Engine(model, tokenizer).generate(
-        rows[0, :8].tolist(), max_tokens=NUM_TOKENS, temperature=0.0)
+    endless = SimpleNamespace(encode_special=lambda text: -1, get_bos_token_id=lambda: -1)  # no token stops it
+    engine = import_module("nanochat.engine").Engine(model, endless)
+    prompts = [rows[0, :n].tolist() for n in peers.PROMPTS]
+    generated = [[column[0] for column, _ in engine.generate(prompt, max_tokens=NUM_TOKENS, temperature=0.0)]
+                 for prompt in prompts]
     batches = iter([(rows[:, :-1], rows[:, 1:].contiguous())])
     sizes = import_module("nanochat.tokenizer").get_token_bytes()
     bpb = import_module("nanochat.loss_eval").evaluate_bpb(model, batches, 1, sizes)
-    torch.save({"logits": logits, "generated": [column[0] for column, _ in columns], "bpb": bpb,
+    torch.save({"logits": logits, "generated": generated, "bpb": bpb,
                 "ids": tokenizer.encode(asked["texts"], prepend="<|bos|>")}, work / "told.pt")
 
 
@@ -163,10 +168,14 @@ def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str |
     ask("read", nanochat, out)
     told = torch.load(out / "told.pt")
     bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
-    compared.close(f"logits, {logits.numel():,}, the largest {logits.abs().max():.2f}", logits, told["logits"],
-                   TOLERANCE)
+    T = model.config.sequence_len
+    for where, some, theirs in (("up to", logits[:, :T], told["logits"][:, :T]),
+                                ("beyond", logits[:, T:], told["logits"][:, T:])):
+        compared.close(f"logits {where} position {T}, {some.numel():,}, the largest {some.abs().max():.2f}",
+                       some, theirs, TOLERANCE)
     compared.close(f"bits per byte, {bpb:.6f}", bpb, told["bpb"], TOLERANCE)
-    compared.same(f"{len(generated)} generated tokens", generated == told["generated"])
+    for prompt, own, theirs in zip(peers.PROMPTS, generated, told["generated"], strict=True):
+        compared.same(f"{len(own)} tokens generated after a prompt of {prompt}", own == theirs)
     compared.same(f"ids of {len(texts)} texts", tokenizer.encode(texts, prepend="<|bos|>") == told["ids"])
 
 

@@ -52,23 +52,30 @@ def made_texts(seed: int = 0) -> list[str]:
     return ["".join(rng.choice(words, rng.integers(1, 200))) for _ in range(300)]
 
 
-def ours(source: str, num_tokens: int, *, endless: bool = False) -> tuple[Any, Any, Any, Any, list[int]]:
-    """(model, tokenizer, four rows of prose (4, T), the model's logits of them (4, T, vocabulary), the tokens, at most
-    so many, with which it goes on after the first eight) of a run, in float32 on the CPU."""
+PROMPTS = (8, 300)  # tokens of the first row that are continued
+
+
+def ours(source: str, num_tokens: int) -> tuple[Any, Any, Any, Any, list[list[int]]]:
+    """Results of a run's model, in float32 on the CPU: (model, tokenizer, four rows of prose, the logits of the rows,
+    for each of PROMPTS its continuation of so many tokens).
+
+    The rows, (4, n) int64, are longer than sequence_len and than any prompt, so that layers with long windows no longer
+    see everything."""
     import torch
 
     from nanochat.engine import Engine, load_model
 
     model, tokenizer, _ = load_model(source, "cpu", compute_dtype=torch.float32)
-    T = model.config.sequence_len
+    T = max(*PROMPTS, model.config.sequence_len) + 100
     ids = torch.tensor(tokenizer.encode("\n".join(prose())))[:4 * (T - 1)].view(4, T - 1)
     rows = torch.cat((torch.full((4, 1), tokenizer.get_bos_token_id()), ids), dim=1)
     engine = Engine(model, tokenizer)
-    if endless:  # not even a token that stops
-        engine.stop_tokens = set  # type: ignore[method-assign]
-    columns = engine.generate(rows[0, :8].tolist(), max_tokens=num_tokens, temperature=0.0)
+    engine.stop_tokens = set  # type: ignore[method-assign]  # no token stops it
+    prompts = [rows[0, :n].tolist() for n in PROMPTS]
+    generated = [[column[0] for column, _ in engine.generate(prompt, max_tokens=num_tokens, temperature=0.0)]
+                 for prompt in prompts]
     with torch.no_grad():
-        return model, tokenizer, rows, model(rows), [column[0] for column, _ in columns]
+        return model, tokenizer, rows, model(rows), generated
 
 
 class Compared:

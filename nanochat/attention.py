@@ -90,13 +90,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
     """
     Tq, Tk = q.size(1), k.size(1)
     assert Tk >= Tq and q.size(2) % k.size(2) == 0, (q.shape, k.shape)
+    if window >= Tk - 1:
+        window = -1
     if mask is not None:
         assert Tq == Tk, "document masks are not for decoding from a cache"
         if not isinstance(mask, Tensor):
             return _flex(q, k, v, mask)
         return _sdpa(q, k, v, mask) if mask.ndim == 4 else _flash(q, k, v, window, mask)
-    if window >= Tk - 1:
-        window = -1
     return _flash(q, k, v, window) if _flash_fits(q, k, window) else _causal_sdpa(q, k, v, window)
 
 

@@ -74,8 +74,8 @@ class RunSettings:
     device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
                                note=ROUNDING + "other devices round differently")
     dtype: str = setting(
-        "auto", "of activations and embeddings: auto | bfloat16 | float32", auto=True,
-        fixed="the type of activations and embeddings")
+        "auto", "of activations, embeddings and Muon's products: auto | bfloat16 | float32 (no TF32)", auto=True,
+        fixed="the type of activations, embeddings and Muon's products")
     compile: str = setting(
         "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"),
         note=ROUNDING + "compiled kernels round differently")
@@ -102,7 +102,7 @@ class ModelSettings:
         "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
         fixed="what a token attends to")
     window_pattern: str = setting(
-        "SSSL", "attention windows, tiled over layers: L full, S a quarter", fixed=SHAPE)
+        "SSSL", "attention windows, tiled over layers: L is max_seq_len tokens, S a quarter of it", fixed=SHAPE)
     vocab_size: int = setting(0, "of the tokenizer", flag=False, fixed=SHAPE)
 
 

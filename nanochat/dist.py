@@ -86,7 +86,7 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
     if on_cuda:
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
     if distributed and not dist.is_initialized():
         dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
                                 device_id=device if on_cuda else None)

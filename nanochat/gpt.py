@@ -53,8 +53,9 @@ def _round_up(n: int, multiple: int) -> int:
 class GPTConfig:
     """The shape of a model; ValueError for one that cannot be.
 
-    `window_pattern` is tiled over the layers. A layer of S sees a quarter of sequence_len (rounded
-    up to whole tiles), one of L everything. The last layer always sees everything.
+    `window_pattern` is tiled over the layers. In an S layer a token sees a quarter of sequence_len
+    (rounded up to whole tiles) before itself, in an L layer sequence_len, which is everything in
+    training but not in longer texts. The last layer is always L.
     """
 
     sequence_len: int = 2048
@@ -103,11 +104,12 @@ class GPTConfig:
 
     @property
     def window_sizes(self) -> list[int]:
-        """For each layer how many tokens back it sees; -1 is all."""
-        short = _round_up(math.ceil(self.sequence_len / 4), SHORT_WINDOW_MULTIPLE)
+        """For each layer how many tokens before itself a token sees."""
+        long = self.sequence_len
+        short = _round_up(math.ceil(long / 4), SHORT_WINDOW_MULTIPLE)
         pattern = self.window_pattern
-        sizes = [short if pattern[i % len(pattern)] == "S" else -1 for i in range(self.n_layer)]
-        return sizes[:-1] + [-1]
+        sizes = [short if pattern[i % len(pattern)] == "S" else long for i in range(self.n_layer)]
+        return sizes[:-1] + [long]
 
     def has_value_embedding(self, layer: int) -> bool:
         """Every other layer, counted back from the last."""
@@ -432,17 +434,16 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length: 6 for each matmul parameter (embeddings are
+        """Training FLOPs per token at full length: 6 for each parameter of a matmul (embeddings are
         look-ups), and 12 per layer, channel and token in sight for attention (PaLM, 2204.02311)."""
-        counts, T = self.num_scaling_params(), self.config.sequence_len
-        in_sight = sum(T if w < 0 else min(w, T) for w in self.config.window_sizes)
-        matmuls = counts["lm_head"] + counts["transformer_matrices"]
+        matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        in_sight = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * in_sight
 
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
-                        num_leaves: int = 1) -> dict[str, int]:
+                        num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
         """Bytes on one of `world_size` GPUs at the worst moment of a step, by part. dtype: what is
-        computed in; num_leaves: those of a rank. What a layer and the logits take is fitted to
+        computed in; num_leaves, micro_batches: those of a rank in a step. What a layer and the logits take is fitted to
         traces of compiled steps in bfloat16 (T = 2048, depths 12 to 24: within 2 %), and counted
         from what autograd keeps of eager ones; on a GPU it is not measured yet."""
         counts, config = self.num_scaling_params(), self.config
@@ -457,7 +458,7 @@ class GPT(nn.Module):
             layers += size * matrices  # as they were cast
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        return {"weights": weights, "gradients": weights if num_leaves == 1 else 4 * total,
+        return {"weights": weights, "gradients": weights if micro_batches == 1 else 4 * total,
                 "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
                 "leaves that wait": 4 * total * (num_leaves.bit_length() - 1),
                 "layers": int(layers), "logits": int(logits)}
@@ -497,5 +498,6 @@ class GPT(nn.Module):
         return groups
 
     def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
-        """The optimizer over `param_groups(...)`; same keywords."""
-        return MuonAdamW(self.param_groups(**learning_rates))
+        """The optimizer over `param_groups(...)`; same keywords. It orthogonalizes in the type that the
+        model computes in."""
+        return MuonAdamW(self.param_groups(**learning_rates), polar_dtype=self.compute_dtype)

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 SHAPE = {  # of the model, and the constants of its architecture; what config.json says comes first
     "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
     "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
-    "window_sizes": [-1] * 12,  # for each layer how many tokens back it sees, -1 for all
+    "window_sizes": [2048] * 12,  # for each layer how many tokens before itself a token sees, -1 for all
     "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
 
 

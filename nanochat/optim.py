@@ -35,7 +35,8 @@ round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from *
 chunk cuts: 1/64 of a tensor that may be cut, all of any other. Each rank fills its own into a table of
 sums of squares, the tables are added exactly (x + 0), and then the table is summed in one order.
 
-All arithmetic and all state are float32; bfloat16 parameters are written back by rounding. For a
+All state is float32, and so is all arithmetic but `polar_express`, which a model that computes in
+bfloat16 does in bfloat16. bfloat16 parameters are written back by rounding. For a
 bfloat16 embedding that costs 8 bytes an element instead of 4, divided by W, and keeps exp_avg_sq
 alive: its relative change per step, 1 - beta2, is often below bfloat16's resolution of 2**-8.
 """
@@ -50,7 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.dist import get_compute_dtype, on_rank0, share, wide_dtype
+from nanochat.dist import on_rank0, share, wide_dtype
 from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
@@ -238,17 +239,19 @@ class MuonAdamW(torch.optim.Optimizer):
     reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
     compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
     more graphs than torch keeps ends in an error, not in slow steps. batched: orthogonalize as many
-    matrices at once as `muon_batch` says. Raises ValueError for a group that lacks something.
+    matrices at once as `muon_batch` says. polar_dtype: the type of `polar_express`. Raises ValueError
+    for a group that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
-                 compiled: bool | None = None, batched: bool = False) -> None:
+                 compiled: bool | None = None, batched: bool = False,
+                 polar_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
         self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self._polar_dtype = get_compute_dtype(self._device)
+        self._polar_dtype = polar_dtype
         self._batched = batched
         self._muon_updates, self._adamw_update = muon_updates, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:

@@ -16,7 +16,7 @@ computed. Leaf j is block j of K; K = 8:
                   +
 
 **In a leaf** micro-batches are added in order by `backward` itself: `.grad` is the first one's
-gradient (not 0 + it), then each later one is added to it, in the parameter's dtype.
+gradient (not 0 + it), then each later one is added to it.
 
 **Inside a rank** finished leaves are added like a binary counter: a sum of 2^i leaves waits for the
 next sum of 2^i. m = K / W = 4, what is kept after each leaf:
@@ -42,9 +42,10 @@ ranks of its node hold. Two nodes of L = 2 (a digit is a chunk of the message):
 The tree is the same wherever L is a power of two: a node is then one of its branches. For any other
 L everything goes through the one all-to-all.
 
-Everything above a leaf is float32: a bfloat16 parameter's leaves are widened (which is exact) before
-they are added, for else those inside a rank would be rounded and those across ranks would not. Where
-a rank has one leaf they travel as bfloat16 and are widened on arrival. A gradient of None counts as
+All sums are float32: the gradients of a bfloat16 parameter are widened (which is exact) before they
+are added, in a leaf (by `grad_dtype`), inside a rank and across ranks. So a step of many micro-batches
+on one GPU has the arithmetic of one on eight. Where a rank has a single micro-batch, there is nothing
+to add: its gradients travel as bfloat16 and are widened on arrival. A gradient of None counts as
 +0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
 
 A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made
@@ -94,12 +95,13 @@ class LeafAccumulator:
                 leaves.leaf_done()
 
     num_leaves: m, the rank's leaves a step, a power of two; anything else is a ValueError. Every
-    `.grad` has to be None when a step begins. After the m-th leaf `.grad` is float32 where m > 1,
+    `.grad` has to be None when a step begins. A `.grad` to which several micro-batches add is float32,
     also of a bfloat16 parameter. on_host: sums wait in the host's memory, pinned beside a GPU, which
     costs the way there and back and no bit.
     """
 
-    def __init__(self, params: Iterable[Tensor], num_leaves: int, *, on_host: bool = False) -> None:
+    def __init__(self, params: Iterable[Tensor], num_leaves: int, *, micro_batches_per_leaf: int,
+                 on_host: bool = False) -> None:
         if num_leaves < 1 or num_leaves & (num_leaves - 1):
             raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose "
                              "--leaves and the number of processes so that one divides the other")
@@ -108,8 +110,8 @@ class LeafAccumulator:
         self._done = 0
         # sums of ever fewer leaves; each has a gradient (or None) for every parameter
         self._waiting: list[list[Tensor | None]] = []
-        for param in self._params if num_leaves > 1 else ():
-            param.grad_dtype = None  # lets `.grad` be float32 where the parameter is not
+        for param in self._params if num_leaves * micro_batches_per_leaf > 1 else ():
+            param.grad_dtype = torch.float32
 
     @torch.no_grad()
     def leaf_done(self) -> None:
@@ -250,8 +252,8 @@ class Message:
                 for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
 
     def gradients(self) -> Tensor:
-        """(W * chunk,), to be read only; of the parameters' type, or float32 where a `.grad` may be a
-        sum of leaves, which bfloat16 would round. A missing gradient is zeros."""
+        """(W * chunk,), to be read only; of the type that a `.grad` has, see `LeafAccumulator`. A
+        missing gradient is zeros."""
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:

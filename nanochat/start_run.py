@@ -252,11 +252,14 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
     """Bytes on a GPU, by part, see `GPT.estimate_memory`; of settings whose type is known."""
-    of_rank, rest = divmod(settings.leaves, settings.world_size)
+    layout = Layout(settings.lanes, settings.total_batch_size // settings.max_seq_len, settings.device_batch_size, 0,
+                    settings.world_size, settings.leaves)
+    leaves = len(layout.leaves)
     compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
     return build_model(settings).estimate_memory(
         settings.device_batch_size, dtype=getattr(torch, settings.dtype), compiled=compiled,
-        world_size=settings.world_size, num_leaves=1 if rest else of_rank)
+        world_size=settings.world_size, num_leaves=leaves,
+        micro_batches=leaves * layout.micro_batches_per_leaf)
 
 
 def device_memory(device: torch.device) -> int | None:

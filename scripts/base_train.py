@@ -287,9 +287,11 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         stack.callback(saver.close)
         introduce(start, loader.layout, device, told["typed"])
         journal.started(world_size, **told)
+        leaves = LeafAccumulator(
+            model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device),
+            micro_batches_per_leaf=loader.layout.micro_batches_per_leaf)
         return loop(Trainer(
-            start=start, data=data, model=model, compiled=compiled, optimizer=optimizer,
-            leaves=LeafAccumulator(model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device)),
+            start=start, data=data, model=model, compiled=compiled, optimizer=optimizer, leaves=leaves,
             schedule=schedule, loader=loader, progress=progress, journal=journal, dog=dog, stop=stop, saver=saver))
 
 

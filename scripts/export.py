@@ -336,7 +336,7 @@ def from_nanochat(source: str) -> Found:
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected tensors by name; is it nanochat's?")
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
-    config = {"window_pattern": "L", **meta["model_config"]}  # older ones see everything in every layer
+    config = {"window_pattern": "L", **meta["model_config"]}  # older ones have only long windows
     config["window_pattern"] = str(config["window_pattern"]).upper()
     of_layers = torch.ones(config.get("n_layer", 0))
     state = {"resid_lambdas": of_layers, "x0_lambdas": 0 * of_layers, **state}  # and have no such scalars

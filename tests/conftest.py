@@ -5,18 +5,29 @@ machine that may be busy.
 
 Laws whose examples are dear take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
+import getpass
 import os
 import signal
+import tempfile
 from unittest import mock
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
-settings.register_profile("quick", deadline=None, max_examples=20)
-settings.register_profile("thorough", deadline=None, max_examples=500)
+slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=20, **slow)
+settings.register_profile("thorough", max_examples=500, **slow)
 settings.load_profile("quick")
+# Hypothesis draws numbers that occur in the code of loaded modules. Which modules a process has loaded depends on which
+# test files it ran before, and so on timing: laws of the same seed would get other examples on a busy machine.
+providers.is_local_module_file = lambda path: False
 # Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Inductor's cache on disk is not keyed by ATEN_CPU_CAPABILITY: code that it generated for AVX2 is compiled again for
+# AVX-512, whose vectors are twice as wide, and overwrites memory. So each capability has a cache of its own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(
+    tempfile.gettempdir(), f"nanochat_tests_{getpass.getuser()}", os.environ.get("ATEN_CPU_CAPABILITY", "native")))
 # What a shell starts in the background ignores SIGINT, and so would every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

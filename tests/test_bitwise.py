@@ -82,8 +82,7 @@ def run_jobs(world_size, jobs):
         ports = [s.getsockname()[1] for s in sockets]
     merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here: a child knows no profile
     group = training.launch(partial(_main, merged, ports), [[]] * world_size, [{}] * world_size)
-    with mock.patch.object(training, "PATIENCE_S", training.PATIENCE_S + 10 * len(jobs)):
-        assert group.wait() == [0] * world_size, group.text()
+    assert group.wait() == [0] * world_size, group.text()
     return group.text()
 
 
@@ -125,8 +124,8 @@ def jobs(world_size):
         yield "", {**changed, "model_tag": f"{world_size} {case}"}
     for name, (_, on, _) in MUTATIONS.items():
         if world_size in (1, on):
-            yield name, {**SHORT, **(THIN if "batched" in name else {}), "model_tag": f"{world_size} {name}",
-                         "dtype": "bfloat16" if "bfloat16" in name else "float32"}
+            dtype = "bfloat16" if "bfloat16" in name else "float32"
+            yield name, {**SHORT, "model_tag": f"{world_size} {name}", "dtype": dtype}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -236,14 +235,9 @@ def in_parameters_dtype(self):
 
 
 def batched(number, G, steps=5):
-    """polar_express of one of so many alike matrices in a batch."""
-    tall = G.size(0) > G.size(1)
-    X = (G.mT if tall else G).repeat(number, 1, 1)
-    X = X / (X.norm(dim=(1, 2), keepdim=True, dtype=torch.float32) * 1.01 + optim.NORM_FLOOR).to(X.dtype)
-    for a, b, c in optim.POLAR_EXPRESS[:steps]:
-        gram = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
-    return X[0].mT if tall else X[0]
+    """polar_express of one of several equal-shaped matrices, in a batch. A batched kernel may round differently from
+    a single one, depending on the CPU; this one does on every CPU, because it computes in float64."""
+    return POLAR(G.double().repeat(number, 1, 1), steps)[0].to(G.dtype)
 
 
 def batched_update(self, parts, **scalars):
@@ -252,24 +246,34 @@ def batched_update(self, parts, **scalars):
         UPDATE(self, parts, **scalars)
 
 
-def with_pow(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
-    """An elementwise update whose vectorized and scalar forms round differently."""
-    exp_avg.add_(grad.abs().pow(1.3) * grad.sign())
+def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
+    """An elementwise update whose vectorized and scalar forms round differently, as `pow` does on some CPUs: what is
+    left after the last whole vector differs in its last bits."""
+    exp_avg.add_(grad)
+    exp_avg[len(exp_avg) // 8 * 8:] *= 1 + 2 ** -20
     param.copy_(param.float() - exp_avg * rate)
 
 
+def rounded(total):
+    """An odd multiple of 2**-9 near a number. Two such numbers never add up to a third, so rounding each rank's share
+    and rounding the total differ on every CPU."""
+    return (2 * torch.floor(total.double() * 2 ** 8) + 1) / 2 ** 9
+
+
 def sums_by_rank(sums, *args, **kwargs):
-    """Losses added up by each rank, in float32."""
+    """Losses added up and rounded by each rank."""
     total = torch.zeros_like(sums)
-    total[0] = sums.float().sum(dim=0)
+    total[0] = sums.sum(dim=0)
+    total[0, 0] = rounded(total[0, 0])  # beside it, in [0, 1], are the numbers of targets
     return ADD_UP(total, *args, **kwargs)
 
 
 def norm_by_rank(self, chunks):
-    total = torch.stack([chunk.square().sum() for chunk in chunks]).sum()
+    """Sums of squares added up and rounded by each rank."""
+    total = rounded(torch.stack([chunk.square().sum() for chunk in chunks]).sum())
     if self._world_size > 1:
         dist.all_reduce(total)
-    return total.sqrt()
+    return total.sqrt().float()
 
 
 def from_global_generator(name, shape, *, seed, n_embd):
@@ -284,17 +288,17 @@ def odd_cuts():
 
 
 @contextlib.contextmanager
-def odd_cuts_and_pow():
-    with odd_cuts(), patch(optim, "adamw_update", with_pow):
+def odd_cuts_and_tails():
+    with odd_cuts(), patch(optim, "adamw_update", with_scalar_tail):
         yield
 
 
-GRADIENTS, UPDATE, ADD_UP = reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up
+GRADIENTS, UPDATE, ADD_UP, POLAR = (
+    reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up, optim.polar_express)
 patch = mock.patch.object
 SHORT = {  # three layers have two gates of 1 x 12
     "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
     "aspect_ratio": 14}
-THIN = {"head_dim": 6, "aspect_ratio": 6}  # six matrices of 6 x 18, for which a batched product has other bits
 TRAINED = {"weights", "optimizer"}  # a few steps later the losses differ too, in the last bits, or round alike
 MUTATIONS = {  # how; on how many processes; what must differ
     "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
@@ -304,7 +308,7 @@ MUTATIONS = {  # how; on how many processes; what must differ
                            TRAINED),
     "bfloat16 messages": (lambda: patch(reduce.Message, "gradients", in_parameters_dtype), 2, TRAINED),
     "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, {"optimizer"}),
-    "odd cuts and pow in an update": (odd_cuts_and_pow, 2, {"optimizer"}),
+    "odd cuts and a scalar tail": (odd_cuts_and_tails, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(trainer, "add_up", sums_by_rank), 2, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 2, {"norms"}),
     "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),

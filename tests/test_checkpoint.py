@@ -168,7 +168,7 @@ def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole, 
     assert newest(run) == folder
 
 
-@settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255))
 def test_any_changed_byte_of_any_file_is_found(whole, caplog, number, where, byte):
     file = files_of(whole / "checkpoints/checkpoint-20")[number]
@@ -472,7 +472,7 @@ def names(run):
     return sorted(os.listdir(run / "checkpoints"))
 
 
-@settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
        m=st.none() | st.integers(1, 4))
 def test_the_rule_against_its_words(tmp_path, steps, good, k, m):

@@ -272,7 +272,7 @@ def test_bad_input_is_one_sentence(base, tmp_path, argv, said):
 NUMBERS = st.floats(width=16) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.001, -2.5])
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])  # of floats, those that have 16 bits
+@settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])  # of floats, those of 16 bits
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=6, max_size=6),
        st.sampled_from([np.float16, np.float32, np.float64]))
 def test_tensors_are_compared_as_by_a_loop(values, dtype):

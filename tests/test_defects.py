@@ -66,8 +66,8 @@ for _ in range(2):  # each ends by itself, as its parent does
     assert os.waitpid(pid, 0)[1] == 0
 """
     quiet = "ignore:This process:DeprecationWarning"  # from Python 3.12 on, of the fork
-    done = subprocess.run([sys.executable, "-W", quiet, "-c", code], capture_output=True, text=True, timeout=120,
-                          cwd=Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-W", quiet, "-c", code], capture_output=True, text=True,
+                          timeout=training.PATIENCE_S, cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

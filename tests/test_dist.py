@@ -175,6 +175,21 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monk
     assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_products_of_float32_matrices_are_float32(device_type, monkeypatch):
+    """Regression: on a GPU they were TF32, by a switch that made PyTorch's older one raise."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.dict(os.environ):
+            compute_init(device_type)
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def read_by_torch(rank):
     for name in [name for name in os.environ if name.startswith(("PYTORCH", "TORCHINDUCTOR"))]:
         del os.environ[name]

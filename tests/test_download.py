@@ -17,6 +17,7 @@ from nanochat import dataset, download
 from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
 from nanochat.download import make_downloader
 from tests.test_dataset import parquet_bytes, write
+from tests.training import PATIENCE_S
 
 LAST = 3
 VAL = index_to_filename(LAST)
@@ -189,7 +190,7 @@ def test_the_command_exits_non_zero_lists_every_failure_and_keeps_the_rest(serve
     code = ("from nanochat import dataset as d; from nanochat.common import run_main; "
             f"d.DATASETS['climbmix'] = d.Dataset({server.url!r}, {LAST}); run_main(d.main)")
     done = subprocess.run([sys.executable, "-c", code, "--data-dir", str(tmp_path / "d")],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert "shard_00001.parquet" in done.stderr and "shard_00002.parquet" in done.stderr
     assert "Traceback" not in done.stderr
@@ -204,7 +205,7 @@ def test_after_a_kill_the_next_start_begins_the_file_again(server):
                 f"d.DATASETS['climbmix'] = d.Dataset({server.url!r}, {LAST}); d.download_single_file(0)")
         child = subprocess.Popen([sys.executable, "-c", code])
         part = default_data_dir() / f"{name}.part"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not (part.exists() and part.stat().st_size >= 1 << 20):
             assert time.monotonic() < deadline
             time.sleep(0.02)

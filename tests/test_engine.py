@@ -14,7 +14,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
 from tests.test_checkpoint import reseal, states
 
-CONFIG = GPTConfig(sequence_len=500, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
+CONFIG = GPTConfig(sequence_len=150, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
 BOS = 69
 
 
@@ -66,7 +66,7 @@ def tokens(B, T):
 
 @pytest.mark.parametrize("chunks", [[1] * 200, [150] + [1] * 50, [3, 130, 1, 66], [200]])
 def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model, chunks):
-    assert sum(chunks) == 200 and model.config.window_sizes == [128, 128, 128, -1]
+    assert sum(chunks) == 200 and model.config.window_sizes == [128, 128, 128, 150]
     x = tokens(2, 200)
     full = model(x)
     cache = KVCache(2, 200, model=model)
@@ -81,7 +81,7 @@ def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model
 
 def test_samples_equal_those_of_running_the_whole_sequence_anew(model):
     engine = Engine(model, ByteTokenizer())
-    for samples, prompt, sampling in ((3, tokens(1, 120)[0].tolist(), {"temperature": 0}),
+    for samples, prompt, sampling in ((3, tokens(1, 170)[0].tolist(), {"temperature": 0}),
                                       (1, [1, 2, 3], {"temperature": 0.7, "top_k": 20, "seed": 9})):
         naive = naively(model, prompt, 20, **sampling)
         assert BOS not in naive and len(set(naive)) > 3
@@ -137,9 +137,9 @@ def test_stop_tokens_end_a_row_and_all_rows_end_the_generation():
 
 
 def test_without_max_tokens_it_fills_the_sequence_length():
-    engine = Engine(Scripted([[3] * 600]), ByteTokenizer())
-    assert len(engine.generate_batch([1] * 490, temperature=0)[0][0]) == 500
-    assert len(engine.generate_batch([1] * 490, temperature=0, max_tokens=20)[0][0]) == 510
+    engine = Engine(Scripted([[3] * 200]), ByteTokenizer())
+    assert len(engine.generate_batch([1] * 140, temperature=0)[0][0]) == 150
+    assert len(engine.generate_batch([1] * 140, temperature=0, max_tokens=20)[0][0]) == 160
     assert engine.generate_batch([1, 2], max_tokens=0) == ([[1, 2]], [[0, 0]])
 
 
@@ -148,7 +148,7 @@ def test_impossible_requests_are_refused(model):
     with pytest.raises(ValueError, match="got 0 prompt tokens"):
         engine.generate_batch([])
     with pytest.raises(ValueError, match="pass max_tokens"):
-        engine.generate_batch([1] * 500)
+        engine.generate_batch([1] * 150)
     one, two = KVCache(2, 5, model=model), KVCache(3, 5, model=model)
     model(tokens(2, 3), kv_cache=one)
     with pytest.raises(AssertionError):

@@ -107,6 +107,7 @@ def test_config_and_card_tell_what_the_model_is(base):
     config = json.loads((base / "hf" / "config.json").read_text())
     checkpoint = find_checkpoint("run")
     assert checkpoint.model_config.items() <= config.items()
+    assert config["window_sizes"] == [128, 64], "the windows of a short and of a long layer, for 64 tokens"
     assert config["auto_map"]["AutoModelForCausalLM"] == f"{export.CODE}.NanochatExactForCausalLM"
     assert (base / "hf" / f"{export.CODE}.py").read_bytes() == Path(f"nanochat/{export.CODE}.py").read_bytes()
     card = (base / "hf" / "README.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat import gpt
+from nanochat import gpt, optim
 from nanochat.engine import sample_next_token
 from nanochat.gpt import GPT, Embedding, GPTConfig, initial_weight
 
@@ -59,12 +59,13 @@ def test_depth_is_the_one_dial():
     assert GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd == 12
 
 
-def test_windows_tile_the_pattern_and_the_last_layer_sees_all():
+def test_windows_tile_the_pattern_and_long_ones_and_the_last_layers_reach_back_sequence_len():
     def windows(**kwargs):
         return GPTConfig(**kwargs).window_sizes
-    assert windows(n_layer=6) == [512, 512, 512, -1, 512, -1]
-    assert windows(n_layer=3, sequence_len=2049, window_pattern="S") == [640, 640, -1]
-    assert windows(n_layer=2, sequence_len=4, window_pattern="LS") == [-1, -1]
+    assert windows(n_layer=6) == [512, 512, 512, 2048, 512, 2048]
+    assert windows(n_layer=3, sequence_len=2049, window_pattern="S") == [640, 640, 2049]
+    assert windows(n_layer=2, sequence_len=4, window_pattern="LS") == [4, 4]
+    assert windows(n_layer=2, sequence_len=100, window_pattern="S") == [128, 100], "a whole tile, as nanochat's"
 
 
 def test_impossible_shapes_are_refused():
@@ -202,7 +203,7 @@ def test_attention_modes():
 
 # ---- the whole forward, written out ---------------------------------------------------------------------------------
 
-def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128):
+def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128, long=160):
     """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, positions as complex turns."""
     w = {name: p.detach().double().numpy() for name, p in weights.items()}
     head = width // n_head
@@ -222,7 +223,7 @@ def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, voc
         for t, h in itertools.product(range(len(ids)), range(n_head)):
             g = h // (n_head // n_kv_head)
             part, mine = slice(g * head, (g + 1) * head), slice(h * head, (h + 1) * head)
-            seen = slice(0 if layer in (3, n_layer - 1) else max(0, t - short), t + 1)
+            seen = slice(max(0, t - (long if layer in (3, n_layer - 1) else short)), t + 1)
             values = v[seen, part].copy()
             if (n_layer - 1 - layer) % 2 == 0:
                 gates = 3 * sigmoid(x[seen, :12] @ w[block + "ve_gate.weight"][g])
@@ -250,8 +251,8 @@ def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, voc
 
 def test_the_forward_is_the_one_written_out_in_numpy():
     model = shake(build(), seed=4)
-    ids = tokens(1, 140, seed=6)
-    assert model.config.window_sizes == [128, 128, 128, -1, -1]
+    ids = tokens(1, 180, seed=6)
+    assert model.config.window_sizes == [128, 128, 128, 160, 160], "the last positions are beyond every window"
     expected = written_out(dict(model.named_parameters()), ids[0].tolist())
     ours = model(ids)[0].detach().double().numpy()
     assert expected.std() > 1
@@ -376,8 +377,10 @@ def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth
         model = GPT(GPTConfig.from_depth(depth, vocab_size=32768, sequence_len=2048))
     parts = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size)
     assert sum(parts.values()) == pytest.approx(traced_gb * 1e9, rel=0.03)
-    with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8)
-    assert with_leaves["leaves that wait"] == 3 * 4 * model.num_scaling_params()["total"]
+    with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8,
+                                        micro_batches=8)
+    total = model.num_scaling_params()["total"]
+    assert with_leaves["leaves that wait"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
 
 
 def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
@@ -413,7 +416,8 @@ def test_parameter_and_flop_counts_are_those_done_by_hand():
     assert model.num_scaling_params() == {
         "wte": 1024 * 64, "value_embeds": 2 * 1024 * 32, "lm_head": 1024 * 64, "transformer_matrices": layers,
         "scalars": 4 + 4 + 24 + 1 + 1, "total": 3 * 1024 * 64 + layers + 34}
-    assert model.estimate_flops() == 6 * (1024 * 64 + layers) + 12 * 64 * (3 * 256 + 1024)
+    matmuls = 1024 * 64 + layers + 24  # nanochat: the elements of all its Linear modules, the gate of smear among them
+    assert model.estimate_flops() == 6 * matmuls + 12 * 64 * (3 * 256 + 1024)
 
 
 def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
@@ -432,6 +436,23 @@ def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
         assert (group["kind"] == "muon") == all(n.startswith("transformer.h.") for n in group["names"])
         if group["kind"] == "muon":
             assert len({p.shape for p in group["params"]}) == 1 and group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_are_orthogonalized_in_the_type_that_the_model_computes_in(dtype, monkeypatch):
+    """Regression: the type was the device's own, so that a run in float32 had bfloat16 updates on a GPU."""
+    model, seen = shake(build(dtype=dtype)), set()
+    polar_express = optim.polar_express
+
+    def spy(G, steps):
+        seen.add(G.dtype)
+        return polar_express(G, steps)
+
+    monkeypatch.setattr(optim, "polar_express", spy)
+    optimizer = model.setup_optimizer()
+    model(tokens(2, 24), tokens(2, 24, seed=1)).backward()
+    optimizer.step()
+    assert seen == {dtype}
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ def work(rank, folder):
         if rank < world_size:
             if world_size > 1:
                 dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world_size}", rank=rank,
-                                        world_size=world_size, timeout=datetime.timedelta(seconds=60))
+                                        world_size=world_size, timeout=datetime.timedelta(seconds=training.PATIENCE_S))
             torch.save(scenario(rank, world_size, Path(folder)), f"{folder}/{world_size}-{rank}.pt")
             if world_size > 1:
                 dist.destroy_process_group()

@@ -15,6 +15,7 @@ from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors, read_log
 from scripts import page
 from tests.test_report import T, cursors
+from tests.training import PATIENCE_S
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
 STEPS, SPIKE = 40, 17
@@ -168,7 +169,7 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
          "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=1000", "--enable-logging=stderr", "--dump-dom",
          f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'page.html'}"],
-        capture_output=True, text=True, timeout=120)
+        capture_output=True, text=True, timeout=PATIENCE_S)
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert console == []
     told = json.loads(unescape(re.findall(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)[0]))

@@ -17,6 +17,7 @@ from scripts import push_shards
 from scripts.push_shards import main, sum_file
 from tests.object_store import Fault
 from tests.token_files import write_folder
+from tests.training import PATIENCE_S
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_a_signal_ends_it_at_once_and_the_command_goes_on(store, folder):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and err.endswith("interrupted\n")
     assert not any(k.endswith("manifest.json") for k in store.names())
     store.proxy.faults.clear()

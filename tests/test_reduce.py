@@ -54,7 +54,7 @@ def backward(params, K, leaf, micro):
 
 
 def accumulate(params, K, micros, leaves):
-    accumulator = LeafAccumulator(params.values(), len(leaves))
+    accumulator = LeafAccumulator(params.values(), len(leaves), micro_batches_per_leaf=micros)
     for leaf in leaves:
         for micro in range(micros):
             backward(params, K, leaf, micro)
@@ -63,7 +63,7 @@ def accumulate(params, K, micros, leaves):
 
 
 def leaf_sum(name, K, micros, leaf):
-    """float32; micro-batches in order, in the parameter's dtype."""
+    """Micro-batches in order, in float32 for every parameter."""
     grads = [gradient(name, K, leaf, micro) for micro in range(micros)]
     if grads[0] is None:
         return np.zeros(SHAPES[name], np.float32)
@@ -71,8 +71,6 @@ def leaf_sum(name, K, micros, leaf):
     for grad in grads[1:]:
         assert grad is not None
         total = total + grad.float().numpy()
-        if name == "narrow":
-            total = torch.from_numpy(total).bfloat16().float().numpy()
     return total
 
 
@@ -96,7 +94,7 @@ def bits(values):
 
 def test_the_first_micro_batch_is_not_added_to_zero():
     param = torch.nn.Parameter(torch.ones(3))
-    accumulator = LeafAccumulator([param], 2)
+    accumulator = LeafAccumulator([param], 2, micro_batches_per_leaf=1)
     for _ in range(2):
         torch.autograd.backward([param.view_as(param)], [torch.full((3,), -0.0)])
         accumulator.leaf_done()
@@ -106,7 +104,7 @@ def test_the_first_micro_batch_is_not_added_to_zero():
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
 def test_leaves_that_are_no_power_of_two_are_refused(bad):
     with pytest.raises(ValueError, match=f"leaves of a rank: got {bad}, expected a power of two"):
-        LeafAccumulator([], bad)
+        LeafAccumulator([], bad, micro_batches_per_leaf=1)
 
 
 # ---- across ranks, simulated ----------------------------------------------------------------------------------------
@@ -122,7 +120,7 @@ def test_every_split_of_the_tree_gives_its_bits(log_k, n, seed, data):
     parts = []
     for rank in range(world_size):
         param = torch.nn.Parameter(torch.zeros(n))
-        accumulator = LeafAccumulator([param], m, on_host=data.draw(st.booleans()))
+        accumulator = LeafAccumulator([param], m, micro_batches_per_leaf=1, on_host=data.draw(st.booleans()))
         for leaf in leaves[rank * m:(rank + 1) * m]:
             param.grad = torch.from_numpy(leaf.copy())
             accumulator.leaf_done()
@@ -163,7 +161,7 @@ def process(rank, folder):
             continue
         if W > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store-{W}", rank=rank, world_size=W,
-                                    timeout=datetime.timedelta(seconds=60))
+                                    timeout=datetime.timedelta(seconds=training.PATIENCE_S))
         for L in (L for world_size, L in NODES if world_size == W):
             reduce = reduce_over_nodes(L)
             assert (reduce is tree_reduce) == (L == W)
@@ -210,7 +208,10 @@ def test_gradients_travel_as_their_parameters_unless_they_are_sums():
     message, = lay_out(parts, 2)
     params[1].grad = torch.full((5,), 2**-9).bfloat16()
     assert message.gradients().dtype == torch.bfloat16 and message.gradients().sum() == 5 * 2**-9
-    LeafAccumulator(params, 2)
+    LeafAccumulator(params, 1, micro_batches_per_leaf=1)
+    assert message.gradients().dtype == torch.bfloat16
+    params[1].grad = None
+    LeafAccumulator(params, 1, micro_batches_per_leaf=2)
     assert message.gradients().dtype == torch.float32
 
 

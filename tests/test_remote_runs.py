@@ -278,7 +278,7 @@ def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step
     began = time.monotonic()
     for process in group.processes:
         os.kill(process.pid, number)
-    assert group.wait() == [0] * world_size and time.monotonic() - began < 20, group.text()
+    assert group.wait() == [0] * world_size and time.monotonic() - began < training.PATIENCE_S, group.text()
     done = len(training.steps())
     assert 0 < done < 12 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
@@ -294,7 +294,7 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
     wait_for_stall(bucket, group)
     began = time.monotonic()
     os.kill(group.processes[0].pid, signal.SIGTERM)
-    assert group.wait() == [0] and time.monotonic() - began < 20, group.text()
+    assert group.wait() == [0] and time.monotonic() - began < training.PATIENCE_S, group.text()
     assert "not waited for any longer" in group.text() and not run_dir().exists()
 
 
@@ -302,7 +302,7 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
     monkeypatch.setattr(room, "PART_BYTES", 1024)
     monkeypatch.setattr(room, "kept_range", functools.lru_cache(4)(room.read_range))
     bucket.proxy.latency_s = 0.02  # so that reading ahead is never done
-    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=90.0))
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=2.0 * training.PATIENCE_S))
     stall, write = Fault(name=".bin", stall=True, times=-1), TrainLog.write
 
     def watched(self, **record):
@@ -315,7 +315,7 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
     began = time.monotonic()
     succeed(**command("documents", "s3://bucket", eval_every=-1))
     assert stall.times < -1, "nobody was waiting"
-    assert time.monotonic() - began < 60  # of a run, on a machine that does much else
+    assert time.monotonic() - began < training.PATIENCE_S
 
 
 def wait_for_stall(bucket, group):

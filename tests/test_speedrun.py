@@ -18,6 +18,7 @@ from nanochat import dataset
 from nanochat.common import Parser
 from nanochat.schedule import resolve_horizon
 from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
+from tests.training import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = {"speedrun.sh": "gpu", "runs/miniseries.sh": "h100", "runs/scaling_laws.sh": "h100",
@@ -31,7 +32,7 @@ MODULES = {m.__name__: m for m in (
 def speedrun(cwd=ROOT, **environment):
     kept = {k: v for k, v in os.environ.items() if k not in ("WANDB_RUN", "NGPU", "PROFILE", "DRY_RUN")}
     return subprocess.run(["bash", "speedrun.sh"], cwd=cwd, env={**kept, **environment}, capture_output=True, text=True,
-                          timeout=60)
+                          timeout=PATIENCE_S)
 
 
 def commands(**environment):

@@ -27,6 +27,7 @@ from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, loca
 from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
+from tests.training import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 TOKENS = np.random.default_rng(0).integers(0, 1 << 16, 200_000, dtype=np.uint16)
@@ -307,14 +308,14 @@ def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
 
 def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
     path, asked = place(store.path(KEY)), []
-    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=60.0))
+    monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=2.0 * PATIENCE_S))
     monkeypatch.setattr(LAUNCH, "stop", lambda: asked)
     store.proxy.faults.append(Fault(stall=True, times=-1))
     threading.Timer(0.3, lambda: asked.append(1)).start()
     began = time.monotonic()
     with pytest.raises(StopAsked, match=r"s3://bucket/a: not waited for any longer"):
         path.parent.is_dir()
-    assert time.monotonic() - began < 30 and LAUNCH.stop()
+    assert time.monotonic() - began < PATIENCE_S and LAUNCH.stop()
 
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
@@ -327,7 +328,7 @@ def test_a_program_ends_though_its_store_stalls(store, how):
     store.proxy.faults.append(Fault(stall=True, times=-1))
     process = subprocess.Popen([sys.executable, "-c", code + ("wait()" if how == "Ctrl-C" else "")], cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not store.proxy.gets() and time.monotonic() < end:
         time.sleep(0.01)
     process.stdin.write("\n")  # it waits for the store by now, however slowly it began
@@ -337,12 +338,12 @@ def test_a_program_ends_though_its_store_stalls(store, how):
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
     out, err = process.stdout.read(), process.stderr.read()  # not communicate, which loses what readline read
-    code = process.wait(timeout=15)
+    code = process.wait(timeout=PATIENCE_S)
     if how == "ends":
         assert (code, out, err) == (0, "given up\n", "")
     else:
         assert code in (1, 130, -signal.SIGINT)
-    assert store.proxy.gets() and time.monotonic() - began < 10
+    assert store.proxy.gets() and time.monotonic() - began < PATIENCE_S
 
 
 # ---- multi-storage-client -------------------------------------------------------------------------------------------

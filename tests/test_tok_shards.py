@@ -20,9 +20,9 @@ from nanochat.tokens import open_tokens, read_manifest
 from scripts import tok_shards
 from tests import faults
 from tests.toy import some_texts, write_jsonl, write_parquet
+from tests.training import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-PATIENCE_S = 120  # a child that takes longer than this hangs
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, tok_shards
 
 VOCAB_SIZE = 320
-PATIENCE_S = 120  # a child that takes longer than this hangs
+PATIENCE_S = 600  # a child that takes longer than this hangs, also on a machine that is ten times slower than idle
 
 SETTINGS: dict[str, Any] = {  # of a run of two seconds: sliding windows, value embeddings, documents that are cut
     "depth": 2, "aspect_ratio": 12, "head_dim": 12, "window_pattern": "SL", "max_seq_len": 160, "device_type": "cpu",

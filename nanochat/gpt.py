@@ -442,10 +442,11 @@ class GPT(nn.Module):
 
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
                         num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
-        """Bytes on one of `world_size` GPUs at the worst moment of a step, by part. dtype: what is
-        computed in; num_leaves, micro_batches: those of a rank in a step. What a layer and the logits take is fitted to
-        traces of compiled steps in bfloat16 (T = 2048, depths 12 to 24: within 2 %), and counted
-        from what autograd keeps of eager ones; on a GPU it is not measured yet."""
+        """Bytes on one of `world_size` GPUs at the worst moment of a step, by part. dtype: the type of
+        the computation; num_leaves, micro_batches: those of a rank in a step. The sizes of a layer
+        and of the logits are fitted to traces of compiled steps in bfloat16 (T = 2048, depths 12 to
+        24: within 2 %), and counted from what autograd keeps of eager ones; they are not measured on
+        a GPU yet."""
         counts, config = self.num_scaling_params(), self.config
         tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
         embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]

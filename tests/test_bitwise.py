@@ -247,8 +247,8 @@ def batched_update(self, parts, **scalars):
 
 
 def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
-    """An elementwise update whose vectorized and scalar forms round differently, as `pow` does on some CPUs: what is
-    left after the last whole vector differs in its last bits."""
+    """An elementwise update whose vectorized and scalar forms round differently, as those of `pow` do on some CPUs: the
+    elements after the last whole vector differ in their last bits."""
     exp_avg.add_(grad)
     exp_avg[len(exp_avg) // 8 * 8:] *= 1 + 2 ** -20
     param.copy_(param.float() - exp_avg * rate)

@@ -15,7 +15,7 @@ SMALL = {
     "max_seq_len": T, "total_batch_size": STEP, "lanes": LANES, "device_batch_size": 32, "depth": 1, "overlap": 8,
     "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
     "data_format": "shards", "warmup_steps": 0}
-BUCKETS = {"code": 25, "tiny": 6, "web": 40}  # documents in each of the two files for training
+BUCKETS = {"code": 25, "tiny": 3, "web": 40}  # documents in each of the two files for training
 Mix = dict[str, float]
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -183,8 +184,9 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, seed):
 
 
 @pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
-def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, monkeypatch, unit_size):
+def test_a_lane_that_announces_what_it_reads_of_a_large_bucket_decodes_each_group_once(folder, monkeypatch, unit_size):
     decoded = []
+    monkeypatch.setattr(sources, "SMALL_TOKENS", -1)
     monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
                         text.read_batches(*args, **kwargs))
     source = open_source(folder)
@@ -193,6 +195,20 @@ def test_a_lane_that_announces_what_it_reads_decodes_each_group_once(folder, mon
     assert not source._kept, "what was read is not kept"
     texts_of(source, 0, [0])
     assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor what nobody announced"
+
+
+def test_a_small_bucket_is_decoded_once_whatever_is_read_when(folder, monkeypatch):
+    decoded, rng = [], random.Random(0)
+    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
+                        text.read_batches(*args, **kwargs))
+    monkeypatch.setattr(sources, "CHUNK", 3)
+    source, expected = open_source(folder), [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
+    wanted = [(g, row) for g, group in enumerate(expected) for row in range(len(group))] * 3
+    rng.shuffle(wanted)
+    with ThreadPoolExecutor(4) as pool:
+        for (group, row), [found] in zip(wanted, pool.map(lambda at: texts_of(source, at[0], [at[1]]), wanted)):
+            assert found == expected[group][row]
+    assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
 # ---- jsonl ----------------------------------------------------------------------------------------------------------

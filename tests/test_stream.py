@@ -75,25 +75,36 @@ def test_rows_hold_the_tokens_that_their_placements_name(layout):
     assert later or layout == "crop", "the case: documents that go on in a later row"
 
 
-def test_concat_is_the_lanes_share_of_each_epoch_back_to_back():
-    """The order of documents, from the words of the module's head alone."""
-    config = make_config("concat", T=16, V=3, seed=5, unit_size=2)
-    source = fixed_source()
-    order = Order(source.groups, bucket="b", config=config)
-    assert order.unit_size == 1, "45 documents, 3 lanes: each lane has at least 8 units"
-    config, source = replace(config, V=2), fixed_source()  # units of 2 now
-    order = Order(source.groups, bucket="b", config=config)
-    assert order.unit_size == 2
-    for lane in range(2):
+def epoch_in_units(source, epoch, V, size, seed, small):
+    """An epoch's sequence as [(tokens, documents)] of its units, from the words of the module's head alone."""
+    units = []
+    if small:
+        everything = [(g, document) for g, group in enumerate(source.documents) for document in group]
+        return [(int(source.means[g]), [document]) for g, document in
+                (everything[i] for i in permutation(len(everything), seed, "b", epoch).tolist())]
+    for g in permutation(len(source.groups), seed, "b", epoch).tolist():
+        drawn, group = words(len(source.documents[g]), seed, "b", epoch, g).tolist(), source.documents[g]
+        for begin in range(0, len(group), size):
+            rows = sorted(range(begin, min(begin + size, len(group))), key=drawn.__getitem__)
+            units.append((int(source.means[g]) * len(rows), [group[row] for row in rows]))
+    return units
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
+    V, source = 2, MemorySource(fixed_source().documents, small=small)
+    config = make_config("concat", T=16, V=V, seed=5, unit_size=2)
+    order = Order(source.groups, source.means, small=small, bucket="b", config=config)
+    assert set(order.sizes.tolist()) == {1 if small else 2} and order.batch == 2
+    for lane in range(V):
         expected = []
         for epoch in range(3):
-            units = [(g, u) for g in permutation(5, 5, "b", epoch).tolist() for u in range(5)]  # 9 documents, 5 units
-            share = (lane + epoch) % 2
-            for g, u in units[len(units) * share // 2:len(units) * (share + 1) // 2]:
-                documents = source.documents[g][2 * u:2 * u + 2]
-                drawn = words(9, 5, "b", epoch, g)[2 * u:2 * u + 2]
-                for i in sorted(range(len(documents)), key=drawn.tolist().__getitem__):
-                    expected += [BOS, *documents[i].tolist()]
+            units, share = epoch_in_units(source, epoch, V, 2, 5, small), (lane + epoch) % V
+            total, before = sum(tokens for tokens, _ in units), 0
+            for tokens, documents in units:
+                if (2 * before + tokens) * V // (2 * total) == share:  # where the unit's middle lies
+                    expected += [token for document in documents for token in [BOS, *document.tolist()]]
+                before += tokens
         stream = Stream(config, {"b": source}, [lane], tokenizer="t", num_threads=1)
         rows = stream.next_rows((len(expected) - 1) // 16)
         found = [row_arrays(row, 16)[0].tolist() for row in rows]
@@ -138,10 +149,10 @@ def test_law_row_digest_is_the_one_that_the_design_describes(index, pairs):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_golden_digests_of_a_fixed_corpus_never_change(layout):
     config = make_config(layout, T=24, V=4, seed=11, overlap=6, buffer_size=6, unit_size=4)
-    source = fixed_source(num_groups=8, group_size=21)
-    assert Order(source.groups, bucket="data", config=config).unit_size == 4
-    with Ranks(config, {"data": source}, n=2, W=2) as ranks:
-        assert [ranks.step() for _ in range(8)] == GOLDEN_DIGESTS[layout]
+    for small, digests in zip((False, True), GOLDEN_DIGESTS[layout]):
+        source = MemorySource(fixed_source(num_groups=8, group_size=21).documents, small=small)
+        with Ranks(config, {"data": source}, n=2, W=2) as ranks:
+            assert [ranks.step() for _ in range(8)] == digests
 
 
 # ---- cursors --------------------------------------------------------------------------------------------------------
@@ -173,7 +184,7 @@ def test_a_cursor_of_other_data_bucket_or_tokenizer_is_refused_with_what_differs
         with pytest.raises(ValueError, match=what):
             Stream(BASE, data, range(4), tokenizer=tokenizer, cursors=saved())
     future = [{**cursor, "format": 99} for cursor in saved()]
-    with pytest.raises(ValueError, match="format 99, expected 4"):
+    with pytest.raises(ValueError, match="format 99, expected 5"):
         Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=future)
 
 
@@ -275,7 +286,7 @@ def test_of_a_long_document_crop_holds_no_more_than_a_row():
     config = StreamConfig(T=99, V=1, buffer_size=2, max_epochs=1)
     stream = Stream(config, {"data": MemorySource([[np.arange(10_000)], [np.arange(10_000)]])}, [0], tokenizer="t")
     stream.next_rows(1)  # which reads the next document ahead
-    stream.feeds["data"][0]._read()
+    stream.feeds["data"][0]._fill()
     held = [ids for ids, *_ in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanochat import sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
@@ -130,6 +132,13 @@ class World:
     corpora: dict[str, Corpus]
     n: int  # rows of a lane in a step
     plan: list[tuple[int, int]]
+    small: bool  # whether documents are shuffled one by one
+
+    def open(self, folder):
+        """The sources of its buckets, written to a folder."""
+        with mock.patch.object(sources, "SMALL_TOKENS", sources.SMALL_TOKENS if self.small else -1):
+            return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
+                    for name, corpus in self.corpora.items()}
 
     def epochs(self, bucket):
         return self.config.epochs(bucket)
@@ -138,7 +147,7 @@ class World:
         """Whether a run has read all of a bucket. A lane that has not must be in a phase that does not mix it, and in
         which all others are dry."""
         mixer = Mixer(self.config.curriculum, T=self.config.T, V=self.config.V, seed=self.config.seed)
-        left = [cursor for cursor in run.cursors if cursor["buckets"][bucket]["epoch"] < self.epochs(bucket)]
+        left = [cursor for cursor in run.cursors if (bucket, cursor["lane"]) in run.unread]
         for cursor in left:
             shares = self.config.curriculum.phases[mixer.phase_of(cursor["row"])[0]].shares()
             assert bucket not in shares and set(shares) <= set(cursor["dropped"])
@@ -181,9 +190,10 @@ def worlds(draw, layout):
         T=T, V=V, seed=draw(st.integers(0, 3)), layout=layout if layout in ("concat", "binned") else "bestfit",
         long_docs=layout if layout == "split" else "crop", overlap=draw(st.integers(0, T - 2)),
         buffer_size=draw(st.integers(1, 6)), unit_size=draw(st.sampled_from([1, 2, 8])), curriculum=curriculum,
-        pack=layout != "binned" or draw(st.sampled_from([True, True, False])))
+        pack=layout != "binned" or draw(st.booleans()))
     stops = sorted(draw(st.lists(st.integers(1, 99), max_size=3)))
-    return World(config, found, draw(st.integers(1, 2)), [(draw(st.integers(1, V)), stop) for stop in [*stops, 100]])
+    return World(config, found, draw(st.integers(1, 2)), [(draw(st.integers(1, V)), stop) for stop in [*stops, 100]],
+                 draw(st.booleans()))
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -195,15 +205,16 @@ class Run:
     digests: list[int] = field(default_factory=list)
     rows: list[tuple[Row, np.ndarray, np.ndarray]] = field(default_factory=list)
     cursors: list[Cursor] = field(default_factory=list)
+    unread: set[tuple[str, int]] = field(default_factory=set)  # (bucket, lane) with documents not read, or entries left
     dropped_at_stops: int = 0  # stops at which a lane had dropped a bucket, and still had two
 
 
-def drained(world, sources, plan, *, num_threads):
+def drained(world, opened, plan, *, num_threads):
     """Take rows until all lanes are dry. `plan`: (processes, the step before which they stop), the last one inf. The
     accounts must be right at each stop."""
     run = Run()
     for W, stop in plan:
-        streams = [Stream(world.config, sources, block(r, W, world.config.V), tokenizer="t", drop_dry=True,
+        streams = [Stream(world.config, opened, block(r, W, world.config.V), tokenizer="t", drop_dry=True,
                           num_threads=num_threads, cursors=run.cursors or None) for r in range(W)]
         while len(run.digests) < stop:
             rows = [row for stream in streams for row in stream.next_rows(world.n)]
@@ -212,7 +223,14 @@ def drained(world, sources, plan, *, num_threads):
             filled = [(row, *row_arrays(row, world.config.T)) for row in rows]
             run.digests.append(sum(digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)))
             run.rows += filled
+            for lane, _, _, feeds in (lane for stream in streams for lane in stream.state()):
+                for bucket, (epoch, *_, waiting) in feeds.items():
+                    assert {key[0] for key in waiting} <= {epoch}, f"lane {lane} has read beyond an epoch of {bucket}"
         run.cursors = json_copy([cursor for stream in streams for cursor in stream.cursors()])
+        run.unread = {(bucket, lane) for stream in streams for bucket, feeds in stream.feeds.items()
+                      for lane, feed in feeds.items()
+                      if feed.epoch + 1 < feed.max_epochs or feed.place < feed.share.stop
+                      or (feed.packer.ready and not stream.config.framed)}
         for stream in streams:
             stream.close()
         check_accounts(world, run)
@@ -246,6 +264,16 @@ def pieces(world, run, bucket):
             entry = groups[group][row]
             found.append((entry, entry.seen(framed)[start + shared:], start + shared))
     return found
+
+
+def check_epochs(world, run, bucket):
+    """A lane begins an epoch with the row that ends the one before. Returns how many rows have documents of both."""
+    mixed = 0
+    for lane in range(world.config.V):
+        rows = [[key[0] for key, *_ in row.placed] for row, _, _ in run.rows if (row.lane, row.bucket) == (lane, bucket)]
+        assert all(max(before) <= min(after) for before, after in pairwise(rows))
+        mixed += sum(max(row) > min(row) for row in rows)
+    return mixed
 
 
 def check_documents(world, run, bucket):
@@ -330,16 +358,16 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
     @given(worlds(layout))
     def law(world):
         with tempfile.TemporaryDirectory() as folder:
-            sources = {name: corpus.open(Path(folder) / name, framed=world.config.framed)
-                       for name, corpus in world.corpora.items()}
-            straight = drained(world, sources, [(1, math.inf)], num_threads=0)
+            opened = world.open(folder)
+            straight = drained(world, opened, [(1, math.inf)], num_threads=0)
             length = len(straight.digests)
             stops = [(W, length * percent // 100 if percent < 100 else math.inf) for W, percent in world.plan]
-            stopped = drained(world, sources, stops, num_threads=1)
+            stopped = drained(world, opened, stops, num_threads=1)
         assert stopped.digests == straight.digests and stopped.cursors == straight.cursors
         for bucket, corpus in world.corpora.items():
             check_documents(world, stopped, bucket)
             check_tokens(world, stopped, bucket)
+            seen["rows of two epochs"] += check_epochs(world, stopped, bucket)
             if layout == "binned":
                 check_binned_targets(world, stopped, bucket)
             seen["complete" if world.complete(stopped, bucket) else "left over"] += 1
@@ -350,15 +378,15 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
         account = ledger(stopped.cursors, world.config.T)
         for name in ("cropped", "padded", "repeated", "pending"):
             seen[name] += sum(a[name] for a in account.values())
-        seen.update({"buckets": len(world.corpora) > 1, "stopped": any(0 < at < length for _, at in stops),
+        seen.update({"small" if world.small else "large": 1, "buckets": len(world.corpora) > 1, "stopped": any(0 < at < length for _, at in stops),
                      "dropped at a stop": stopped.dropped_at_stops, "other W": len({W for W, _ in world.plan}) > 1,
                      "unpacked": not world.config.pack, "no row": not straight.rows,
                      "phases": any(row.index >= world.config.curriculum.phase_rows(world.config.T, world.config.V)[0]
                                    for row, _, _ in stopped.rows) and len(world.config.curriculum.phases) > 1})
 
     law()
-    always = {"buckets", "stopped", "other W", "phases", "shards", "foreign", "overlaps", "epochs", "empty"}
-    framed = {"text", "megatron", "pending", "dropped at a stop", "fewer units than lanes"}
+    always = {"small", "large", "buckets", "stopped", "other W", "phases", "shards", "foreign", "overlaps", "epochs", "empty"}
+    framed = {"rows of two epochs", "text", "megatron", "pending", "dropped at a stop", "fewer units than lanes"}
     own = {"crop": framed | {"cropped"}, "split": framed | {"repeated"}, "concat": framed | {"repeated"},
            "binned": {"padded", "unpacked"}}[layout]
     assert not {case for case in always | own if not seen[case]}, seen
@@ -370,10 +398,10 @@ def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():
     micro-batches."""
     seen = Counter()
 
-    def until_dry(world, sources, **how):
+    def until_dry(world, opened, **how):
         digests = []
         with pytest.raises(Dry) as end:
-            for digest, _ in load_steps(world.config, sources, R=world.n * world.config.V, steps=10_000, **how):
+            for digest, _ in load_steps(world.config, opened, R=world.n * world.config.V, steps=10_000, **how):
                 digests.append(digest)
         return digests, str(end.value)
 
@@ -383,11 +411,10 @@ def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():
         layout = world.config.layout
         W = world.plan[-1][0]
         with tempfile.TemporaryDirectory() as folder:
-            sources = {name: corpus.open(Path(folder) / name, framed=world.config.framed)
-                       for name, corpus in world.corpora.items()}
+            opened = world.open(folder)
             for drop_dry in (False, True):
-                one = until_dry(world, sources, W=1, B=3, num_threads=1, drop_dry=drop_dry)
-                assert until_dry(world, sources, W=W, B=B, num_threads=num_threads, drop_dry=drop_dry) == one
+                one = until_dry(world, opened, W=1, B=3, num_threads=1, drop_dry=drop_dry)
+                assert until_dry(world, opened, W=W, B=B, num_threads=num_threads, drop_dry=drop_dry) == one
                 seen.update({f"{drop_dry}": len(one[0])})
         seen.update({"several": W > 1, layout: 1, "dead rows": -(-world.config.V // W) * world.n % B > 0})
 

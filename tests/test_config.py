@@ -95,6 +95,9 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
     assert {"--resume-from-step", "--allow-curriculum-change"} <= set(config.ELSEWHERE)
 
 
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items, for whoever prints them
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi"))
+
 # ---- a file of flags ------------------------------------------------------------------------------------------------
 
 def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path):
@@ -124,7 +127,12 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
     ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
-    ("config: b", "--config: there is no such flag"), ("a: b: c", "it cannot be read (mapping values are not"),
+    ("config: b", "--config: there is no such flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
+    ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
+    ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
+    ("[" * 100_000, "more than 20 lists and mappings"), ("a" * 2**20, "more than 524,288 bytes"),
+    ("depth: 1:00", "--depth: invalid int value: '1:00'"), (LAUGHS, "the alias *a"), (f"depth: 3\n{LAUGHS}", "alias"),
+    ("- " + LAUGHS.replace("\n", "\n  "), "the alias *a"),
     (None, "No such file or directory; expected a file of flags")])
 def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
     path = tmp_path / "a.yaml"

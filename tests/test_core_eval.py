@@ -157,6 +157,8 @@ def change(path, before, after):
     ("eval_meta_data.csv", None, "", "eval_meta_data.csv: not there"),
     ("eval_data/made_up/text.jsonl", None, "", r"text.jsonl: the data of the task 'text' are not there"),
     ("core.yaml", "icl_tasks:", "icl_tasks: [", r"core.yaml: not valid YAML \("),
+    ("core.yaml", "icl_tasks:", "depth: !!float\nicl_tasks:", r"core.yaml: not valid YAML \(line 1: the tag !!float"),
+    ("core.yaml", "icl_tasks:", "a: &a [1]\nb: *a\nicl_tasks:", r"core.yaml: not valid YAML \(line 2: the alias \*a"),
     ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: icl_tasks: expected a list, got nothing"),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: riddle", "'schema' has icl_task_type 'riddle', expected"),
     ("core.yaml", "- 4\n", "- 40\n", r"schema_fewshot.jsonl: 10 items of the task .* each prompt shows 40 others"),

@@ -358,6 +358,10 @@ ELSEWHERE = {  # flags that people know from other programs
     "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
                                  "with another one: --init-from=RUN --init-optimizer "
                                  "--init-data=continue",
+    "--batch-size": "--device-batch-size is the number of rows in one forward pass of one process, "
+                    "--total-batch-size the number of tokens in one step of all",
+    **dict.fromkeys(("--learning-rate", "--lr"), "each kind of parameter has its own: --matrix-lr, "
+                    "--embedding-lr, --unembedding-lr and --scalar-lr"),
 }
 
 
@@ -424,6 +428,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
     then, now = Settings.from_json(run), command.to_json()
     notices: list[str] = []
     refused: list[str] = []
+    fits = True  # whether the weights of the run fit what is asked for
     for name, f in FIELDS.items():
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
@@ -431,6 +436,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
         if name == "curriculum":  # how it is written does not count
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
+            fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
             change = f"{flag(name)}: the run has {before!r}, this launch {after!r}"
             if f.metadata["fixed"]:
                 refused.append(f"{change} ({f.metadata['fixed']})")
@@ -441,9 +447,9 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
                 for name in sorted(unknown)]
     if refused:
         lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
+        weights = f"; --init-from {run_dir.name} begins it with these weights" if fits else ""
         raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
-                         f"own (--config takes that file), or start a new run with --model-tag NAME; --init-from "
-                         f"{run_dir.name} begins it with these weights")
+                         f"own (--config takes that file), or start a new run with --model-tag NAME{weights}")
     return Settings(**now), notices
 
 

@@ -142,8 +142,7 @@ class Bucket:
             import obstore
             from obstore.store import from_url
         except ImportError:
-            raise ValueError(f"{self.name}: object storage needs obstore; pip install "
-                             f"'nanochat[s3]'") from None
+            raise ValueError(f"{self.name}: object storage needs obstore; pip install -e '.[s3]'") from None
         if self.scheme == "s3":
             self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
         if self.endpoint:

@@ -22,7 +22,7 @@ trained on with --init-from. It counts as completed.
 """
 
 import argparse
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
@@ -244,9 +244,12 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 def to_hf(source: str, out: Path) -> str:
     """Write a folder for transformers; a sentence that says what it is."""
-    for package in ("safetensors", "tokenizers", "huggingface_hub"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"--to hf: the package {package} is not installed; pip install -e '.[hf]'")
+    for package in ("safetensors.torch", "tokenizers", "huggingface_hub"):
+        try:
+            importlib.import_module(package)
+        except ImportError as e:
+            raise ValueError(f"--to hf: {package.partition('.')[0]} cannot be imported ({e}); pip install -e "
+                             f"'.[hf]'") from None
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype

@@ -92,7 +92,8 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(name)
     assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
-    assert {"--resume-from-step", "--allow-curriculum-change"} <= set(config.ELSEWHERE)
+    assert {"--resume-from-step", "--allow-curriculum-change", "--batch-size", "--learning-rate"} <= set(
+        config.ELSEWHERE)
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items, for whoever prints them
@@ -179,10 +180,12 @@ def test_refusal_is_a_diff_that_names_the_ways_out():
     with pytest.raises(ValueError) as caught:
         go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
-    assert "d4/config.json: " in text and "--model-tag" in text and "--init-from d4" in text
-    assert "--save-every" not in text
+    assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
+    assert "--init-from" not in text, "weights of another shape are of no use"
     assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
+    with pytest.raises(ValueError, match="--model-tag NAME; --init-from d4 begins it with these weights"):
+        go_on(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 
 def test_what_is_left_to_the_program_is_as_the_run_has_it():

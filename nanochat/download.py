@@ -33,7 +33,7 @@ from requests.adapters import HTTPAdapter
 from tqdm import tqdm
 from urllib3.util import Retry
 
-from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, get_base_dir, public, setup_logging, write_json
 from nanochat.dataset import (
     DATASETS,
     HUB,
@@ -151,7 +151,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
             cause: BaseException = e
             while cause.__context__ is not None:  # what happened first says it best
                 cause = cause.__context__
-            problem = f"no whole answer ({cause})"
+            problem = f"no whole answer ({public(str(cause))})"
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)
@@ -159,9 +159,11 @@ def copy(url: str, part: Path, token: str = "") -> None:
 
 
 def check_url(given_by: str, url: str) -> None:
-    """ValueError unless it is an address of HTTP."""
+    """ValueError unless it is an address of HTTP without user information and a query."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ValueError(f"{given_by}: got {url!r}, expected an address such as {HUB}")
+        raise ValueError(f"{given_by}: got {public(url)!r}, expected an address such as {HUB}")
+    if public(url) != url:
+        raise ValueError(f"{given_by}: got {public(url)}, which may hold a secret; set HF_TOKEN instead")
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:

@@ -50,7 +50,7 @@ from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
-from scripts.report import Facts, markdown, read_facts
+from scripts.report import Facts, markdown, plain, read_facts
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {tag}, step {step:,}
+# {plain(tag)}, step {step:,}
 
 A language model, pretrained and not tuned: it continues text.
 

@@ -15,7 +15,7 @@ import pytest
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import dataset, download
 from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
-from nanochat.download import make_downloader
+from nanochat.download import fetch_bundle, make_downloader
 from tests.test_dataset import parquet_bytes, write
 
 LAST = 3
@@ -311,10 +311,22 @@ def test_the_token_is_never_printed(server, monkeypatch, capsys, caplog):
 # ---- bad flags -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("argv, said", [(["-n", "-2"], "-n"), (["-w", "0"], "-w"),
-                                        (["--base-url", "ftp://x"], "--base-url")])
+                                        (["--base-url", "ftp://x"], "--base-url"),
+                                        (["--base-url=https://u:hidden@h"], "credentials do not belong"),
+                                        (["--base-url=https://h/x?sig=hidden"], "credentials do not belong")])
 def test_bad_flags_are_named(server, argv, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as e:
         run(server, *argv)
+    assert "hidden" not in str(e.value)
+
+
+@pytest.mark.parametrize("endpoint", ["https://u:hidden@h", "https://h?sig=hidden", "ftp://u:hidden@h"])
+def test_a_secret_in_the_endpoint_is_refused_and_not_shown(tmp_path, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    for make in (make_downloader, lambda: fetch_bundle(endpoint, tmp_path / "b")):
+        with pytest.raises(ValueError, match=r"(HF_ENDPOINT|--base-url): got '?(https|ftp)://(\*\*\*@)?h") as e:
+            make()
+        assert "hidden" not in str(e.value)
 
 
 def test_the_folder_of_another_data_set_is_refused(server, tmp_path):

@@ -165,6 +165,20 @@ def test_tables_and_texts_stay_whole_whatever_is_in_them():
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
     assert quoted("a\n````") == ["`````text", "a", "````", "`````", ""]
+    assert markdown(("a",), [("<script>&\x1b[2J",)])[2] == r"| &lt;script&gt;&amp;\u001b[2J |"
+    assert quoted("<b>\x1b[2J\rx") == ["```text", r"<b>\u001b[2J", "x", "```", ""]
+
+
+def test_no_name_in_a_report_is_html(run):
+    """Regression: a folder or a reason could bring markup into the page that shows the report."""
+    hostile = "<img src=x>"
+    write_json(run / "config.json", {**json.loads((run / "config.json").read_text()), "model_tag": hostile})
+    log = run / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace('"reason": ""', f'"reason": "{hostile}"').replace('"cpu"', f'"{hostile}"'))
+    moved = run.rename(run.with_name(hostile))
+    (moved / "eval.json").unlink()
+    text = make_report(read_facts(moved))
+    assert text.count("&lt;img src=x&gt;") >= 5 and hostile not in re.sub("(?s)```.*?```", "", text)
 
 
 def test_the_script_writes_the_report_and_says_where(run, capsys):

@@ -573,8 +573,9 @@ def sigterm_interrupts() -> Iterator[None]:
 def _base_hint(e: Exception) -> str:
     """The end of an error about a file below the base directory that may not be written."""
     base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
-    denied = isinstance(e, OSError) and e.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-    below = denied and isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
+    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ""
+    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
     return WRITABLE_BASE if below else ""
 
 

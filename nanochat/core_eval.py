@@ -96,6 +96,16 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         raise ValueError(f"{config}: {e}; {WAY_OUT}") from None
     check_shape(told, {"icl_tasks": [TASK_SHAPE]}, config)
     baselines = _read_baselines(meta)
+    if not told["icl_tasks"]:
+        raise ValueError(f"{config}: icl_tasks: no task in it; {WAY_OUT}")
+    for task in told["icl_tasks"]:
+        if any(number < 0 for number in task["num_fewshot"]):
+            raise ValueError(f"{config}: the task {task['label']!r:.80} has num_fewshot {task['num_fewshot']!r:.80}, "
+                             f"expected numbers of 0 or more; {WAY_OUT}")
+        path, inside = folder / "eval_data" / task["dataset_uri"], (folder / "eval_data").resolve()
+        if "\0" in task["dataset_uri"] or not path.resolve().is_relative_to(inside):
+            raise ValueError(f"{config}: the task {task['label']!r:.80} has dataset_uri {task['dataset_uri']!r:.80}, "
+                             f"which lies outside of {inside}; {WAY_OUT}")
     shots = [(task["num_fewshot"] or [0])[0] for task in told["icl_tasks"]]
     if 0 < max_per_task <= (most := max(shots, default=0)):
         raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items of each "

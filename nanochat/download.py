@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
+BUNDLE_BYTES, BUNDLE_ENTRIES = 2 << 30, 10_000  # the real one has 0.16 GB in some 100 files
 BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where nanochat's lies
 
 
@@ -188,6 +189,20 @@ def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> li
         return problems(job.fetch, indices, num_workers=num_workers)
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a .zip file. ValueError for one that would fill the disk: the sizes that it states are the most that
+    `zipfile` writes."""
+    if archive.stat().st_size > BUNDLE_BYTES:
+        raise ValueError(f"the archive has {archive.stat().st_size:,} bytes, expected at most {BUNDLE_BYTES:,}")
+    with zipfile.ZipFile(archive) as opened:
+        entries = opened.infolist()
+        num_bytes = sum(entry.file_size for entry in entries)
+        if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
+            raise ValueError(f"the archive has {len(entries):,} entries of {num_bytes:,} bytes in all, expected at most "
+                             f"{BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
+        opened.extractall(folder)  # which leads no entry outside
+
+
 def fetch_bundle(base_url: str | None, folder: Path) -> None:
     """Bring the tasks of the CORE metric into `folder`, or read those that are there already.
     Nobody publishes a checksum of the archive: it is good if its own sums are right and all its
@@ -204,8 +219,7 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
             archive, unpacked = Path(temporary) / "archive", Path(temporary) / BUNDLE_NAME
             try:
                 copy(url, archive)
-                with zipfile.ZipFile(archive) as opened:
-                    opened.extractall(temporary)  # which leads no entry outside
+                unpack(archive, Path(temporary))
                 read_bundle(unpacked)
             except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
                 raise OSError(f"{url}: {e}; nothing was unpacked. Say with --base-url where else the archive lies, or "

@@ -317,7 +317,8 @@ def data_part(facts: Facts) -> list[str]:
     """What was read, and the accounts of every token of it."""
     lines = markdown(("files", "where", "number", "bytes", "documents"), facts.files())
     told, header, rows = told_ledger(*facts.accounts())
-    return [*lines, plain(told), "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
+    accounts = [plain(told), "", *markdown(header, rows)] if rows else ["No checkpoint yet, so no accounts."]
+    return lines + accounts
 
 
 def samples_part(facts: Facts) -> list[str]:

@@ -104,6 +104,7 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     ({"dtype": "float64"}, ("--dtype", "bfloat16")),
     ({"device_type": "gpu"}, ("--device-type", "cuda, mps or cpu")),
     ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),
+    ({"model_tag": "-d12"}, ("--model-tag: got '-d12'", "no hyphen in front")),
     ({"window_pattern": "SXL"}, ("window_pattern", "letters S")),
     ({"depth": 0}, ("--depth: got 0", "expected at least 1")),
     ({"resume": "nowhere/checkpoint-3"}, ("no run 'nowhere/checkpoint-3'", "neither a tag")),

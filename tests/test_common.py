@@ -112,7 +112,7 @@ def test_what_is_shown_has_no_control_characters_and_keeps_all_others():
 def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, base, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / base))
-    with pytest.raises(OSError, match="the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"):
+    with pytest.raises(OSError, match=r"the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"):
         get_base_dir()
 
     def denied(name):

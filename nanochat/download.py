@@ -198,8 +198,8 @@ def unpack(archive: Path, folder: Path) -> None:
         entries = opened.infolist()
         num_bytes = sum(entry.file_size for entry in entries)
         if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
-            raise ValueError(f"the archive has {len(entries):,} entries of {num_bytes:,} bytes in all, expected at most "
-                             f"{BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
+            raise ValueError(f"the archive has {len(entries):,} entries of {num_bytes:,} bytes in all, expected at "
+                             f"most {BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
         opened.extractall(folder)  # which leads no entry outside
 
 

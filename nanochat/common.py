@@ -193,7 +193,8 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     same folder, fsync, rename, fsync of the folder. On an exception the temporary file goes and
     what `path` held stays. It is locked while somebody writes it (see `remove_leftovers`)."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # 60 characters are at most 240 bytes, and a name may have 255
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(fd, "wb") as f:

@@ -29,7 +29,7 @@ import numpy as np
 from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, visible, write_bytes
 from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
-from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
+from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import LEDGER, ledger, share
 
 # the shape of what is computed with, in the lines of the log
@@ -156,9 +156,13 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     for record in records:
         shape = STEP if "event" not in record else EVENTS.get(str(record["event"]))
         check_shape(record, shape, f"{run_dir / 'logs' / 'train.jsonl'}: step {record.get('step')!r:.20}")
+    config = read_config(run_dir)
+    derived = config.setdefault("derived", {})
+    check_shape(config, {"max_seq_len": int, "derived": dict}, run_dir / CONFIG_NAME)
+    check_shape(derived, dict.fromkeys(derived, float | None), f"{run_dir / CONFIG_NAME}: derived")
     kept = cursor_files(run_dir)
     evaluation = read_json(run_dir / "eval.json", EVALUATION) if (run_dir / "eval.json").is_file() else {}
-    return Facts(run_dir, read_config(run_dir),
+    return Facts(run_dir, config,
                  steps=[r for r in records if "event" not in r],
                  events=[r for r in records if "event" in r], manifest=pinned_data(run_dir),
                  launches=read_launches(run_dir / "logs" / "train.jsonl"),

@@ -39,8 +39,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, hash_json, print0, run_main, table, write_bytes
-from nanochat.run_dir import find_run, list_runs
+from nanochat.common import Parser, check_shape, hash_json, print0, run_main, table, write_bytes
+from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.sources import fingerprint
 from scripts.report import read_facts
 
@@ -49,6 +49,8 @@ COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens",
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
 SAME = 0.01  # FLOPs that differ by less than this part of them are one budget
+CONFIG = {"depth": int, "target_flops": float, "derived": {
+    "params_total": int, "params_transformer_matrices": int, "params_lm_head": int, "flops_per_token": int}}
 Row = dict[str, Any]
 
 
@@ -72,6 +74,7 @@ def read_run(run_dir: Path) -> Row | None:
     facts = read_facts(run_dir)
     if facts.status != "completed":
         return None
+    check_shape(facts.config, CONFIG, run_dir / CONFIG_NAME)
     derived, steps, budget = facts.config["derived"], facts.steps, facts.config["target_flops"]
     files = {split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
              for split, buckets in facts.manifest.items()}

@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
             flags = {**training.SMALL, "aspect_ratio": width, "num_iterations": width // 6, "eval_every": 9}
             assert training.run(**flags, model_tag=f"s_{tag}").code == 0
         (path / "runs" / "s_unfinished").mkdir()
-        (path / "runs" / "s_unfinished" / "config.json").write_text("{}")
+        (path / "runs" / "s_unfinished" / "config.json").write_text('{"max_seq_len": 15}')
         yield path
 
 

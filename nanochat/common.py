@@ -50,7 +50,7 @@ WRITABLE_BASE = "; set NANOCHAT_BASE_DIR to a folder that you can write to"
 def get_base_dir() -> Path:
     """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. It is made
     if absent. OSError if it cannot be made."""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser()
+    base = here(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -128,7 +128,8 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def here(path: str | os.PathLike[str], what: str) -> Path:
-    """A path of this machine. ValueError, which begins with `what`, for one in a store."""
+    """A path of this machine. ValueError, which begins with `what`, for one in a store; it shows no secret."""
+    refuse_secrets(os.fspath(path))
     if in_store(path):
         raise ValueError(f"{what} {place(path)}: expected a folder of this machine; "
                          f"scripts.push_shards puts what was made into a store, and the store's "
@@ -374,10 +375,11 @@ class Parser(argparse.ArgumentParser):
         meant for. Those of a subcommand are known to its own parser. A URL that may hold a secret
         is refused before anything shows it."""
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        for word in given:
+            refuse_secrets(word)
         if self._subparsers is None:  # else the parser of the subcommand does it
             given = self._with_file(given)
         for word in given:
-            refuse_secrets(word)
             if self._subparsers is None and re.match("--.", word):
                 self.known(word.partition("=")[0])
         found, rest = super().parse_known_args(given, namespace)

@@ -21,7 +21,6 @@ import re
 import tempfile
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,17 +189,20 @@ def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> li
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a .zip file. ValueError for one that would fill the disk: the sizes that it states are the most that
-    `zipfile` writes."""
+    """Unpack a .zip file. ValueError for one that is damaged or would fill the disk: the sizes that it states are the
+    most that `zipfile` writes."""
     if archive.stat().st_size > BUNDLE_BYTES:
-        raise ValueError(f"the archive has {archive.stat().st_size:,} bytes, expected at most {BUNDLE_BYTES:,}")
-    with zipfile.ZipFile(archive) as opened:
-        entries = opened.infolist()
-        num_bytes = sum(entry.file_size for entry in entries)
-        if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
-            raise ValueError(f"the archive has {len(entries):,} entries of {num_bytes:,} bytes in all, expected at "
-                             f"most {BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
-        opened.extractall(folder)  # which leads no entry outside
+        raise ValueError(f"{archive.name}: it has {archive.stat().st_size:,} bytes, expected at most {BUNDLE_BYTES:,}")
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            entries = opened.infolist()
+            num_bytes = sum(entry.file_size for entry in entries)
+            if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
+                raise ValueError(f"{len(entries):,} entries of {num_bytes:,} bytes in all, expected at most "
+                                 f"{BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
+            opened.extractall(folder)  # which leads no entry outside
+    except Exception as e:  # a dozen types, for whatever a damaged header leads to
+        raise ValueError(f"{archive.name}: it cannot be unpacked ({type(e).__name__}: {e})") from e
 
 
 def fetch_bundle(base_url: str | None, folder: Path) -> None:
@@ -221,7 +223,7 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
                 copy(url, archive)
                 unpack(archive, Path(temporary))
                 read_bundle(unpacked)
-            except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
+            except (OSError, ValueError) as e:
                 raise OSError(f"{url}: {e}; nothing was unpacked. Say with --base-url where else the archive lies, or "
                               f"unpack {BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
             os.replace(unpacked, folder)

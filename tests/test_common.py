@@ -56,7 +56,7 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
 @pytest.mark.parametrize("word", [
     "--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b", "S3://KEY:hidden@bucket/x",
     "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x", "--text=https://KEY:hidden@host/x", "http://host/x?sig=hidden",
-    "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host", "--text=http:/KEY:hid den@host"])
+    "--config=https://u:hidden@host/a.yaml", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host", "--text=http:/KEY:hid den@host"])
 def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
     """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""
     for read in (lambda: parser().parse_args([word]), lambda: place(word)):
@@ -99,6 +99,14 @@ run_main(main)""".replace("HOSTILE", ascii(HOSTILE))
     assert (done.returncode, done.stdout) == (1, "caf\\xe9 \\ud800\n")
     assert done.stderr == (rf"warning: {SHOWN}\xe9 http://***@h/x?***" "\n" rf"error: {SHOWN}a" "\n"
                            r"\u6f22 https://***@h/x?***" "\n")
+
+
+def test_a_base_directory_in_a_store_is_refused(monkeypatch):
+    for base, told in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a folder of this machine"),
+                       ("https://u:hidden@h/x", "credentials do not belong into a path")):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", base)
+        with pytest.raises(ValueError, match=told):
+            get_base_dir()
 
 
 def test_what_is_shown_has_no_control_characters_and_keeps_all_others():

@@ -256,9 +256,9 @@ def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from
     (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
     (lambda folder: bundle_zip(folder, **{f"eval_bundle/{i}": b"" for i in range(90)}),
-     "the archive has 1.. entries of .* at most 80 "),
+     " 1.. entries of .* at most 80 "),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes in all, expected at most"),
-    (lambda folder: b"0" * 600_001, "the archive has 600,001 bytes, expected at most 600,000"),
+    (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
     (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"])
 def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, said):
     monkeypatch.setattr(download, "BUNDLE_BYTES", 600_000, raising=False)

@@ -65,7 +65,7 @@ def get_base_dir() -> Path:
 
 SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:/+"
 URL = re.compile(rf"({SCHEME})([^/\s?]*@|[^@\s?]*:[^@\s?]*@)?([^\s?]*)(\?\S*)?")
-MAY_BE_SECRET = re.compile(rf"(^|[=,]){SCHEME}([^/]*@|[^@]*:[^@]*@|[^?]*\?)")
+MAY_BE_SECRET = re.compile(rf"(^|[=,]|^-\w){SCHEME}([^/]*@|[^@]*:[^@]*@|[^?]*\?)")
 
 
 def public(text: str) -> str:

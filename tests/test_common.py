@@ -56,7 +56,8 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
 @pytest.mark.parametrize("word", [
     "--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b", "S3://KEY:hidden@bucket/x",
     "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x", "--text=https://KEY:hidden@host/x", "http://host/x?sig=hidden",
-    "-phttps://hidden@host", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host", "--text=http:/KEY:hid den@host",
+    "-phttps://hidden@host", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host",
+    "--text=http:/KEY:hid den@host",
     "--config=https://u:hidden@host/a.yaml"])
 def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
     """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""

@@ -24,7 +24,6 @@ nobody reads the log of a job that restarts at night.
 """
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, setting
+from nanochat.common import Parser, check_shape, parse_json, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS
@@ -410,7 +409,8 @@ def from_flags(args: argparse.Namespace) -> Settings:
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.curriculum is not None:
         # what begins so is the curriculum itself, from a file of flags
-        mix = load(json.loads(args.curriculum) if args.curriculum.startswith("{") else args.curriculum)
+        given_inline = args.curriculum.startswith("{")
+        mix = load(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] = mix.allow_budget_mismatch

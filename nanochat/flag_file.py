@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import Parser
-from nanochat.yaml_file import read_small, read_yaml
+from nanochat.yaml_file import check_levels, read_small, read_yaml
+
+TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key of so many dots
 
 
 def read_words(parser: Parser, path: str) -> list[str]:
@@ -53,7 +55,10 @@ def _read(path: str) -> dict[str, Any]:
     OSError for a file that cannot be read, or holds anything else."""
     toml = Path(path).suffix.lower() == ".toml"
     try:
-        value = tomllib.loads(read_small(path).decode()) if toml else read_yaml(path)  # JSON is YAML, too
+        if toml:
+            value = check_levels(tomllib.loads(read_small(path, TOML_BYTES).decode()))
+        else:
+            value = read_yaml(path)  # JSON is YAML, too
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file") from e
     if not isinstance(value, dict):

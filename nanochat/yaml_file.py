@@ -60,13 +60,22 @@ _Loader.add_implicit_resolver(TAG + "int", INT, list("-+0123456789"))
 _Loader.add_implicit_resolver(TAG + "float", FLOAT, list("-+.0123456789"))
 
 
-def read_small(path: Path | str) -> bytes:
-    """The bytes of a file. OSError where it cannot be read, ValueError where it has more than MOST_BYTES."""
+def read_small(path: Path | str, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a file. OSError where it cannot be read, ValueError where it has more than `most`."""
     with open(path, "rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES:,} bytes, the most that such a file may have")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes, the most that such a file may have")
     return data
+
+
+def check_levels(value: Any, level: int = 0) -> Any:
+    """The value itself. ValueError if it has more than MOST_LEVELS of lists and mappings inside each other."""
+    if level > MOST_LEVELS:
+        raise ValueError(f"more than {MOST_LEVELS} lists and mappings inside each other")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_levels(inner, level + 1)
+    return value
 
 
 def read_yaml(path: Path | str) -> Any:

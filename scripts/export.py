@@ -228,7 +228,7 @@ A language model, pretrained and not tuned: it continues text.
 
 {about}
 {data}
-The architecture is in `{CODE}.py`, which transformers runs when it is told to trust it. Every text
+The architecture is in `{CODE}.py`, which transformers (5 or newer) runs when it is told to trust it. Every text
 begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.
 
 ```python

@@ -117,7 +117,7 @@ class Facts:
 def read_stages(path: Path) -> list[list[Any]]:
     """The stages of a file in the order in which they first ran; torn lines are passed over."""
     stages: dict[str, list[Any]] = {}
-    for line in re.findall(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text()):
+    for line in re.findall(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text("utf-8", "replace")):
         name, seconds, code, command = line
         _, total, runs, failed, _ = stages.get(name, ("", 0.0, 0, 0, ""))
         stages[name] = [name, total + float(seconds), runs + 1, failed + (code != "0"), command]

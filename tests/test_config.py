@@ -79,6 +79,9 @@ def test_help_shows_each_flag_with_its_default():
     (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
+    (["--curriculum={"], "--curriculum: not valid JSON"),
+    (["--curriculum={}"], "curriculum: expected a list, got nothing"),
+    (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
     (["--blend-weights=0,1"], "it does nothing with --order lanes"),
     *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
       for weights in ("0,1", "1,inf", "nan,1"))])
@@ -143,6 +146,18 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
         parse("--config", str(path))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --config {path}") and told in line
+
+
+@pytest.mark.parametrize("text, told", [
+    ("depth" + ".a" * 3000 + " = 1", "more than 20 lists and mappings"), ("depth = " + "[" * 9000, "recursion"),
+    ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "invalid int value"),
+    ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")])
+def test_a_bad_file_of_flags_in_toml_is_one_sentence(tmp_path, capsys, text, told):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(tmp_path / "a.toml"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --config {tmp_path / 'a.toml'}: ") and told in line
 
 
 @pytest.mark.parametrize("words, told", [

@@ -234,7 +234,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows = commands.add_parser("rows", help="which documents are in each row of a step")
     rows.add_argument("--step", type=whole(0), required=True, help="from 0")
     rows.add_argument("--row", type=whole(0), help="only this row of the step, from 0")
-    rows.add_argument("--text", action="store_true", help="decode them; without --row or --json their first lines")
+    rows.add_argument("--text", action="store_true", help="decode them, with control characters escaped; without "
+                      "--row or --json their first lines")
     rows.add_argument("--json", action="store_true", help="one JSON line a row, of all rows, instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=whole(0),

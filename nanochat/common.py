@@ -77,8 +77,10 @@ def refuse_secrets(word: str) -> None:
     """ValueError, which does not show it, for a path or a word of a command line that is, or has behind a comma or an
     equals sign, a URL with user information or a query."""
     if MAY_BE_SECRET.search(word):
-        raise ValueError("a URL with user information (@) or a query (?): credentials do not belong into a path, which "
-                         "is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
+        flag = re.match(r"--[\w-]+(?==)", word)
+        raise ValueError(f"{f'{flag[0]}: ' if flag else ''}a URL with user information (@) or a query (?): credentials do "
+                         f"not belong into a path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                         f"HF_TOKEN")
 
 
 # ---- data, wherever they lie --------------------------------------------------------------------

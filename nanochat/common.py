@@ -78,9 +78,9 @@ def refuse_secrets(word: str) -> None:
     equals sign, a URL with user information or a query."""
     if MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
-        raise ValueError(f"{f'{flag[0]}: ' if flag else ''}a URL with user information (@) or a query (?): credentials do "
-                         f"not belong into a path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-                         f"HF_TOKEN")
+        where = f"{flag[0]}: " if flag else ""
+        raise ValueError(f"{where}a URL with user information (@) or a query (?): credentials do not belong into a path, "
+                         f"which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
 
 
 # ---- data, wherever they lie --------------------------------------------------------------------

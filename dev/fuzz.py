@@ -15,6 +15,7 @@ The same seed makes the same cases; a finding is told with the number that repea
 """
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -38,12 +39,16 @@ from typing import Any
 from unittest import mock
 
 import pyarrow as pa
+import pyarrow.parquet
 from tqdm import tqdm
 
+from dev.make_eval_bundle import make_eval_bundle
 from nanochat import (
     checkpoint,
     config,
+    core_eval,
     curriculum,
+    download,
     lifecycle,
     plan,
     run_dir,
@@ -53,9 +58,21 @@ from nanochat import (
     text_kinds,
     tokens,
 )
-from nanochat.common import Parser, begin_data, hash_bytes, run_main, table, whole
-from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, compare_runs, convert_shards, inspect_data, report, status, tok_shards, validate, verify
+from nanochat.common import Parser, begin_data, hash_bytes, place, run_main, table, whole
+from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
+from scripts import (
+    base_train,
+    compare_runs,
+    convert_shards,
+    export,
+    inspect_data,
+    page,
+    report,
+    status,
+    tok_shards,
+    validate,
+    verify,
+)
 from tests import training
 
 MEMORY_BYTES = 12 << 30  # of address space that the child may take
@@ -65,7 +82,8 @@ LIMIT_S = 20.0  # for one case
 # ---- whole files -----------------------------------------------------------------------------------------------------
 
 def make_files(base: Path) -> None:
-    """Text, token files of both formats, a curriculum, and a run of four steps on the shards."""
+    """Text, token files of both formats, a curriculum, flags, tasks, a tokenizer of another program, and a run of four
+    steps on the shards."""
     with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
         texts = training.texts(60, seed=1)
         data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
@@ -80,6 +98,13 @@ def make_files(base: Path) -> None:
         assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
         (base / "mix.yaml").write_text("curriculum:\n- duration_tokens: 3_000\n  mix: {web: 7, code: 0.5}\n"
                                        "- duration_tokens: 5e3\n  mix: {web: 1}\nmax_epochs: {code: 2}\n")
+        (base / "flags.yaml").write_text("depth: 3\nmatrix-lr: 0.01\ndeterministic: no\nblend_weights: [1, 2.5]\n"
+                                         "order: megatron\ndata-format: 'megatron'\nmodel_tag: null\n")
+        make_eval_bundle(base / "bundle", num_items=10, labels=("choices", "schema", "text"))
+        shutil.make_archive(str(base / "bundle"), "zip", base / "bundle")
+        (base / "hf").mkdir()
+        for name, data in export.tokenizer_files(RustBPETokenizer.from_directory(base / "tokenizer"), 64).items():
+            (base / "hf" / name).write_bytes(data)
         assert base_train.main(run_flags(base)) == 0
 
 
@@ -131,13 +156,31 @@ def damage_json(rng: random.Random, text: str) -> str:
         if how == "lose":
             del holder[key]
         elif how == "set":
-            holder[key] = rng.choice(ODD)
+            holder[key] = copy.deepcopy(rng.choice(ODD))  # which the next damage may change
         elif isinstance(holder, dict):
             holder[f"{key}2"] = holder[key]
         else:
             holder.append(holder[key])
     deep = rng.choice(("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 5000))
     return json.dumps(value, indent=2).replace(f'"{DEEP}"', deep)
+
+
+YAML = ("&a ", "*a", "!!float ", "!!bool ", "!!python/name:os.system ", "!x ", "? ", "- ", "<<: ", "\n---\n",
+        "[" * 3000, "{a: " * 3000, "- " * 3000, "1:30 ", "2024-01-01 ", "0x ", ".inf ", "9" * 5000,
+        '"\\UFFFFFFFF" ', '"\\ud800" ', "&a [*a, *a]\n", "%TAG ! !\n", "\t", "'", "|\n", ": ",
+        "\ufeff", "-1", "'../../../etc/passwd'", "/etc/passwd")
+
+
+def damage_yaml(rng: random.Random, text: str) -> str:
+    """YAML with one to three values or lines replaced by, or put behind, what its grammar has besides plain values."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        lines = text.split("\n")
+        at = rng.randrange(len(lines))
+        key, colon, value = lines[at].partition(": ")
+        odd = rng.choice(YAML)
+        lines[at] = rng.choice((f"{key}{colon}{odd}", f"{key}{colon}{odd}{value}", f"{odd}{lines[at]}", odd))
+        text = "\n".join(lines)
+    return text
 
 
 def containers(value: Any) -> Iterator[Any]:
@@ -162,6 +205,8 @@ def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
         else:
             text = damage_json(rng, text)
         return gzip.compress(text.encode(), 1) if zipped else text.encode()
+    if rng.random() < 0.7 and path.suffix == ".yaml":
+        return damage_yaml(rng, plain.decode()).encode("utf-8", "surrogatepass")
     if zipped and rng.random() < 0.5:
         return gzip.compress(damage_bytes(rng, plain), 1)
     return damage_bytes(rng, data)
@@ -225,6 +270,78 @@ def read_checkpoint(path: Path) -> None:
     found = checkpoint.load_checkpoint(path)
     for state in (found.model_state(), found.optimizer_state()):
         list(compare_runs.leaves(state))
+
+
+def read_flags(base: Path, _: int) -> None:
+    """ValueError of what the parser says."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            base_train.parse_args([f"--config={base / 'flags.yaml'}"])
+    except SystemExit as e:
+        assert e.code == 2 and said.getvalue().startswith("error: ")
+        raise ValueError(said.getvalue()) from None
+
+
+def read_tasks(folder: Path) -> None:
+    for task in core_eval.read_bundle(folder):
+        for index in range(len(task.items)):
+            core_eval.make_prompts(task, index)
+
+
+def read_archive(base: Path, _: int) -> None:
+    with tempfile.TemporaryDirectory(dir=base) as folder, mock.patch.object(download, "BUNDLE_BYTES", 1 << 22):
+        download.unpack(base / "bundle.zip", Path(folder) / "bundle.zip")
+        read_tasks(Path(folder) / "bundle.zip")
+
+
+def read_columns(base: Path, seed: int) -> None:
+    """Text of tables with any columns, some of the same name."""
+    rng = random.Random(seed)
+    strings, problems = pa.array(["a", "", "b"]), []
+    kinds = (strings, strings, strings, strings.cast(pa.large_string()), strings.dictionary_encode(), pa.nulls(3),
+             *map(pa.array, ([1, 2, 3], ["a", None, "b"], [["a"], [], ["b"]], [b"a", b"\xff", b""])),
+             *(pa.StructArray.from_arrays([strings] * n, names=["text"] * n) for n in (1, 2)))
+    names = [rng.choice(("text", "text", "a", "a.text", "", "\0", "t\u00e9xt")) for _ in range(rng.randrange(4))]
+    whole, path = pa.Table.from_arrays([rng.choice(kinds) for _ in names], names=names), base / "columns.arrow"
+    with pa.ipc.new_stream(path, whole.schema) as out:
+        out.write_table(whole)
+    for file in (path, path.with_suffix(".parquet")):
+        with contextlib.suppress(pa.ArrowException):  # what cannot be written
+            if file.suffix == ".parquet":
+                pa.parquet.write_table(whole, file)
+        try:
+            list(text_kinds.read_texts(file, text.Reading(rng.choice(("text", "a", "a.text", "")))))
+        except (ValueError, OSError) as e:
+            assert str(file) in str(e), str(e)
+            problems.append(str(e))
+    if problems:
+        raise ValueError(problems[0])
+
+
+def read_url(_: Path, seed: int) -> None:
+    """URLs with secrets, given to whatever takes a word: none of them is shown."""
+    rng = random.Random(seed)
+    scheme = "".join(rng.choice((c, c.upper())) for c in rng.choice(("s3", "gs", "az", "msc", "http", "https", "ftp")))
+    user = rng.choice(("", "HIDDEN@", "u:HIDDEN@", "u:HID/DEN@", ":HIDDEN@"))
+    query = rng.choice(("?sig=HIDDEN", "?HIDDEN")) if not user or rng.random() < 0.3 else ""
+    url = f"{scheme}:{rng.choice(('/', '//', '///'))}{user}host{rng.choice(('', ':80', '/a', '/a/b.yaml'))}{query}"
+    flag = rng.choice(("", "-n", "--data-path=", "--tokenizer=", "--config=", "--curriculum=", "--depth=", "--dpeth=",
+                       "--blend-weights=1,", "--data-path=/a,", "--model-tag="))
+    takers: tuple[Callable[[], object], ...] = (
+        lambda: base_train.main([f"{flag}{url}"]), lambda: tok_shards.main([f"{flag}{url}"]),
+        lambda: inspect_data.main(["rows", f"{flag}{url}"]), lambda: place(url), lambda: get_tokenizer(url),
+        lambda: download.main([f"--base-url={url}"]), lambda: download.make_downloader(base_url=url),
+        lambda: download.fetch_bundle(url, Path("nowhere")))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            rng.choice(takers)()
+    except (ValueError, OSError, SystemExit) as e:
+        told = f"{said.getvalue()}{e}"
+        assert not any(part in told for part in ("HID", "DEN")), told
+        raise ValueError(told) from None
+    raise AssertionError(f"{flag}{url} was taken")
 
 
 def read_store(_: Path, seed: int) -> None:
@@ -306,6 +423,13 @@ READERS: dict[str, Reader] = {
     "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
     "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),
     "store": Reader(read_store, weight=2),
+    "flags": Reader(read_flags, ("flags.yaml",), 2),
+    "tasks": Reader(lambda base, _: read_tasks(base / "bundle"), ("bundle/*.yaml", "bundle/*.csv", "bundle/*/*/*"), 2),
+    "archive": Reader(read_archive, ("bundle.zip",)),
+    "columns": Reader(read_columns),
+    "url": Reader(read_url, weight=2),
+    "tokenizer_config": Reader(lambda base, _: get_tokenizer(base / "hf"), ("hf/tokenizer_config.json",)),
+    "page": Reader(script(page.main, "run", "--out={}/page.html"), LOOKS, 0.5),
     "status": Reader(script(status.main, "run"), LOOKS, 0.5),
     "report": Reader(script(report.main, "run"), LOOKS, 0.5),
     "inspect_data": Reader(script(inspect_data.main, "rows", "run", "--step=3"), LOOKS, 0.5),

@@ -11,10 +11,12 @@ that only touch files and text start without it.
 import argparse
 import contextlib
 import difflib
+import errno
 import faulthandler
 import fcntl
 import gc
 import hashlib
+import io
 import itertools
 import json
 import logging
@@ -40,16 +42,48 @@ B = TypeVar("B")
 
 EXIT_FAILED = 1  # what a script returns after a clear error
 EXIT_HALTED = 3  # a person must decide how the run goes on
+WRITABLE_BASE = "; set NANOCHAT_BASE_DIR to a folder that you can write to"
 
 
 # ---- places -------------------------------------------------------------------------------------
 
 def get_base_dir() -> Path:
     """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. It is made
-    if absent."""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser()
-    base.mkdir(parents=True, exist_ok=True)
+    if absent. OSError if it cannot be made."""
+    base = here(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OSError(f"{base}: the base directory cannot be created ({e.strerror}){WRITABLE_BASE}") from None
     return base
+
+
+# ---- secrets ------------------------------------------------------------------------------------
+#
+# A URL may hold credentials: in its user information, https://USER:PASSWORD@host, or in its query, ?sig=...
+# Such a URL is refused where it is given, so that nothing keeps it, and hidden in what libraries say.
+
+SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:/+"
+URL = re.compile(rf"({SCHEME})([^/\s?]*@|[^@\s?]*:[^@\s?]*@)?([^\s?]*)(\?\S*)?")
+MAY_BE_SECRET = re.compile(rf"(^|[=,]|^-\w){SCHEME}([^/]*@|[^@]*:[^@]*@|[^?]*\?)")
+
+
+def public(text: str) -> str:
+    """A text whose URLs have lost their user information and query."""
+    if "@" not in text and "?" not in text:
+        return text
+    return URL.sub(lambda url: f"{url[1]}{'***@' * bool(url[2])}{url[3]}{'?***' * bool(url[4])}", text)
+
+
+def refuse_secrets(word: str) -> None:
+    """ValueError, which does not show it, for a path or a word of a command line that is, or has behind a comma or an
+    equals sign, a URL with user information or a query."""
+    # the first test keeps lists of a thousand prefixes quick
+    if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
+        flag = re.match(r"--[\w-]+(?==)", word)
+        where = f"{flag[0]}: " if flag else ""
+        raise ValueError(f"{where}a URL with user information (@) or a query (?): credentials do not belong into a "
+                         f"path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
 
 
 # ---- data, wherever they lie --------------------------------------------------------------------
@@ -84,12 +118,13 @@ def begin_data(cache: Path | str | None = None) -> None:
 
 def in_store(path: str | os.PathLike[str]) -> bool:
     """Whether a path is one of object storage."""
-    return re.match(r"(s3|gs|az|msc):(/|$)", os.fspath(path)) is not None
+    return re.match(r"(s3|gs|az|msc):(/|$)", os.fspath(path), re.IGNORECASE) is not None
 
 
 def place(path: str | os.PathLike[str]) -> Path:
     """A path of data: a pathlib.Path, or a `nanochat.store.StorePath`, which behaves like one.
-    ValueError for a path of a store that may hold credentials; it does not show them."""
+    ValueError for a URL that may hold credentials; it does not show them."""
+    refuse_secrets(os.fspath(path))
     if not in_store(path):
         return Path(path)
     from nanochat.store import open_path
@@ -98,7 +133,8 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def here(path: str | os.PathLike[str], what: str) -> Path:
-    """A path of this machine. ValueError, which begins with `what`, for one in a store."""
+    """A path of this machine. ValueError, which begins with `what`, for one in a store; it shows no secret."""
+    refuse_secrets(os.fspath(path))
     if in_store(path):
         raise ValueError(f"{what} {place(path)}: expected a folder of this machine; "
                          f"scripts.push_shards puts what was made into a store, and the store's "
@@ -163,7 +199,8 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
     same folder, fsync, rename, fsync of the folder. On an exception the temporary file goes and
     what `path` held stays. It is locked while somebody writes it (see `remove_leftovers`)."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    # 60 characters are at most 240 bytes, and a name may have 255
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
@@ -340,12 +377,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does it, but an unknown flag is told before a missing one, which it may be
-        meant for. Those of a subcommand are known to its own parser. A path that may hold a secret
-        is refused by `place` before anybody shows it."""
+        meant for. Those of a subcommand are known to its own parser. A URL that may hold a secret
+        is refused before anything shows it."""
         given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        for word in given:
+            refuse_secrets(word)
         if self._subparsers is None:  # else the parser of the subcommand does it
             given = self._with_file(given)
-        for word in _without_secrets(given):
+        for word in given:
             if self._subparsers is None and re.match("--.", word):
                 self.known(word.partition("=")[0])
         found, rest = super().parse_known_args(given, namespace)
@@ -364,7 +403,9 @@ class Parser(argparse.ArgumentParser):
             from nanochat.flag_file import read_words
 
             self.where = f"--config {path}: "  # until all that the file says has been seen alone
-            words = _without_secrets(read_words(self, path))
+            words = read_words(self, path)
+            for word in words:
+                refuse_secrets(word)
             needed = [action for action in self._actions if action.required]
             for action in needed:
                 action.required = False
@@ -390,7 +431,7 @@ class Parser(argparse.ArgumentParser):
         return known[name]
 
     def error(self, message: str) -> Any:
-        self.exit(2, f"error: {self.where}{message} (all flags: --help)\n")
+        self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
 
 
 def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
@@ -404,14 +445,6 @@ def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
 
     number.__name__ = "int"  # what argparse calls it where a text is no number
     return number
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    """The words, none of which is a path that may hold a secret."""
-    for word in words:
-        for found in re.finditer(r"(?:^|[=,])((s3|gs|az|msc):/)", word):
-            place(word[found.start(1):])
-    return words
 
 
 def _dashed(word: str) -> str:
@@ -430,7 +463,16 @@ def show(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-    return str(value)
+    return visible(str(value))
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """A text that is safe to show on a terminal: control characters other than tabs and newlines, and marks that
+    reverse the direction of writing, become \\u001b and the like, which JSON reads as the same characters."""
+    return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -500,7 +542,7 @@ class _Aside(logging.StreamHandler):
     """Writes a line to stderr, above a progress bar that is there: `warning: ...`, and what is only told as it is."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = super().format(record)
+        said = visible(public(super().format(record)))
         return said if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {said}"
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -536,10 +578,22 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _base_hint(e: Exception) -> str:
+    """The end of an error about a file below the base directory that may not be written."""
+    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ""
+    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
+    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
+    return WRITABLE_BASE if below else ""
+
+
 def run_main(main: Callable[[], int | None]) -> None:
     """The last line of every script: `main()`'s value is the exit code; bad input (ValueError,
     OSError) becomes one sentence on stderr and exit code 1. Where nobody reads our output any more
     (`| head`), it ends without a word. Any other exception is our bug and keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot encode is escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -547,10 +601,10 @@ def run_main(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits to be printed
         code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
+        print(f"error: {visible(public(str(e)))}{_base_hint(e)}", file=sys.stderr, flush=True)
         code = EXIT_FAILED
     except StopAsked as e:
-        print(f"stopped: {e}", file=sys.stderr, flush=True)
+        print(f"stopped: {visible(public(str(e)))}", file=sys.stderr, flush=True)
         code = 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

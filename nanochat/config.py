@@ -24,7 +24,6 @@ nobody reads the log of a job that restarts at night.
 """
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, setting
+from nanochat.common import Parser, check_shape, parse_json, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS
@@ -358,6 +357,10 @@ ELSEWHERE = {  # flags that people know from other programs
     "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
                                  "with another one: --init-from=RUN --init-optimizer "
                                  "--init-data=continue",
+    "--batch-size": "--device-batch-size is the number of rows in one forward pass of one process, "
+                    "--total-batch-size the number of tokens in one step of all",
+    **dict.fromkeys(("--learning-rate", "--lr"), "each kind of parameter has its own: --matrix-lr, "
+                    "--embedding-lr, --unembedding-lr and --scalar-lr"),
 }
 
 
@@ -406,7 +409,8 @@ def from_flags(args: argparse.Namespace) -> Settings:
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.curriculum is not None:
         # what begins so is the curriculum itself, from a file of flags
-        mix = load(json.loads(args.curriculum) if args.curriculum.startswith("{") else args.curriculum)
+        given_inline = args.curriculum.startswith("{")
+        mix = load(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] = mix.allow_budget_mismatch
@@ -424,6 +428,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
     then, now = Settings.from_json(run), command.to_json()
     notices: list[str] = []
     refused: list[str] = []
+    fits = True  # whether the weights of the run fit what is asked for
     for name, f in FIELDS.items():
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
@@ -431,6 +436,7 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
         if name == "curriculum":  # how it is written does not count
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
+            fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
             change = f"{flag(name)}: the run has {before!r}, this launch {after!r}"
             if f.metadata["fixed"]:
                 refused.append(f"{change} ({f.metadata['fixed']})")
@@ -441,9 +447,9 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
                 for name in sorted(unknown)]
     if refused:
         lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
+        weights = f"; --init-from {run_dir.name} begins it with these weights" if fits else ""
         raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
-                         f"own (--config takes that file), or start a new run with --model-tag NAME; --init-from "
-                         f"{run_dir.name} begins it with these weights")
+                         f"own (--config takes that file), or start a new run with --model-tag NAME{weights}")
     return Settings(**now), notices
 
 

@@ -37,11 +37,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 
 from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, print0, write_bytes
 from nanochat.dist import gather_all, on_rank0
 from nanochat.lifecycle import join_reasons
+from nanochat.yaml_file import read_yaml
 
 GROUP = 32  # items whose prompts are made, sorted and run together
 BATCH_TOKENS = 8192  # of one forward pass, unless a single item has more
@@ -91,11 +91,21 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         if not path.is_file():
             raise FileNotFoundError(f"{path}: not there, and the CORE metric needs it; {WAY_OUT}")
     try:
-        told = yaml.safe_load(config.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{config}: not valid YAML ({' '.join(str(e).split())}); {WAY_OUT}") from e
+        told = read_yaml(config)
+    except ValueError as e:
+        raise ValueError(f"{config}: {e}; {WAY_OUT}") from None
     check_shape(told, {"icl_tasks": [TASK_SHAPE]}, config)
     baselines = _read_baselines(meta)
+    if not told["icl_tasks"]:
+        raise ValueError(f"{config}: icl_tasks: no task in it; {WAY_OUT}")
+    for task in told["icl_tasks"]:
+        if any(number < 0 for number in task["num_fewshot"]):
+            raise ValueError(f"{config}: the task {task['label']!r:.80} has num_fewshot {task['num_fewshot']!r:.80}, "
+                             f"expected numbers of 0 or more; {WAY_OUT}")
+        path, inside = folder / "eval_data" / task["dataset_uri"], (folder / "eval_data").resolve()
+        if "\0" in task["dataset_uri"] or not path.resolve().is_relative_to(inside):
+            raise ValueError(f"{config}: the task {task['label']!r:.80} has dataset_uri {task['dataset_uri']!r:.80}, "
+                             f"which lies outside of {inside}; {WAY_OUT}")
     shots = [(task["num_fewshot"] or [0])[0] for task in told["icl_tasks"]]
     if 0 < max_per_task <= (most := max(shots, default=0)):
         raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items of each "

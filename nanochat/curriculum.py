@@ -40,16 +40,14 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanochat.common import check_shape, did_you_mean, permutation
+from nanochat.yaml_file import read_yaml
 
 VERSION = 1  # of the sequence that a Mixer makes of a curriculum
 BLOCK = 256  # rows
@@ -85,11 +83,11 @@ def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> in
 
 def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
     """ValueError unless a value is an object with the fields of these shapes, and no other."""
-    check_shape(value, required, what)
-    for key in value:
+    check_shape(value, dict, what)
+    for key in value:  # before what is missing: a misspelled key is both
         if key not in required | optional:
             raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, required | optional)}")
-    check_shape(value, {key: shape for key, shape in optional.items() if key in value}, what)
+    check_shape(value, required | {key: shape for key, shape in optional.items() if key in value}, what)
 
 
 @dataclass(frozen=True)
@@ -193,17 +191,6 @@ class Curriculum:
 
 # ---- the file ------------------------------------------------------------------------------------
 
-class _Loader(yaml.SafeLoader):
-    """Plain values only. A key that is there twice is an error, and not silently the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for key, times in keys.items():
-            if times > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def load(path: Path | str | dict) -> Curriculum:
     """Read a curriculum file, or take what stands in a file of flags instead. Every error
     (FileNotFoundError, ValueError) names the file, what is there and what is expected."""
@@ -211,16 +198,9 @@ def load(path: Path | str | dict) -> Curriculum:
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)
     try:
-        value = yaml.load(path.read_bytes(), Loader=_Loader)
+        return Curriculum.from_json(read_yaml(path), what="the file", list_name="curriculum")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such curriculum file") from None
-    except (yaml.YAMLError, RecursionError, ValueError, AttributeError) as e:  # the last two of odd tags and numbers
-        mark = getattr(e, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(e, "problem", None) or str(e).splitlines()[0]
-        raise ValueError(f"{path}{line}: not YAML of a curriculum ({problem[:100]})") from e
-    try:
-        return Curriculum.from_json(value, what="the file", list_name="curriculum")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
 

@@ -90,6 +90,11 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
         saved = {folder: saved_files(folder) for folder in folders}
         files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
+    for file in files:
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{file}: its name is not UTF-8; rename it") from None
     if data_format != "text":
         known = set(there)
         for idx in there:

@@ -21,7 +21,6 @@ import re
 import tempfile
 import time
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ from requests.adapters import HTTPAdapter
 from tqdm import tqdm
 from urllib3.util import Retry
 
-from nanochat.common import Parser, each, fsync_dir, get_base_dir, setup_logging, write_json
+from nanochat.common import Parser, each, fsync_dir, get_base_dir, public, setup_logging, write_json
 from nanochat.dataset import (
     DATASETS,
     HUB,
@@ -52,6 +51,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 6
 BACKOFF_S = 1.0  # the first pause between attempts; it doubles
 TIMEOUT_S = 60.0  # of silence
+BUNDLE_BYTES, BUNDLE_ENTRIES = 2 << 30, 10_000  # the real one has 0.16 GB in some 100 files
 BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # where nanochat's lies
 
 
@@ -151,7 +151,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
             cause: BaseException = e
             while cause.__context__ is not None:  # what happened first says it best
                 cause = cause.__context__
-            problem = f"no whole answer ({cause})"
+            problem = f"no whole answer ({public(str(cause))})"
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)
@@ -159,9 +159,11 @@ def copy(url: str, part: Path, token: str = "") -> None:
 
 
 def check_url(given_by: str, url: str) -> None:
-    """ValueError unless it is an address of HTTP."""
+    """ValueError unless it is an address of HTTP without user information and a query."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ValueError(f"{given_by}: got {url!r}, expected an address such as {HUB}")
+        raise ValueError(f"{given_by}: got {public(url)!r}, expected an address such as {HUB}")
+    if public(url) != url:
+        raise ValueError(f"{given_by}: got {public(url)}, which may hold a secret; set HF_TOKEN instead")
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
@@ -186,6 +188,23 @@ def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> li
         return problems(job.fetch, indices, num_workers=num_workers)
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a .zip file. ValueError for one that is damaged or would fill the disk: the sizes that it states are the
+    most that `zipfile` writes."""
+    if archive.stat().st_size > BUNDLE_BYTES:
+        raise ValueError(f"{archive.name}: it has {archive.stat().st_size:,} bytes, expected at most {BUNDLE_BYTES:,}")
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            entries = opened.infolist()
+            num_bytes = sum(entry.file_size for entry in entries)
+            if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
+                raise ValueError(f"{len(entries):,} entries of {num_bytes:,} bytes in all, expected at most "
+                                 f"{BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
+            opened.extractall(folder)  # which leads no entry outside
+    except Exception as e:  # a dozen types, for whatever a damaged header leads to
+        raise ValueError(f"{archive.name}: it cannot be unpacked ({type(e).__name__}: {e})") from e
+
+
 def fetch_bundle(base_url: str | None, folder: Path) -> None:
     """Bring the tasks of the CORE metric into `folder`, or read those that are there already.
     Nobody publishes a checksum of the archive: it is good if its own sums are right and all its
@@ -202,10 +221,9 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
             archive, unpacked = Path(temporary) / "archive", Path(temporary) / BUNDLE_NAME
             try:
                 copy(url, archive)
-                with zipfile.ZipFile(archive) as opened:
-                    opened.extractall(temporary)  # which leads no entry outside
+                unpack(archive, Path(temporary))
                 read_bundle(unpacked)
-            except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
+            except (OSError, ValueError) as e:
                 raise OSError(f"{url}: {e}; nothing was unpacked. Say with --base-url where else the archive lies, or "
                               f"unpack {BUNDLE_NAME}.zip by hand, so that there is {folder / 'core.yaml'}") from e
             os.replace(unpacked, folder)

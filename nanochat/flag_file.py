@@ -14,9 +14,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanochat.common import Parser
+from nanochat.yaml_file import check_levels, read_small, read_yaml
+
+TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key of so many dots
 
 
 def read_words(parser: Parser, path: str) -> list[str]:
@@ -52,12 +53,14 @@ def read_words(parser: Parser, path: str) -> list[str]:
 def _read(path: str) -> dict[str, Any]:
     """What a .yaml, .toml or .json file says: names of flags, and their values. ValueError and
     OSError for a file that cannot be read, or holds anything else."""
-    data, kind = Path(path).read_bytes(), Path(path).suffix.lower()
+    toml = Path(path).suffix.lower() == ".toml"
     try:
-        value = tomllib.loads(data.decode()) if kind == ".toml" else yaml.safe_load(data)  # JSON is YAML, too
-    except (ValueError, yaml.YAMLError, RecursionError) as e:
-        raise ValueError(f"it cannot be read ({' '.join(str(e).split())[:150]}); expected YAML, or TOML in a "
-                         f".toml") from e
+        if toml:
+            value = check_levels(tomllib.loads(read_small(path, TOML_BYTES).decode()))
+        else:
+            value = read_yaml(path)  # JSON is YAML, too
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file") from e
     if not isinstance(value, dict):
         raise ValueError(f"got {str(value)[:50]!r}, expected a mapping of flags' names to values, such as depth: 12")
     return value

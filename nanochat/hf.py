@@ -32,6 +32,7 @@ the loss in nats a token.
 """
 
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import hash_bytes, hash_json, local, place
+from nanochat.common import check_shape, hash_bytes, hash_json, local, parse_json, place
 from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
@@ -68,6 +69,7 @@ BLANK = "\u2581"  # how SentencePiece writes a blank
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # of tokenizer.json
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
+MEND = "mend it or take it away"
 NO_END = ("{}: nothing in it tells which token ends a document; name it with --eod-token (its text, or its id: {} "
           "ids)")
 
@@ -296,15 +298,15 @@ def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
 
 def named_ends(folder: Path) -> list[str | int]:
     """The EOS, then the BOS, that the files beside a tokenizer.json name."""
-    told: list[dict[str, Any]] = []
-    for file in (folder / name for name in SIBLINGS):
-        if file.is_file():
-            try:
-                told.append(dict(json.loads(local(file).read_bytes())))
-            except (ValueError, TypeError) as e:
-                raise ValueError(f"{file}: no JSON object ({e}); mend it or take it away") from None
-    tokens = [about.get(name) for name in ("eos_token", "bos_token") for about in told]
-    return [str(token["content"] if isinstance(token, dict) else token) for token in tokens if token]
+    ends: list[str | int] = []
+    files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
+    told = {file: parse_json(local(file).read_bytes(), file, dict, way_out=MEND) for file in files}
+    for name, file in itertools.product(("eos_token", "bos_token"), files):
+        token = told[file].get(name)
+        token = token.get("content", token) if isinstance(token, dict) else token
+        check_shape({name: token}, {name: str | None}, file)
+        ends += [token] if token else []
+    return ends
 
 
 def _find_file(path: Path) -> Path:

@@ -24,10 +24,16 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+
+try:
+    from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as e:
+    raise ImportError(f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
+                      f"pip install --upgrade transformers") from None
 
 SHAPE = {  # of the model, and the constants of its architecture; what config.json says comes first
     "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,

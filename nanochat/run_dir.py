@@ -60,10 +60,10 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
 
 def run_path(tag: str) -> Path:
     """Where the run named `tag` lives: <base dir>/runs/<tag>. Nothing is made. ValueError unless
-    `tag` is a plain, printable name of at most 100 characters."""
-    if re.fullmatch(r"[\w@+=,%~ -][\w@+=,%~ .-]{0,99}", tag) is None:
+    `tag` is a plain, printable name of at most 100 characters that no command takes for a flag."""
+    if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
         raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a plain folder name of at most 100 "
-                         f"characters, such as d12")
+                         f"characters and no hyphen in front, such as d12")
     return get_base_dir() / "runs" / tag
 
 

@@ -51,6 +51,7 @@ from nanochat.text import (
     TEXT_FIELD,
     Reading,
     as_parquet,
+    is_blank,
     open_parquet,
     read_batches,
     read_footer,
@@ -306,8 +307,11 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, reading: Read
     as usual. The first bad file raises."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
-    found = each(lambda file: _pin(file, file.relative_to(folder).as_posix(), reading), files)
-    return {"root": str(folder.resolve()), "files": list(found), **reading.named()}
+    found = list(each(lambda file: _pin(file, file.relative_to(folder).as_posix(), reading), files))
+    if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, reading), reading.text_field) for file in files):
+        raise ValueError(f"{files[0]}: empty documents only, as in all {len(files)} file(s) of this part of the data; "
+                         f"name others with --data-path and --val-path, or another field with --text-field")
+    return {"root": str(folder.resolve()), "files": found, **reading.named()}
 
 
 def _pin(path: Path, name: str, reading: Reading) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanochat.common import LAUNCH, StopAsked, atomic_open, each, get_base_dir, hash_json
+from nanochat.common import LAUNCH, StopAsked, atomic_open, each, get_base_dir, hash_json, refuse_secrets
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,10 +101,7 @@ def url(path: str) -> str:
 def split(path: str) -> tuple[str, str, str]:
     """(scheme, bucket, key) of a path. ValueError for one without a bucket, and for one that may
     hold a secret, which is not shown."""
-    if re.match(r"\w+:/+([^/]*@|[^@]*:[^@]*@|[^?]*\?)", url(path)):
-        raise ValueError("a path of object storage with user information (@) or a query (?): "
-                         "credentials do not belong into a path, which is logged; set "
-                         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+    refuse_secrets(path)
     match = re.fullmatch(r"(s3|gs|az|msc)://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
         raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY "
@@ -142,8 +139,7 @@ class Bucket:
             import obstore
             from obstore.store import from_url
         except ImportError:
-            raise ValueError(f"{self.name}: object storage needs obstore; pip install "
-                             f"'nanochat[s3]'") from None
+            raise ValueError(f"{self.name}: object storage needs obstore; pip install -e '.[s3]'") from None
         if self.scheme == "s3":
             self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
         if self.endpoint:

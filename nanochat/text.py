@@ -132,6 +132,9 @@ def flat(table: pa.Table) -> pa.Table:
 
 def misfit(schema: pa.Schema, field: str) -> str:
     """Why a table has no column of texts `field`; "" if it has."""
+    names = flat(schema.empty_table()).schema.names
+    if names.count(field) > 1:
+        return f"{names.count(field)} columns named `{field}`, so it is unclear which holds the documents; rename one"
     columns = {f.name: f.type for f in flat(schema.empty_table()).schema}
     if field not in columns:
         return (f"no `{field}` column, it has {list(columns)}; name the one that holds the documents with "
@@ -178,6 +181,24 @@ def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], 
 def text_tokens(text_bytes: int, documents: int) -> int:
     """About how many tokens texts have: one for each 4 bytes, and a BOS for each document."""
     return text_bytes // 4 + documents
+
+
+def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
+    """Whether all documents of a parquet file are empty. Statistics in its footer say so, or else its texts are read
+    up to the first that is not empty."""
+    with open_parquet(path, field) as file:
+        schema = file.metadata.schema
+        text = [schema.column(i).path for i in range(len(schema))].index(field)
+        for g in range(file.num_row_groups):
+            statistics = file.metadata.row_group(g).column(text).statistics
+            if statistics is not None and statistics.has_min_max:
+                blank = not statistics.max_raw
+            else:
+                blank = not any(pc.any(pc.not_equal(column, "")).as_py()
+                                for column in read_batches(file, g, path, field=field))
+            if not blank:
+                return False
+    return True
 
 
 def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = 256,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, get_dist_info, print0, run_main, table, whole, write_json
+from nanochat.common import Parser, get_dist_info, print0, run_main, table, visible, whole, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import on_rank0
@@ -166,7 +166,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 def report(result: dict[str, Any], path: Path) -> None:
     """Print a result, and where it is."""
     for text in (text for kind in result["samples"].values() for text in kind):
-        print0(f"{'-' * 80}\n{text}")
+        print0(f"{'-' * 80}\n{visible(text)}")
     rows = []
     key, unit = ("loss", "nats per token") if "val_loss" in result else ("bpb", "bits per byte")
     if f"val_{key}" in result:

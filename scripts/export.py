@@ -22,7 +22,7 @@ trained on with --init-from. It counts as completed.
 """
 
 import argparse
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
@@ -50,7 +50,7 @@ from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
-from scripts.report import Facts, markdown, read_facts
+from scripts.report import Facts, markdown, plain, read_facts
 
 log = logging.getLogger(__name__)
 
@@ -222,13 +222,13 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {tag}, step {step:,}
+# {plain(tag)}, step {step:,}
 
 A language model, pretrained and not tuned: it continues text.
 
 {about}
 {data}
-The architecture is in `{CODE}.py`, which transformers runs when it is told to trust it. Every text
+The architecture is in `{CODE}.py`, which transformers (5 or newer) runs when it is told to trust it. Every text
 begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.
 
 ```python
@@ -244,9 +244,12 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 def to_hf(source: str, out: Path) -> str:
     """Write a folder for transformers; a sentence that says what it is."""
-    for package in ("safetensors", "tokenizers", "huggingface_hub"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"--to hf: the package {package} is not installed; pip install -e '.[hf]'")
+    for package in ("safetensors.torch", "tokenizers", "huggingface_hub"):
+        try:
+            importlib.import_module(package)
+        except ImportError as e:
+            raise ValueError(f"--to hf: {package.partition('.')[0]} cannot be imported ({e}); pip install -e "
+                             f"'.[hf]'") from None
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype

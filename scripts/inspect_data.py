@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, whole
+from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, visible, whole
 from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import RunData, open_run, stream_config
@@ -187,13 +187,13 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
                 lines.append(head | place)
                 place |= {"text": texts[-1]} if args.text else {}
             if args.json:
-                print(json.dumps({**head, "documents": places}, ensure_ascii=False))
+                print(json.dumps({**head, "documents": places}))
     if not args.json:
         heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
         print(heading)
         shown, of_text = (body[:LINES], 1) if args.row is None else (body, None)  # lines of a document's text
         for line, text in zip(shown, texts):
-            print(line, *(text.splitlines()[:of_text] if args.text else ()), sep="\n    | ")
+            print(line, *(map(visible, text.splitlines()[:of_text]) if args.text else ()), sep="\n    | ")
         if args.row is None:
             print(f"{len(shown)} of the step's {len(body):,} documents; --row=N shows all of a row, --json all of it")
         print("at: the token of the row that it begins at; off: tokens not trained on; start, stop: which of the "
@@ -234,7 +234,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows = commands.add_parser("rows", help="which documents are in each row of a step")
     rows.add_argument("--step", type=whole(0), required=True, help="from 0")
     rows.add_argument("--row", type=whole(0), help="only this row of the step, from 0")
-    rows.add_argument("--text", action="store_true", help="decode them; without --row or --json their first lines")
+    rows.add_argument("--text", action="store_true", help="decode them, with control characters escaped; without "
+                      "--row or --json their first lines")
     rows.add_argument("--json", action="store_true", help="one JSON line a row, of all rows, instead of a table")
     accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
     accounts.add_argument("--step", type=whole(0),

@@ -321,7 +321,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         parts[chart["section"]] += card(chart["title"], plot, "wide" * chart["wide"])
     for part in (headline, account, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
-    template = Path(__file__).with_name("page.html").read_text()
+    template = Path(__file__).with_name("page.html").read_text("utf-8")
     # in one go, so that no part is looked into
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 

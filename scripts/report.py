@@ -20,15 +20,16 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, write_bytes
+from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, visible, write_bytes
 from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
-from nanochat.run_dir import cursor_files, find_run, iter_log, read_config, read_cursors, read_log
+from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import LEDGER, ledger, share
 
 # the shape of what is computed with, in the lines of the log
@@ -116,7 +117,7 @@ class Facts:
 def read_stages(path: Path) -> list[list[Any]]:
     """The stages of a file in the order in which they first ran; torn lines are passed over."""
     stages: dict[str, list[Any]] = {}
-    for line in re.findall(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text()):
+    for line in re.findall(r"(?m)^(.*)\t([0-9.]+)\t([0-9]+)\t(.*)$", path.read_text("utf-8", "replace")):
         name, seconds, code, command = line
         _, total, runs, failed, _ = stages.get(name, ("", 0.0, 0, 0, ""))
         stages[name] = [name, total + float(seconds), runs + 1, failed + (code != "0"), command]
@@ -155,9 +156,13 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     for record in records:
         shape = STEP if "event" not in record else EVENTS.get(str(record["event"]))
         check_shape(record, shape, f"{run_dir / 'logs' / 'train.jsonl'}: step {record.get('step')!r:.20}")
+    config = read_config(run_dir)
+    derived = config.setdefault("derived", {})
+    check_shape(config, {"max_seq_len": int, "derived": dict}, run_dir / CONFIG_NAME)
+    check_shape(derived, dict.fromkeys(derived, float | None), f"{run_dir / CONFIG_NAME}: derived")
     kept = cursor_files(run_dir)
     evaluation = read_json(run_dir / "eval.json", EVALUATION) if (run_dir / "eval.json").is_file() else {}
-    return Facts(run_dir, read_config(run_dir),
+    return Facts(run_dir, config,
                  steps=[r for r in records if "event" not in r],
                  events=[r for r in records if "event" in r], manifest=pinned_data(run_dir),
                  launches=read_launches(run_dir / "logs" / "train.jsonl"),
@@ -167,20 +172,25 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
 
 # ---- markdown -----------------------------------------------------------------------------------
 
+def plain(text: str) -> str:
+    """Text that no renderer of markdown takes for HTML."""
+    return escape(text, quote=False)
+
+
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A markdown table and an empty line, nothing without rows. The first column stands to the
-    left, the others to the right; a bar in a cell is escaped."""
-    cells = [[show(cell).replace("|", "\\|").replace("\n", " ") for cell in row]
+    left, the others to the right; bars and HTML in a cell are escaped."""
+    cells = [[plain(show(cell)).replace("|", "\\|").replace("\n", " ") for cell in row]
              for row in (header, *rows)]
     cells.insert(1, ["---"] + ["---:"] * (len(header) - 1))
     return [f"| {' | '.join(line)} |" for line in cells] + [""] if rows else []
 
 
 def quoted(text: str) -> list[str]:
-    """Text in a fence that it cannot end, whatever is in it, and an empty line."""
+    """Text in a fence that it cannot end, whatever is in it, and an empty line. Control characters are escaped."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return [f"{fence}text", *text.splitlines(), fence, ""]
+    return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
 
 
 # ---- the parts ----------------------------------------------------------------------------------
@@ -232,8 +242,8 @@ def result_part(facts: Facts) -> list[str]:
                    for step in (steps[0], steps[-1]))]
     lines = markdown(("figure", "result"), [row for row in rows if row[1] is not None])
     if not evaluation:
-        lines.append(f"`python -m scripts.base_eval {facts.run_dir.name}` has not run: it adds samples, and a "
-                     f"unigram model to compare with.")
+        lines.append(plain(f"`python -m scripts.base_eval {facts.run_dir.name}` has not run: it adds samples, and a "
+                           f"unigram model to compare with."))
     elif steps and evaluation["step"] != steps[-1]["step"] + 1:
         lines.append(f"eval.json is of step {evaluation['step']:,}; the training went on since.")
     return lines
@@ -311,7 +321,8 @@ def data_part(facts: Facts) -> list[str]:
     """What was read, and the accounts of every token of it."""
     lines = markdown(("files", "where", "number", "bytes", "documents"), facts.files())
     told, header, rows = told_ledger(*facts.accounts())
-    return [*lines, told, "", *markdown(header, rows)] if rows else [*lines, "No checkpoint yet, so no accounts."]
+    accounts = [plain(told), "", *markdown(header, rows)] if rows else ["No checkpoint yet, so no accounts."]
+    return lines + accounts
 
 
 def samples_part(facts: Facts) -> list[str]:
@@ -396,9 +407,9 @@ def save_pictures(facts: Facts, folder: Path) -> list[str]:
 
 def make_report(facts: Facts, shown: Sequence[str] = ()) -> str:
     """The whole report. `shown`: the lines that show its pictures."""
-    lines = [f"# Run `{facts.config.get('model_tag', facts.run_dir.name)}`: {facts.status}", "",
-             *in_words(facts), "", *shown, "",
-             f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from `{facts.run_dir}`, where everything lies.", ""]
+    lines = [plain(f"# Run `{facts.config.get('model_tag', facts.run_dir.name)}`: {facts.status}"), "",
+             *map(plain, in_words(facts)), "", *shown, "",
+             plain(f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from `{facts.run_dir}`, where everything lies."), ""]
     for title, part in PARTS.items():
         lines += [f"## {title}", "", *part(facts), ""]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.common import Parser, run_main, setup_logging, whole
+from nanochat.common import Parser, run_main, setup_logging, visible, whole
 from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
@@ -84,7 +84,7 @@ def marked(prompt: str, text: str) -> str:
     character is the model's."""
     prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
     begin, end = ("\033[2m", "\033[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "»")
-    return f"{begin}{prompt}{end}{text[len(prompt):]}"
+    return f"{begin}{visible(prompt)}{end}{visible(text[len(prompt):])}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,11 +19,12 @@ evaluated, tokens/s (the median step), peak memory on a GPU. Runs that are not c
 
 A power law of parameters and one of tokens over FLOPs is a straight line through the points' logarithms, by least
 squares. Through two points a line goes exactly, so its exponent has an error only from three budgets on. Parameters are
-those that scaling counts: matrices of the layers and the output head.
+those that scaling counts: matrices of the layers and the output head. Runs of fewer than three sizes, of one budget, or
+on different data are no sweep: they get the table and the pictures, and no laws.
 
     OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte over parameters
     OUT/points.csv    the best size of each budget      OUT/scaling.png    parameters, tokens and bits per byte over
-    OUT/fit.csv       the power laws                                       FLOPs, with the power laws
+    OUT/fit.csv       the power laws, if any                               FLOPs, with the power laws
 """
 
 import argparse
@@ -38,8 +39,9 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, print0, run_main, table, write_bytes
-from nanochat.run_dir import find_run, list_runs
+from nanochat.common import Parser, check_shape, hash_json, print0, run_main, table, write_bytes
+from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
+from nanochat.sources import fingerprint
 from scripts.report import read_facts
 
 COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
@@ -47,6 +49,8 @@ COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens",
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
 SAME = 0.01  # FLOPs that differ by less than this part of them are one budget
+CONFIG = {"depth": int, "target_flops": float, "derived": {
+    "params_total": int, "params_transformer_matrices": int, "params_lm_head": int, "flops_per_token": int}}
 Row = dict[str, Any]
 
 
@@ -70,10 +74,14 @@ def read_run(run_dir: Path) -> Row | None:
     facts = read_facts(run_dir)
     if facts.status != "completed":
         return None
+    check_shape(facts.config, CONFIG, run_dir / CONFIG_NAME)
     derived, steps, budget = facts.config["derived"], facts.steps, facts.config["target_flops"]
+    files = {split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
+             for split, buckets in facts.manifest.items()}
     looks = [*facts.val().values()] or [facts.evaluation.get("val_bpb")]
     return {
-        "run": run_dir.name, "depth": facts.config["depth"], "flops_budget": budget if budget > 0 else None,
+        "run": run_dir.name, "data": hash_json([files, facts.config.get("tokenizer_fingerprint")]),
+        "depth": facts.config["depth"], "flops_budget": budget if budget > 0 else None,
         "params": derived["params_total"],
         "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
         "tokens": steps[-1]["tokens"], "flops": float(derived["flops_per_token"] * steps[-1]["tokens"]),
@@ -121,16 +129,31 @@ def points_of(rows: Sequence[Row]) -> list[Row]:
     return sorted(points, key=lambda point: point["flops"])
 
 
+def num_budgets(points: Sequence[Row]) -> int:
+    """How many different FLOPs points have."""
+    return int((np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME).sum())
+
+
+def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
+    """Why runs are no sweep that laws could be fitted to; "" if they are one."""
+    sizes = len({row["params_scaling"] for row in rows})
+    if sizes < 3:
+        return f"the runs have {sizes} size(s), and a law needs at least 3"
+    for row in rows:
+        if row["data"] != rows[0]["data"]:
+            return f"{rows[0]['run']} and {row['run']} have different data or tokenizers"
+    if num_budgets(points) < 2:
+        return "all points have the same FLOPs, and a law needs at least 2 budgets"
+    return ""
+
+
 def power_law(points: Sequence[Row], what: str) -> Row:
     """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error: None for two
-    budgets, where it would say how alike two runs of one budget are. ValueError for fewer than two."""
+    budgets, where it would say how alike two runs of one budget are."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
-    budgets, error = int((np.diff(np.sort(x), prepend=-np.inf) > SAME).sum()), None
-    if budgets < 2:
-        raise ValueError(f"a power law needs at least 2 points of different FLOPs, got {budgets}; train more sizes or "
-                         f"budgets")
+    error = None
     exponent, level = np.polyfit(x, y, 1)
-    if budgets > 2:
+    if num_budgets(points) > 2:
         _, covariance = np.polyfit(x, y, 1, cov=True)
         error = float(covariance[0, 0]) ** 0.5
     return {"of": what, "exponent": float(exponent), "standard_error": error, "factor": math.exp(level),
@@ -193,15 +216,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print0(f"left out: {run_dir.name} is not completed; the command that began it goes on with it")
     rows = sorted((row for row in found.values() if row is not None),
                   key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
+    if not rows:
+        raise ValueError("no completed run among them; run the commands that began them to the end first")
     points = points_of(rows)
-    laws = [power_law(points, what) for what in ("params_scaling", "tokens")]
+    why = why_no_laws(rows, points)
+    laws = [] if why else [power_law(points, what) for what in ("params_scaling", "tokens")]
+    points = [row | {"how": "a run"} for row in rows] if why else points
     args.out.mkdir(parents=True, exist_ok=True)
     tables = {"results.csv": (COLUMNS, rows), "points.csv": (POINT_COLUMNS, points), "fit.csv": (LAW_COLUMNS, laws)}
     for name, (columns, lines) in tables.items():
         write_bytes(args.out / name, to_csv(columns, lines).encode())
         print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
     paths = draw(rows, points, laws, args.out)
-    print0(*(f"{law['of']} = {in_words(law)}" for law in laws), sep="\n")
+    print0(*(f"{law['of']} = {in_words(law)}" for law in laws) if laws else [f"no laws: {why}"], sep="\n")
     print0(f"written: {', '.join(map(str, (*(args.out / name for name in tables), *paths)))}")
     return 0
 

@@ -156,6 +156,8 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
             print(f"{shard['input']['name']}: {shard['skipped']['count']:,} broken line(s) skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
+    if shards and totals["tokens"] == totals["documents"]:  # each is an end mark
+        failed.append(f"failed: all {totals['documents']:,} documents are empty; is --text-field right?")
     for line in sorted(failed):
         print(line, file=sys.stderr)
     return not failed

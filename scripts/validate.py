@@ -60,10 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         refused = True
         print(f"error: {e}\na new run of these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
-    gpu = replace(start.settings, device_type="cuda", dtype={"auto": "bfloat16"}.get(settings.dtype, settings.dtype))
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
-    ok(tell_memory(estimate_memory(gpu)) + f", with --device-batch-size={gpu.device_batch_size}")
+    if device.type == "cuda":
+        ok(f"{tell_memory(estimate_memory(start.settings))}, with --device-batch-size="
+           f"{start.settings.device_batch_size}")
     told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
     if not refused:
         ok(f"run directory {start.run_dir}: "
@@ -114,8 +115,7 @@ def draw(plan: Plan, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("--plot: matplotlib is not installed; pip install "
-                         "'nanochat[plot]'") from None
+        raise ValueError("--plot: matplotlib is not installed; pip install -e '.[plot]'") from None
     figure = Figure(figsize=(9, 6), layout="constrained")
     shares, passes = figure.subplots(2, 1, sharex=True)
     step = plan.rows_per_step * plan.T

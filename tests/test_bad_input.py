@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from nanochat import checkpoint
@@ -79,6 +81,21 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     refuse_new("only.parquet", "--val-path", data_path=path.parent)
     write_shard(path, [*texts(40, seed=1), None, None])
     refuse_new(str(path), "2 null(s)", "row group 1", data_path=path.parent, val_path=workplace / "data")
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"])
+    pq.write_table(twice, path)
+    refuse_new(str(path), "2 columns named `text`", data_path=path.parent, val_path=workplace / "data")
+    odd = workplace / "odd" / os.fsdecode(b"\xff.parquet")
+    shutil.copytree(workplace / "data", odd.parent)
+    (odd.parent / "shard_0.parquet").rename(odd)
+    refuse_new(str(odd), "its name is not UTF-8; rename it", data_path=odd.parent)
+    for number, statistics in enumerate((True, False)):
+        blank = workplace / f"blank{number}" / "0.parquet"
+        blank.parent.mkdir()
+        pq.write_table(pa.table({"text": [""] * 99}), blank, write_statistics=statistics, row_group_size=50)
+        refuse_new(str(blank), "empty documents only", data_path=blank.parent, val_path=workplace / "data")
+    (blank.parent / "0.parquet").unlink()
+    (blank.parent / "0.jsonl").write_text('{"text": ""}\n' * 9)
+    refuse_new(str(blank.with_suffix(".jsonl")), "empty documents only", val_path=blank.parent)
     torn = workplace / "torn.jsonl"
     torn.write_text('{"text": "one"}\n{torn\n')
     refuse_new(str(torn), "line 2: not JSON", "--strict", val_path=torn, strict=True)
@@ -104,6 +121,7 @@ def test_no_data_that_can_be_used_and_no_tokenizer(workplace):
     ({"dtype": "float64"}, ("--dtype", "bfloat16")),
     ({"device_type": "gpu"}, ("--device-type", "cuda, mps or cpu")),
     ({"model_tag": "../elsewhere"}, ("--model-tag", "folder name")),
+    ({"model_tag": "-d12"}, ("--model-tag: got '-d12'", "no hyphen in front")),
     ({"window_pattern": "SXL"}, ("window_pattern", "letters S")),
     ({"depth": 0}, ("--depth: got 0", "expected at least 1")),
     ({"resume": "nowhere/checkpoint-3"}, ("no run 'nowhere/checkpoint-3'", "neither a tag")),

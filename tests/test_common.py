@@ -1,5 +1,7 @@
 """What every module may need: the command line of all scripts, and JSON that somebody may have damaged."""
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, duration, read_json, show, whole
+from nanochat.common import Parser, duration, get_base_dir, place, public, read_json, run_main, show, visible, whole
 
 
 def parser():
@@ -51,14 +53,21 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
     assert end.value.code == 2 and said.startswith(told) and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("word", ["--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b",
-                                  "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x"])
-def test_a_path_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
-    """Regression: those of a blend, and of flags that take no store, were shown in full."""
-    with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
-        parser().parse_args([word])
-    assert "hid" not in str(e.value)
-    assert parser().parse_args(["--text=s3://b/2024@1/x,s3://c/y"]).text == "s3://b/2024@1/x,s3://c/y"
+@pytest.mark.parametrize("word", [
+    "--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b", "S3://KEY:hidden@bucket/x",
+    "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x", "--text=https://KEY:hidden@host/x", "http://host/x?sig=hidden",
+    "-phttps://hidden@host", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host",
+    "--text=http:/KEY:hid den@host",
+    "--config=https://u:hidden@host/a.yaml"])
+def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
+    """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""
+    for read in (lambda: parser().parse_args([word]), lambda: place(word)):
+        with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+            read()
+        assert "hid" not in str(e.value)
+        assert str(e.value).startswith(word.partition("=")[0] if word.startswith("--") else "a URL with")
+    plain = "s3://b/2024@1/x,s3://c/y"
+    assert parser().parse_args([f"--text={plain}"]).text == plain and str(place("a/b@c?")) == "a/b@c?"
 
 
 @pytest.mark.parametrize("lines", [3, 100_000])
@@ -72,6 +81,58 @@ def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines, un
                           env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, cwd=Path(__file__).parents[1])
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
+SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
+
+
+def test_no_text_ends_a_program_or_controls_a_terminal():
+    """Regression: a character that stdout cannot encode ended a training in its last evaluation."""
+    code = """import logging
+from nanochat.common import run_main, setup_logging
+def main():
+    setup_logging()
+    print('caf\\u00e9 \\ud800')
+    logging.warning(HOSTILE + '\\u00e9 http://u:hid@h/x?hid')
+    raise ValueError(HOSTILE + 'a\\n\\u6f22 https://u:hid@h/x?hid.')
+run_main(main)""".replace("HOSTILE", ascii(HOSTILE))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1],
+                          env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    assert (done.returncode, done.stdout) == (1, "caf\\xe9 \\ud800\n")
+    assert done.stderr == (rf"warning: {SHOWN}\xe9 http://***@h/x?***" "\n" rf"error: {SHOWN}a" "\n"
+                           r"\u6f22 https://***@h/x?***" "\n")
+
+
+def test_a_base_directory_in_a_store_is_refused(monkeypatch):
+    for base, told in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a folder of this machine"),
+                       ("https://u:hidden@h/x", "credentials do not belong into a path")):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", base)
+        with pytest.raises(ValueError, match=told):
+            get_base_dir()
+
+
+def test_what_is_shown_has_no_control_characters_and_keeps_all_others():
+    assert visible(HOSTILE) == show(HOSTILE) == SHOWN and json.loads(f'"{SHOWN}"') == HOSTILE
+    kept = "a\tb\n é漢🙂\u200d\u200f\xa0"
+    assert visible(kept) == kept
+    assert public("no s3://b/a?x, see git+ssh://me@h/x@1 or a@b?") == "no s3://b/a?*** see git+ssh://***@h/x@1 or a@b?"
+
+
+@pytest.mark.parametrize("base", ["file/base", "file"])
+def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, base, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / base))
+    with pytest.raises(OSError, match=r"the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"):
+        get_base_dir()
+
+    def denied(name):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+
+    for name, hint in ((f"{base}/runs/d12", True), ("elsewhere", False)):
+        with pytest.raises(SystemExit, match="1"):
+            run_main(lambda name=name: denied(name))
+        assert ("set NANOCHAT_BASE_DIR" in capsys.readouterr().err) == hint
 
 
 # ---- JSON -----------------------------------------------------------------------------------------------------------

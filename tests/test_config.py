@@ -79,6 +79,9 @@ def test_help_shows_each_flag_with_its_default():
     (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
     (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
     (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
+    (["--curriculum={"], "--curriculum: not valid JSON"),
+    (["--curriculum={}"], "curriculum: expected a list, got nothing"),
+    (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
     (["--blend-weights=0,1"], "it does nothing with --order lanes"),
     *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
       for weights in ("0,1", "1,inf", "nan,1"))])
@@ -92,8 +95,12 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(name)
     assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
-    assert {"--resume-from-step", "--allow-curriculum-change"} <= set(config.ELSEWHERE)
+    assert {"--resume-from-step", "--allow-curriculum-change", "--batch-size", "--learning-rate"} <= set(
+        config.ELSEWHERE)
 
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items, for whoever prints them
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi"))
 
 # ---- a file of flags ------------------------------------------------------------------------------------------------
 
@@ -124,7 +131,12 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
     ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
-    ("config: b", "--config: there is no such flag"), ("a: b: c", "it cannot be read (mapping values are not"),
+    ("config: b", "--config: there is no such flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
+    ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
+    ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
+    ("[" * 100_000, "more than 20 lists and mappings"), ("a" * 2**20, "more than 524,288 bytes"),
+    ("depth: 1:00", "--depth: invalid int value: '1:00'"), (LAUGHS, "the alias *a"), (f"depth: 3\n{LAUGHS}", "alias"),
+    ("- " + LAUGHS.replace("\n", "\n  "), "the alias *a"),
     (None, "No such file or directory; expected a file of flags")])
 def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
     path = tmp_path / "a.yaml"
@@ -134,6 +146,18 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
         parse("--config", str(path))
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --config {path}") and told in line
+
+
+@pytest.mark.parametrize("text, told", [
+    ("depth" + ".a" * 3000 + " = 1", "more than 20 lists and mappings"), ("depth = " + "[" * 9000, "recursion"),
+    ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "invalid int value"),
+    ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")])
+def test_a_bad_file_of_flags_in_toml_is_one_sentence(tmp_path, capsys, text, told):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse("--config", str(tmp_path / "a.toml"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --config {tmp_path / 'a.toml'}: ") and told in line
 
 
 @pytest.mark.parametrize("words, told", [
@@ -171,10 +195,12 @@ def test_refusal_is_a_diff_that_names_the_ways_out():
     with pytest.raises(ValueError) as caught:
         go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
-    assert "d4/config.json: " in text and "--model-tag" in text and "--init-from d4" in text
-    assert "--save-every" not in text
+    assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
+    assert "--init-from" not in text, "weights of another shape are of no use"
     assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
+    with pytest.raises(ValueError, match="--model-tag NAME; --init-from d4 begins it with these weights"):
+        go_on(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 
 def test_what_is_left_to_the_program_is_as_the_run_has_it():

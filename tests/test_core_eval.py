@@ -157,9 +157,17 @@ def change(path, before, after):
     ("eval_meta_data.csv", None, "", "eval_meta_data.csv: not there"),
     ("eval_data/made_up/text.jsonl", None, "", r"text.jsonl: the data of the task 'text' are not there"),
     ("core.yaml", "icl_tasks:", "icl_tasks: [", r"core.yaml: not valid YAML \("),
+    ("core.yaml", "icl_tasks:", "depth: !!float\nicl_tasks:", r"core.yaml: not valid YAML \(line 1: the tag !!float"),
+    ("core.yaml", "icl_tasks:", "a: &a [1]\nb: *a\nicl_tasks:", r"core.yaml: not valid YAML \(line 2: the alias \*a"),
+    ("core.yaml", "icl_tasks:", "icl_tasks: []\nothers:", "core.yaml: icl_tasks: no task in it"),
     ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: icl_tasks: expected a list, got nothing"),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: riddle", "'schema' has icl_task_type 'riddle', expected"),
     ("core.yaml", "- 4\n", "- 40\n", r"schema_fewshot.jsonl: 10 items of the task .* each prompt shows 40 others"),
+    *(("core.yaml", "dataset_uri: made_up/text.jsonl", f"dataset_uri: {uri}", "dataset_uri .*, which lies outside of ")
+      for uri in ("../core.yaml", "/etc/passwd", "a/../../eval_meta_data.csv", "link/passwd", '"\\0"')),
+    ("core.yaml", "- 4\n", "- -4\n", r"has num_fewshot \[-4\], expected numbers of 0 or more"),
+    ("core.yaml", "- 4\n", "- true\n", r"num_fewshot\[0\]: expected a whole number, got true or false"),
+    ("core.yaml", "- 4\n", "- 0.5\n", r"num_fewshot\[0\]: expected a whole number, got a number"),
     ("eval_meta_data.csv", "schema_fewshot,", "renamed,", "the task 'schema_fewshot' of core.yaml has no row"),
     ("eval_meta_data.csv", "Random baseline", "Chance", r"eval_meta_data.csv: expected the columns .*Random baseline"),
     ("eval_meta_data.csv", ",25.0", ",100", "no row there with a baseline from 0 to below 100"),
@@ -169,6 +177,7 @@ def change(path, before, after):
 ])
 def test_a_bad_bundle_is_one_sentence(tmp_path, name, before, after, message):
     path = make_eval_bundle(tmp_path, num_items=10) / name
+    (tmp_path / "eval_data" / "link").symlink_to("/etc")
     path.unlink() if before is None else change(path, before, after)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as e:
         read_bundle(tmp_path)

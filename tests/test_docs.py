@@ -26,6 +26,12 @@ def test_the_table_of_settings_is_the_one_in_the_code():
     assert settings_table() in (ROOT / "docs/resume.md").read_text()
 
 
+def test_hints_never_name_the_package_of_the_same_name_on_pypi():
+    files = [file for folder in ("nanochat", "scripts", "dev", "docs", "runs", "tests")
+             for file in (ROOT / folder).rglob("*.*") if file.suffix in (".py", ".md", ".sh")]
+    assert len(files) > 150 and [str(file) for file in files if "nanochat" + "[" in file.read_text()] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_is_short_and_its_links_lead_somewhere(page):
     lines = page.read_text().splitlines()

@@ -15,7 +15,7 @@ import pytest
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import dataset, download
 from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
-from nanochat.download import make_downloader
+from nanochat.download import fetch_bundle, make_downloader
 from tests.test_dataset import parquet_bytes, write
 from tests.training import PATIENCE_S
 
@@ -256,8 +256,14 @@ def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from
     (lambda folder: bundle_zip(folder)[:-40], "File is not a zip file"),
     (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
-    (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "absent"])
-def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder_to_fill(server, tmp_path, body, said):
+    (lambda folder: bundle_zip(folder, **{f"eval_bundle/{i}": b"" for i in range(90)}),
+     " 1.. entries of .* at most 80 "),
+    (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes in all, expected at most"),
+    (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
+    (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"])
+def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, said):
+    monkeypatch.setattr(download, "BUNDLE_BYTES", 600_000, raising=False)
+    monkeypatch.setattr(download, "BUNDLE_ENTRIES", 80, raising=False)
     if (packed := body(tmp_path / "made")) is not None:
         server.files["eval_bundle.zip"] = packed
     with pytest.raises(OSError, match=rf"{server.url}/eval_bundle.zip: .*{said}.*unpack eval_bundle.zip by hand, so "
@@ -312,10 +318,22 @@ def test_the_token_is_never_printed(server, monkeypatch, capsys, caplog):
 # ---- bad flags -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("argv, said", [(["-n", "-2"], "-n"), (["-w", "0"], "-w"),
-                                        (["--base-url", "ftp://x"], "--base-url")])
+                                        (["--base-url", "ftp://x"], "--base-url"),
+                                        (["--base-url=https://u:hidden@h"], "credentials do not belong"),
+                                        (["--base-url=https://h/x?sig=hidden"], "credentials do not belong")])
 def test_bad_flags_are_named(server, argv, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as e:
         run(server, *argv)
+    assert "hidden" not in str(e.value)
+
+
+@pytest.mark.parametrize("endpoint", ["https://u:hidden@h", "https://h?sig=hidden", "ftp://u:hidden@h"])
+def test_a_secret_in_the_endpoint_is_refused_and_not_shown(tmp_path, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    for make in (make_downloader, lambda: fetch_bundle(endpoint, tmp_path / "b")):
+        with pytest.raises(ValueError, match=r"(HF_ENDPOINT|--base-url): got '?(https|ftp)://(\*\*\*@)?h") as e:
+            make()
+        assert "hidden" not in str(e.value)
 
 
 def test_the_folder_of_another_data_set_is_refused(server, tmp_path):

@@ -6,6 +6,8 @@ import json
 import logging
 import pickle
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,14 @@ def exported_tokenizer():
     found = Tokenizer.from_file(str(get_base_dir() / "hf" / "tokenizer.json"))
     found.encode_special_tokens = True
     return get_tokenizer(), found
+
+
+def test_the_models_code_names_the_version_of_transformers_that_it_needs(base, monkeypatch):
+    old = types.ModuleType("transformers")
+    old.__version__ = "4.57.1"
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(ImportError, match=r"^This model's code needs transformers 5, but 4.57.1 is .*upgrade"):
+        exec((base / "hf" / f"{export.CODE}.py").read_text(), {})
 
 
 # ---- out ------------------------------------------------------------------------------------------------------------
@@ -191,9 +201,18 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(base, monkeypatc
     assert "go with --from" in refused("run", base / "new", "--to=hf", "--model-tag=x")
 
 
-def test_a_package_that_is_not_installed_names_its_extra(base, monkeypatch):
-    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    assert "pip install -e '.[hf]'" in refused("run", base / "new", "--to=hf")
+@pytest.mark.parametrize("package", ["safetensors.torch", "tokenizers", "huggingface_hub"])
+def test_a_package_that_cannot_be_imported_names_its_extra(base, monkeypatch, package):
+    """Regression: a ModuleNotFoundError where a package was there in part."""
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == package:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    assert "cannot be imported" in (told := refused("run", base / "new", "--to=hf"))
+    assert told.endswith("pip install -e '.[hf]'")
 
 
 def test_other_architectures_and_what_is_no_checkpoint_are_refused_in_a_sentence(base):

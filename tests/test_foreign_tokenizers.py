@@ -157,8 +157,14 @@ def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(made, open
     assert [get_tokenizer(tmp_path, eod_token=end).bos_token_id for end in ("</s>", "7")] == [2, 7]
     prints = {get_tokenizer(tmp_path, eod_token=str(end)).fingerprint for end in (2, 7, 7)}
     assert len(prints) == 2, "the end of documents decides ids"
+    for text, said in (("[" * 200_000, "not valid JSON"), ("[]", "expected an object, got a list"),
+                       ('{"eos_token": {"x": 1}}', "eos_token: expected a text or null, got an object"),
+                       ('{"bos_token": [1]}', "bos_token: expected a text or null, got a list")):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"tokenizer_config\.json: .*{said}"):
+            get_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: no JSON object"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not valid JSON"):
         get_tokenizer(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """inspect_data: what it says of a step is what training would see."""
 
 import json
+import sys
 from contextlib import closing
 
 import numpy as np
@@ -16,7 +17,7 @@ from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors
 from nanochat.sources import ParquetSource, scan
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data
+from scripts import inspect_data, sample
 from tests.toy import digest_of_row, some_texts, write_parquet
 
 T, R, V = 24, 6, 3
@@ -200,6 +201,22 @@ def test_text_is_that_of_the_placements(corpus, fresh, capsys, monkeypatch):
     many = run(capsys, "rows", "--step=3", "--text", fresh["split"]).splitlines()
     assert len(many) == 1 + 2 * 5 + 2 and many[-2].startswith("5 of the step's "), "heading, lines and texts, two words"
     assert many[-1].startswith("at: ") and many[-1] == table.splitlines()[-1]
+
+
+def test_a_document_does_not_control_the_terminal(corpus, tmp_path, capsys, monkeypatch):
+    hostile = "\x1b]0;title\x07\x9b2J\u202e \r over"
+    for i in range(2):
+        write_parquet(tmp_path / "data" / f"{i}\x1b[31m.parquet", [f"{hostile} {i} {j}" for j in range(200)])
+    argv = ["rows", "--step=0", "--row=1", "--text", f"--data-path={tmp_path / 'data'}", f"--tokenizer={corpus[1]}",
+            *FLAGS]
+    out = run(capsys, *argv)
+    assert r"\u001b]0;title\u0007\u009b2J\u202e" in out and r"0\u001b[31m.parquet" in out
+    assert not set(out) & set("\x1b\x07\x9b\u202e\r")
+    (line,) = json_lines(capsys, *argv, "--json")
+    assert any(hostile in document["text"] for document in line["documents"])
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert sample.marked("a\x1b[2J", "a\x1b[2Jb\x9b") == "\x1b[2ma\\u001b[2J\x1b[0mb\\u009b"
 
 
 def test_rows_behind_kept_cursors_are_those_of_the_same_flags(corpus, run_dir, capsys, caplog):

@@ -10,7 +10,7 @@ import pytest
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors
 from nanochat.stream import LEDGER
-from scripts import report
+from scripts import page, report
 from scripts.report import make_report, markdown, quoted, read_facts, told_ledger, unbalanced
 from tests import training
 
@@ -165,6 +165,20 @@ def test_tables_and_texts_stay_whole_whatever_is_in_them():
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
     assert quoted("a\n````") == ["`````text", "a", "````", "`````", ""]
+    assert markdown(("a",), [("<script>&\x1b[2J",)])[2] == r"| &lt;script&gt;&amp;\u001b[2J |"
+    assert quoted("<b>\x1b[2J\rx") == ["```text", r"<b>\u001b[2J", "x", "```", ""]
+
+
+def test_no_name_in_a_report_is_html(run):
+    """Regression: a folder or a reason could bring markup into the page that shows the report."""
+    hostile = "<img src=x>"
+    write_json(run / "config.json", {**json.loads((run / "config.json").read_text()), "model_tag": hostile})
+    log = run / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace('"reason": ""', f'"reason": "{hostile}"').replace('"cpu"', f'"{hostile}"'))
+    moved = run.rename(run.with_name(hostile))
+    (moved / "eval.json").unlink()
+    text = make_report(read_facts(moved))
+    assert text.count("&lt;img src=x&gt;") >= 5 and hostile not in re.sub("(?s)```.*?```", "", text)
 
 
 def test_the_script_writes_the_report_and_says_where(run, capsys):
@@ -188,3 +202,16 @@ def test_a_broken_file_is_one_sentence_that_names_it(run, text, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(run.parent.parent))
     with pytest.raises(FileNotFoundError, match="no run 'd12'"):
         report.main(["d12"])
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"derived": {"num_iterations": [1]}}, "derived: num_iterations: expected a number or null, got a list"),
+    ({"derived": {"flops_per_token": "9"}}, "derived: flops_per_token: expected a number or null, got a text"),
+    ({"derived": 3}, "derived: expected an object"), ({"max_seq_len": None}, "max_seq_len: expected a whole number")])
+def test_a_config_of_another_shape_is_one_sentence_for_report_and_page(run, change, said):
+    """Regression: a list in place of a number was a TypeError."""
+    write_json(run / "config.json", {**json.loads((run / "config.json").read_text()), **change})
+    for main in (report.main, page.main):
+        with pytest.raises(ValueError, match=rf"config\.json: {said}"):
+            main([f"{run}"])
+    assert not (run / "report.md").exists()

@@ -127,6 +127,7 @@ def test_what_the_footer_does_not_tell_is_named_when_it_is_read(tmp_path, column
     """Nulls without statistics, a surrogate in what claims to be UTF-8, a broken page."""
     path = tmp_path / "bad.parquet"
     pq.write_table(pa.table({"text": column}), path, **how)
+    pq.write_table(pa.table({"text": ["whole"]}), tmp_path / "a.parquet")
     manifest = scan(tmp_path)
     if not what:
         patch(path, 40, bytes(360))

@@ -80,7 +80,7 @@ def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch,
 
 def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
     begin_data()
-    for module, path, hint in (("obstore", "s3://b/k", r"pip install 'nanochat\[s3\]'"),
+    for module, path, hint in (("obstore", "s3://b/k", r"pip install -e '\.\[s3\]'"),
                                ("multistorageclient", "msc://p/k", "pip install multi-storage-client")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ValueError, match=hint):

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,18 +14,18 @@ from scripts import base_train, sweep
 from tests import training
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"small": 12, "large": 36}
+SIZES = {"small": 12, "medium": 24, "large": 36}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two sizes that are completed, and a run that is not."""
+    """Three sizes that are completed, and a run that is not."""
     with training.workplace(tmp_path_factory.mktemp("sweep")) as path:
         for tag, width in SIZES.items():
             flags = {**training.SMALL, "aspect_ratio": width, "num_iterations": width // 6, "eval_every": 9}
             assert training.run(**flags, model_tag=f"s_{tag}").code == 0
         (path / "runs" / "s_unfinished").mkdir()
-        (path / "runs" / "s_unfinished" / "config.json").write_text("{}")
+        (path / "runs" / "s_unfinished" / "config.json").write_text('{"max_seq_len": 15}')
         yield path
 
 
@@ -33,7 +34,7 @@ def test_a_row_is_what_the_run_logged(runs, capsys):
     told = capsys.readouterr().out
     assert "left out: s_unfinished is not completed" in told
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
-    assert [row["run"] for row in rows] == ["s_small", "s_large"]
+    assert [row["run"] for row in rows] == ["s_small", "s_medium", "s_large"]
     for row in rows:
         derived, log = read_config(runs / "runs" / row["run"])["derived"], training.steps(row["run"])
         last = log[max(log)]
@@ -42,15 +43,33 @@ def test_a_row_is_what_the_run_logged(runs, capsys):
         assert float(row["train_time_s"]) == pytest.approx(last["total_training_time"])
         assert row["core"] == row["peak_memory_bytes"] == row["flops_budget"] == ""
     laws = list(csv.DictReader((runs / "out" / "fit.csv").read_text().splitlines()))
-    assert [(law["points"], law["standard_error"]) for law in laws] == [("2", ""), ("2", "")]
-    assert told.count("two budgets: a line through two points has no error") == 2, "for parameters and tokens"
+    assert [(law["points"], law["of"]) for law in laws] == [("3", "params_scaling"), ("3", "tokens")]
+    assert told.count("one standard error)") == 2
     for name in ("isoflops.png", "scaling.png"):
         assert (runs / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_size_and_no_runs_are_refused(runs):
-    with pytest.raises(ValueError, match="at least 2 points of different FLOPs, got 1"):
-        sweep.main(["s_small", f"--out={runs / 'none'}"])
+@pytest.mark.parametrize("tags, why", [
+    (["s_small"], "the runs have 1 size(s), and a law needs at least 3"),
+    (["s_small", "s_large"], "the runs have 2 size(s), and a law needs at least 3"),
+    (["s_small", "s_medium", "s_large", "other"], "s_small and other have different data or tokenizers")])
+def test_runs_that_are_no_sweep_get_a_table_and_no_laws(runs, tmp_path, tags, why, capsys):
+    """Regression: a law was fitted to any two runs."""
+    if "other" in tags:
+        shutil.copytree(runs / "runs" / "s_large", runs / "runs" / "other")
+        manifest = runs / "runs" / "other" / "data_manifest.json"
+        manifest.write_text(manifest.read_text().replace('"footer": "', '"footer": "0'))
+    assert sweep.main([*tags, f"--out={tmp_path}"]) == 0
+    told = capsys.readouterr().out
+    assert f"no laws: {why}" in told and "FLOPs^" not in told
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(tags)
+    assert (tmp_path / "fit.csv").read_text().splitlines() == [",".join(sweep.LAW_COLUMNS)]
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_runs_are_refused(runs):
+    with pytest.raises(ValueError, match="no completed run among them"):
+        sweep.main(["s_unfinished", f"--out={runs / 'none'}"])
     with pytest.raises(ValueError, match="no runs: expected tags"):
         sweep.main(["--prefix=x", f"--out={runs / 'none'}"])
     assert not (runs / "none").exists()

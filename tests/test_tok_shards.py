@@ -108,6 +108,24 @@ def megatron(raw, out, tokenizer, *more, num_workers=1):
                             "--format=megatron", f"--num-workers={num_workers}", *more])
 
 
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path, tokenizer):
+    """Regression: those of temporary files were longer."""
+    names = [letter * 245 + ".parquet" for letter in "ab"]
+    for name in names:
+        write_parquet(tmp_path / "raw" / name, some_texts(25))
+    write_jsonl(tmp_path / "raw" / ("\u6f22" * 80 + ".jsonl"), some_texts(25))
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
+    check_state(tmp_path / "out")
+    assert len(list((tmp_path / "out").rglob("*.bin"))) == 3
+
+
+def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
+    for n in range(2):
+        write_jsonl(tmp_path / "raw" / f"{n}.jsonl", [""] * 10)
+    assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 1
+    assert "failed: all 20 documents are empty; is --text-field right?" in capsys.readouterr().err
+
+
 def test_megatron_files_hold_the_same_documents(raw, tmp_path, tokenizer):
     whole, out, again = (tmp_path / name for name in ("whole", "megatron", "again"))
     assert run(raw, whole, tokenizer, "--max-length", 0) == megatron(raw, out, tokenizer) == 0

@@ -1,7 +1,6 @@
 """validate: what keeps a run from its last step is said before the first; nothing is written; base_train heeds it."""
 
 import json
-import re
 import shutil
 import sys
 
@@ -66,7 +65,7 @@ def test_a_run_that_can_reach_its_end_is_told_all_about(workplace, capsys):
     mix(workplace, 5, 0.01)
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
-    assert re.search(r"ok: memory of a GPU: about .* GB \(weights .*layers .*\), with --device-batch-size=\d", out)
+    assert "memory of a GPU" not in out, "this one has none"
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
@@ -138,11 +137,11 @@ def test_a_run_with_other_settings_is_refused_as_training_would(workplace, capsy
 
 
 def test_the_plot_is_a_picture_or_is_refused_with_the_way_out(workplace, capsys, monkeypatch):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'nanochat[plot]'")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install -e '.[plot]'")
     mix(workplace, 20, 1)
     code, out, _ = checked(capsys, "--plot", str(workplace / "plots" / "plan.png"), allow_bucket_exhaustion=True)
     assert code == 0 and "ok: plot" in out
     assert (workplace / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = checked(capsys, "--plot", str(workplace / "plan.png"), allow_bucket_exhaustion=True)
-    assert code == 1 and "nanochat[plot]" in err and not (workplace / "plan.png").exists()
+    assert code == 1 and "pip install -e '.[plot]'" in err and not (workplace / "plan.png").exists()

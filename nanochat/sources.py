@@ -71,9 +71,11 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
     """Of each group of a manifest, in the order of files: its documents and about how many tokens they
     have on average, each (G,) int64. The mean is that of the group's file."""
     files = manifest["files"]
-    means = [max(1, e.get("tokens", text_tokens(e["size"], sum(e["groups"]))) // max(1, sum(e["groups"]))) for e in files]
-    counts = np.array([n for e in files for n in e["groups"]], np.int64)
-    return counts, np.repeat(np.array(means, np.int64), [len(e["groups"]) for e in files])
+    counts = [np.array(e["groups"], np.int64) for e in files]
+    documents = [max(1, int(of_file.sum())) for of_file in counts]
+    tokens = [e.get("tokens", text_tokens(e["size"], n)) for e, n in zip(files, documents)]
+    means = [np.full(len(of_file), max(1, total // n)) for of_file, total, n in zip(counts, tokens, documents)]
+    return np.concatenate(counts), np.concatenate(means)
 
 
 class Source:
@@ -98,8 +100,8 @@ class Source:
     @staticmethod
     def scan_file(path: Path, name: str, field: str = TEXT_FIELD) -> dict[str, Any]:
         """What pins a file in a manifest: {"name", "size", "footer": a hash, "groups": documents in
-        each, "tokens": about how many in all, if the size does not tell}. `field` holds the text (--text-field). ValueError or FileNotFoundError for a file
-        that cannot be read."""
+        each, "tokens": about how many in all, if the size does not show it}. `field` holds the text
+        (--text-field). ValueError or FileNotFoundError for a file that cannot be read."""
         raise NotImplementedError
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:

@@ -237,7 +237,7 @@ def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
         T, lengths, buffer = stream
         real = list(Drive(new_packer(kind, T, overlap), lengths, buffer))
         assert real == list(Drive(Naive(T, kind == "split", min(overlap, T - 2)), lengths, buffer))
-        near = any(0 < lengths[row[-1][0]] - row[-1][2] for row in real if len(row) > 1)
+        near = any(lengths[row[-1][0]] - row[-1][2] > 0 for row in real if len(row) > 1)
         seen.update(row=len(real), three=any(len(row) > 2 for row in real), near=near)
 
     law()

@@ -278,7 +278,7 @@ def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int]
     return lambda base, _: main([word.format(base) for word in argv])
 
 
-LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner-*.json", f"{RUN}/logs/train.jsonl",
+LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner.json", f"{RUN}/logs/train.jsonl",
          f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
@@ -294,7 +294,7 @@ READERS: dict[str, Reader] = {
     "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
     "run state": Reader(lambda base, _: status.describe(status.look(base / RUN)), (f"{RUN}/.run_state.json",)),
-    "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner-*.json",), 0.3),
+    "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
     "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
                           (f"{RUN}/logs/train.jsonl",)),
     "cursors": Reader(lambda base, _: run_dir.read_cursors(base / RUN / "logs/cursors/step-00000002.json.gz"),
@@ -341,7 +341,6 @@ def begin(base: Path) -> None:
     os.environ.update(NANOCHAT_BASE_DIR=str(base))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable()
-    lifecycle.WATCH_S = lifecycle.HEARTBEAT_S = 0.1  # of owners that seem to be elsewhere
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

@@ -27,15 +27,21 @@ TRAINER = """
 import os, sys, time
 from pathlib import Path
 from nanochat.lifecycle import RunState, StopWatch, acquire, identify
+from nanochat.watchdog import Watchdog
 env = os.environ
 with StopWatch() as stop:
     run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
+    time.sleep(float(env.get("CLAIM_S", 0)))
     owner = acquire(run_dir)
     stop.clear(run_dir)
     kept = run_dir / "kept"
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
-    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state:
+    def refresh():
+        stop.look()
+        return state.refresh()
+    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state, \\
+            Watchdog(None, [identify()], timeout_s=4, refresh=refresh):
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")
@@ -91,10 +97,15 @@ def trainer(base, name="d1", **more):
     return process
 
 
+OWNED = []  # runs of which this process holds the lock
+
+
 def made_up(base, name, status, **fields):
     """A run of this process in a state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
+    if status in lifecycle.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
+        OWNED.append(lifecycle.acquire(path))
     told = {**dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "launch": name, "world_size": 1,
             "ranks": [identify()], "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}
     (path / ".run_state.json").write_text(json.dumps(told))
@@ -363,7 +374,7 @@ def test_the_loop_ends_when_somebody_asks(base):
     code, told = ended(process)
     assert code == 10 and "ended by scripts.stop" in told
     state = read_state(run_dir(base))
-    assert exit_code(state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
+    assert exit_code(run_dir(base), state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
 
 
 # ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def process_start(pid: int) -> str | None:
     (or only its zombie is left), and where the system does not tell."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
     fields = stat[stat.rindex(")") + 2:].split()  # after the name, which may contain anything
     return None if fields[0] in "ZX" else fields[19]

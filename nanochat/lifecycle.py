@@ -11,9 +11,9 @@ Why a run stops, which launch owns it, and where it stands.
 
 **Stopping.** Each process has one `StopWatch`, entered before anything slow. A signal never
 interrupts, because a handler that raises would leave a collective unfinished on one rank: it is
-noted, and honoured at the next look. The answer is added to a sum that all ranks compute anyway, so
-one rank's signal stops all of them after the same step (for torchrun see docs/clusters.md). A run
-stops for its walltime when the next look would come too late to save:
+noted. The reason to stop is added to a sum that all ranks compute anyway, so one rank's signal stops
+all of them after the same step (for torchrun see docs/clusters.md). A run stops for its walltime
+when the next look would come too late to save:
 
     started                                      look        next look      deadline
     |---------------------------------------------|--step, looks--|--reserve--|
@@ -22,9 +22,8 @@ It allows for a step as slow as the slowest recent one, and for each kind of wor
 evaluation, samples, the copy for a save) as slow as it ever was in this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the
-operating system's lock (flock) on the owner's file and writes its record there. The lock ends with
-the process, however that ends; a stopped process keeps it. A launch also proves that the run is
-still the one that it inspected:
+operating system's lock (flock) on the owner's file, and writes its record there. The lock ends with
+the process; a stopped process keeps it. The record proves that the run is the one that was inspected:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
     B  inspects: record X, no lock ........ cannot lock: refused, and record A says who owns the run
@@ -34,11 +33,11 @@ The file is never deleted here, because another process may be about to lock it.
 deletes or replaces it, or the whole run directory, the owner ends at its next look: within seconds,
 and before it writes another line or checkpoint. Where a file system has no locks, the process (on
 the same host) or the age of its heartbeat decides. Where locks do not reach other hosts, a launch
-on another host takes the run over, and the first owner finds the new record and ends.
+there takes the run over, and the first owner finds the new record and ends.
 
-**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed. A run is
-dead if it says that it is active but nothing holds its lock. The state is not forced to disk, which
-may take as long as a step, and an error in writing it never stops training."""
+**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed; dead if it
+says that it is active but nothing holds its lock. The state is not forced to disk, which may take as
+long as a step, and an error in writing it never stops training."""
 
 import contextlib
 import fcntl
@@ -51,7 +50,6 @@ import subprocess
 import threading
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -292,12 +290,11 @@ OWNER = {"launch": str, "since": str, **PROCESS}
 
 
 class Owner:
-    """The right of one launch, named `launch`, to write into a run directory: as long as the
-    owner's file there is the one that it has open and locked, with its record in it."""
+    """The right of one launch to write into a run directory: as long as the owner's file there is
+    the one that it has open and locked, with its record in it."""
 
-    def __init__(self, run_dir: Path, launch: str, file: BinaryIO, record: bytes) -> None:
-        self.run_dir, self.launch, self._file, self._record = run_dir, launch, file, record
-        _owners.add(self)
+    def __init__(self, run_dir: Path, file: BinaryIO, record: bytes) -> None:
+        self.run_dir, self._file, self._record = run_dir, file, record
 
     def lost(self) -> str:
         """'' as long as this launch owns the run, otherwise a sentence that says so."""
@@ -315,19 +312,6 @@ class Owner:
     def release(self) -> None:
         """Give up the run: another launch may claim it from now on."""
         self._file.close()
-
-
-_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
-
-
-def _release_in_child() -> None:
-    """A forked child would keep the lock for as long as it lives. (Programs that are executed do
-    not inherit it.)"""
-    for owner in _owners:
-        owner.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _lock(file: BinaryIO, kind: int) -> bool | None:
@@ -364,10 +348,8 @@ def check_free(run_dir: Path) -> bytes:
         return record
     try:
         owner = parse_json(record, "", OWNER)
-        who = f"host {owner['host']}, pid {owner['pid']}, since {owner['since']}"
+        who = f"host {ascii(owner['host'])}, pid {owner['pid']}, since {ascii(owner['since'])}"
     except ValueError:
-        who = ""
-    if not (who and who.isprintable()):
         who = f"{run_dir / OWNER_NAME} does not name it"
     raise ValueError(f"{run_dir}: another launch owns this run: {who}; end it with python -m scripts.stop "
                      f"{run_dir.name} (--force if it is stopped or hangs), or name another run with --model-tag")
@@ -381,7 +363,7 @@ def claim(run_dir: Path, before: bytes) -> Owner:
         run_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(open_regular(run_dir / OWNER_NAME, os.O_RDWR | (0 if before else os.O_CREAT)))
+            file = stack.enter_context(open_regular(run_dir / OWNER_NAME, os.O_RDWR | os.O_CREAT))
             for _ in range(LOCK_TRIES):
                 if (locked := _lock(file, fcntl.LOCK_EX)) is not False:
                     break
@@ -394,13 +376,14 @@ def claim(run_dir: Path, before: bytes) -> Owner:
             raise outdated from None
         if locked is False or not same or file.read() != before:
             raise outdated
-        launch, since = uuid.uuid4().hex, time.strftime("%Y-%m-%d %H:%M:%S")
-        record = json.dumps({"launch": launch, "since": since, **identify()}).encode()
+        who = {"launch": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S"), **identify()}
+        record = json.dumps(who).encode()
         file.seek(0)
         file.write(record)
         file.truncate(len(record))
+        os.register_at_fork(after_in_child=file.close)  # it would keep the lock; executed programs do not inherit it
         stack.pop_all()
-    return Owner(run_dir, launch, file, record)
+    return Owner(run_dir, file, record)
 
 
 def acquire(run_dir: Path) -> Owner:
@@ -415,7 +398,7 @@ NEWS = {  # what a run reports while it trains, and the shape of each value
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
     "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
     "skipped": int | None | object}  # object: older programs did not report it
-STATE = {**NEWS, "format_version": int, "launch": str, "world_size": int, "ranks": [PROCESS],
+STATE = {**NEWS, "format_version": int, "world_size": int, "ranks": [PROCESS],
          "started": float, "heartbeat": float}
 LARGEST, LATEST = 1e18, 1e11  # of a number, and of a time in unix seconds (the year 5138)
 
@@ -480,15 +463,15 @@ def _replace(path: Path, value: Any) -> None:
 class RunState:
     """Rank 0's writer of the state. A context: leaving it without a final status makes the status
     failed, with the exception as reason. `ranks`: the values of `identify` on each rank, in rank
-    order. `refresh` uses the disk, and is for the heartbeat's thread (nanochat/watchdog.py); a step
-    waits for none of the other methods."""
+    order. Only `refresh` uses the disk. The heartbeat calls it (nanochat/watchdog.py), and `close`
+    does in a thread of its own, so no step waits for a disk."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
         self.owner, self._path = owner, owner.run_dir / STATE_NAME
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
-            **empty, "format_version": FORMAT_VERSION, "status": "starting", "launch": owner.launch,
-            "world_size": len(ranks), "ranks": list(ranks), "started": time.time()}
+            **empty, "format_version": FORMAT_VERSION, "status": "starting", "world_size": len(ranks),
+            "ranks": list(ranks), "started": time.time()}
         self._written: dict[str, Any] = {}
         self._written_at = 0.0
         self._warned = self._closed = False
@@ -496,15 +479,11 @@ class RunState:
         self.update(**news)
         self.refresh()
 
-    @property
-    def status(self) -> str:
-        return self._state["status"]
-
     def update(self, **news: Any) -> None:
         """Take in news (the names in NEWS); the next `refresh` writes it. After a final status
         nothing changes any more."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
-        if self.status not in EXIT_CODES:
+        if self._state["status"] not in EXIT_CODES:
             self._state.update(news)
 
     def refresh(self) -> str:
@@ -515,21 +494,17 @@ class RunState:
                 return ""
             lost, state = self.owner.lost(), dict(self._state)
             if not lost and (state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S):
-                self._write({**state, "heartbeat": time.time()})
                 self._written, self._written_at = state, time.monotonic()
+                try:
+                    _replace(self._path, finite({**state, "heartbeat": time.time()}))
+                except OSError as e:
+                    if not self._warned:
+                        log.warning("%s: cannot be written (%s); training continues", self._path, e.strerror)
+                    self._warned = True
             if state["status"] in EXIT_CODES:
                 self.owner.release()
                 self._closed = True
             return lost
-
-    def _write(self, state: dict[str, Any]) -> None:
-        try:
-            _replace(self._path, finite(state))
-        except OSError as e:
-            if not self._warned:
-                log.warning("%s: cannot be written (%s); training continues, but scripts.status may report the run "
-                            "as dead", self._path, e.strerror)
-            self._warned = True
 
     def close(self, status: str, reason: str = "") -> None:
         """Write how the run ended, and give it up. The first final status stays. A disk that does

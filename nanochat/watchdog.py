@@ -86,7 +86,7 @@ class Watchdog:
         self._here = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]
         self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what others published, and when that was new
         self._ours, self._verdict = "", ""  # what this rank would say, and what counts
-        self._left, self._over = False, threading.Event()
+        self._left, self._over, self._news = False, threading.Event(), threading.Event()
         self._heart = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
         self._timer = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -138,8 +138,8 @@ class Watchdog:
         while not self._talk():
             self._ours = self._ours or self._refresh() or self._judge()
             self._answered = time.monotonic()
-            time.sleep(min(0.05, self.interval_s))
-            self._wait(self.interval_s, lambda: self._left or self._ours)
+            self._news.wait(min(0.05, self.interval_s) if self._left or self._ours else self.interval_s)
+            self._news.clear()
 
     def _talk(self) -> bool:
         """Publish, hear, and settle what counts. Whether that was the last time."""
@@ -235,6 +235,7 @@ class Watchdog:
         """End the launch with the verdict that counts, the first: print it, and give the others
         time to hear it. Returns it."""
         self._ours = self._ours or ours
+        self._news.set()
         self._wait(ANSWER_S, lambda: self._verdict or not self._heart.is_alive())
         verdict = self._verdict or ours
         speaks = self.rank == (1 if verdict.startswith(self._name(0)) else 0) or not self._verdict
@@ -250,8 +251,10 @@ class Watchdog:
 
     def _leave(self, within_s: float) -> None:
         """Tell the others, and go when the heartbeat has done so, or hangs."""
-        self._left = True
-        self._wait(within_s, lambda: not self._heart.is_alive() or time.monotonic() - self._answered > ANSWER_S)
+        self._left, end = True, time.monotonic() + within_s
+        self._news.set()
+        while self._heart.is_alive() and time.monotonic() < min(end, self._answered + ANSWER_S):
+            self._heart.join(0.05)
 
     def _wait(self, within_s: float, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + within_s

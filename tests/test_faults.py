@@ -208,7 +208,7 @@ def test_a_second_launch_is_refused_until_the_first_is_dead(reference, tmp_path)
     assert second.wait() == [1]
     here = lifecycle.identify()
     told = second.text()
-    assert f"host {here['host']}, pid {first.processes[0].pid}, since" in told and told.count("error: ") == 1
+    assert f"host '{here['host']}', pid {first.processes[0].pid}, since" in told and told.count("error: ") == 1
     assert "scripts.stop" in told and "--model-tag" in told and "Traceback" not in told
     assert before == {name: told for name, told in training.fingerprint(training.run_dir()).items() if name[0] != "."}
     first.kill()

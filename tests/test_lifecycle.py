@@ -313,7 +313,7 @@ def test_a_corrupt_state_is_named_and_no_dead_end(tmp_path):
             ({"status": "odd"}, "this version"), ({"ranks": []}, "this version"),
             ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
             ({"ranks": [{**identify(), "pid": True}]}, r"pid: expected a whole number"),
-            ({"step": "5"}, "step: expected"), ({"launch": 1}, "launch: expected a text"),
+            ({"step": "5"}, "step: expected"), ({"reason": 1}, "reason: expected a text"),
             ({"started": 1e300}, r"started: got 1e\+300"), ({"heartbeat": float("nan")}, "heartbeat: got nan"),
             ({"heartbeat": -1e12}, "heartbeat: got -1"), ({"eta_s": float("inf")}, "eta_s: got inf"),
             ({"step": 10**400}, "step: got 1000")):
@@ -622,8 +622,8 @@ def test_an_owner_that_is_stopped_keeps_its_run_and_is_named_whatever_its_host_n
         second = python("import sys; from pathlib import Path; from nanochat.lifecycle import acquire\n"
                         "try:\n    acquire(Path(sys.argv[1]))\nexcept ValueError as e:\n    print(e)", run_dir)
         assert second.communicate(timeout=PATIENCE_S)[0] == (
-            f"{run_dir}: another launch owns this run: host {owner['host']}, pid {owner['pid']}, since "
-            f"{owner['since']}; end it with python -m scripts.stop run (--force if it is stopped or hangs), or name "
+            f"{run_dir}: another launch owns this run: host '{owner['host']}', pid {owner['pid']}, since "
+            f"'{owner['since']}'; end it with python -m scripts.stop run (--force if it is stopped or hangs), or name "
             f"another run with --model-tag\n")
         assert liveness(run_dir, read_state(run_dir)) == "alive"
     finally:

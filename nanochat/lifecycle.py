@@ -348,7 +348,7 @@ def check_free(run_dir: Path) -> bytes:
         return record
     try:
         owner = parse_json(record, "", OWNER)
-        who = f"host {ascii(owner['host'])}, pid {owner['pid']}, since {ascii(owner['since'])}"
+        who = f"host {owner['host']!a}, pid {owner['pid']}, since {owner['since']!a}"
     except ValueError:
         who = f"{run_dir / OWNER_NAME} does not name it"
     raise ValueError(f"{run_dir}: another launch owns this run: {who}; end it with python -m scripts.stop "

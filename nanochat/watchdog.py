@@ -14,20 +14,17 @@ that name no rank. Here each rank's main thread reports where it is, and two thr
     rank 1  count 36  step 18 (reduction)     hangs, and the others wait for it. A rank that publishes
     rank 3  count 35  step 18                 nothing any more is stopped, or its machine is dead.
 
-- The stated time: the limit, then up to 30 s in which rank 0 listens to the others, then up to 30 s
-  to agree and leave. The limit is `timeout_s`; `first_timeout_s` until the second step
-  (compilation); or what a beat says until the next one.
+- The stated time: the limit, then up to 30 s in which rank 0 listens, then up to 30 s to agree and
+  leave. The limit is `timeout_s`; `first_timeout_s` until the second step (compilation); or what a
+  beat says until the next one.
 - All ranks make the same beats in the same order. Counts are compared, never the clocks of two
   machines. A rank that works alone for long calls `beat()` without a step, which is not counted.
 - The first verdict in the store counts, and all ranks leave with it: by os._exit(1) where the main
-  thread may be anywhere. Rank 0 prints it and writes it to the run's state (rank 1 prints it if it
-  blames rank 0); a rank that hangs prints its threads' stacks. A rank that fails with an exception
-  leaves its sentence as the verdict.
+  thread may be anywhere. Rank 0 prints and records it (rank 1 prints it if it blames rank 0); a rank
+  that hangs prints its stacks. A rank that fails with an exception leaves its sentence as verdict.
 
-Rejected: faulthandler.dump_traceback_later in place of the timer. It counts the time for which a
-process was stopped, so `fg` after Ctrl-Z and a long lunch would end a healthy run.
-
-The store client is not the one of the process group, whose lock the main thread may hold."""
+Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was
+stopped, so `fg` after Ctrl-Z and a long lunch would end a healthy run."""
 
 import faulthandler
 import json
@@ -53,7 +50,7 @@ UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # of a rank
 
 def open_store(world_size: int) -> Any:
     """A client of the store of this launch (MASTER_ADDR, MASTER_PORT), or None for a single
-    process. Called once the process group exists."""
+    process. Called once the process group exists, whose own client the main thread may lock."""
     if world_size == 1:
         return None
     import torch.distributed as dist
@@ -143,6 +140,8 @@ class Watchdog:
 
     def _talk(self) -> bool:
         """Publish, hear, and settle what counts. Whether that was the last time."""
+        self._heard[self.rank] = {"count": self._count, "at": self._at, "late": self._idle() > self._limit(),
+                                  "left": self._left}, self._clock
         if self._store is not None:
             try:
                 return self._exchange(self._store)
@@ -159,9 +158,9 @@ class Watchdog:
 
     def _exchange(self, store: Any) -> bool:
         """`_talk` with a store."""
-        left, here, late = self._left, 0, self._idle() > self._limit()
-        store.set(f"rank/{self.rank}", json.dumps({
-            "count": self._count, "at": self._at, "late": late, "left": left, "clock": time.monotonic()}))
+        ours, here = self._heard[self.rank][0], 0
+        left, late = ours["left"], ours["late"]
+        store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))
         for rank, process in enumerate(self.ranks):
             gone = rank in self._here and not is_alive_here(process)  # asked first: it may leave in between
             listens = gone or (self.rank == 0 and left) or (late and 0 in (rank, self.rank))
@@ -187,8 +186,7 @@ class Watchdog:
         now, idle, everyone = self._clock, self._idle(), range(len(self.ranks))
         if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and len(everyone) > 1):
             return ""
-        ours = {"count": self._count, "at": self._at, "late": True, "left": self._left}
-        heard = {rank: self._heard.get(rank, (UNHEARD, 0.0)) for rank in everyone} | {0: (ours, now)}
+        heard = {rank: self._heard.get(rank, (UNHEARD, 0.0)) for rank in everyone}
         silent = [r for r, (seen, new_at) in heard.items() if now - new_at > self.silence_s and not seen["left"]]
         least = min(seen["count"] for seen, _ in heard.values())
         stuck = silent or [r for r, (seen, _) in heard.items()

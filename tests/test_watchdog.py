@@ -171,6 +171,7 @@ def test_who_is_to_blame(case, monkeypatch):
     dog._clock = now
     for step in range(10):
         dog.beat(step)
+    dog._heard[0] = record(), now
     for rank, seen in enumerate(others, 1):
         if seen is not None:
             dog._heard[rank] = (record(), now - dog.silence_s - 1) if seen == "silent" else (seen, now - 5)

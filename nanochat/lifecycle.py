@@ -150,7 +150,6 @@ class StopWatch:
         self._signals: list[int] = []
         self._first_int: float | None = None
         self._previous: dict[int, Any] = {}
-        self._run_dir: Path | None = None  # where rank 0 looks for the flag file
         self._since = max(process_began(), StopWatch.ended)  # an older flag is a leftover
         self._flagged = False
         self._last_look: float | None = None
@@ -192,20 +191,14 @@ class StopWatch:
         """The run is over: no wait for object storage lasts from now on."""
         LAUNCH.stop = lambda: True
 
-    def clear(self, run_dir: Path) -> None:
-        """For rank 0, once it owns the run: delete a flag that an earlier launch left, and look for
-        a new one from now on."""
-        self._run_dir = run_dir
-        self.look()
-        if not self._flagged:
-            with contextlib.suppress(OSError):
+    def look(self, run_dir: Path) -> None:
+        """Look for the flag file, and delete one that an earlier launch left. For the heartbeat of
+        the run's owner, so that a step never waits for a disk."""
+        with contextlib.suppress(OSError):
+            if os.lstat(run_dir / FLAG_NAME).st_mtime >= self._since:
+                self._flagged = True
+            elif not self._flagged:
                 os.unlink(run_dir / FLAG_NAME)
-
-    def look(self) -> None:
-        """Look for the flag file. For rank 0's heartbeat: a step never waits for a disk."""
-        if self._run_dir is not None:
-            with contextlib.suppress(OSError):
-                self._flagged |= os.lstat(self._run_dir / FLAG_NAME).st_mtime >= self._since
 
     def note(self, what: str, seconds: float) -> None:
         """Work other than a step took so many seconds since the last look. They do not count as
@@ -445,8 +438,7 @@ def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
 def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
     """What scripts.status --exit-code answers: 0 completed, 10 stopped (the same command resumes
     it), 3 halted (a person must decide), 1 failed or dead, 20 alive."""
-    known = liveness(run_dir, state)
-    return EXIT_CODES[state["status"]] if known == "ended" else EXIT_ALIVE if known == "alive" else 1
+    return {"ended": EXIT_CODES.get(state["status"], 1), "alive": EXIT_ALIVE, "dead": 1}[liveness(run_dir, state)]
 
 
 def _replace(path: Path, value: Any) -> None:
@@ -463,11 +455,12 @@ def _replace(path: Path, value: Any) -> None:
 class RunState:
     """Rank 0's writer of the state. A context: leaving it without a final status makes the status
     failed, with the exception as reason. `ranks`: the values of `identify` on each rank, in rank
-    order. Only `refresh` uses the disk. The heartbeat calls it (nanochat/watchdog.py), and `close`
-    does in a thread of its own, so no step waits for a disk."""
+    order. `stop`: learns of the flag file. Only `refresh` uses the disk, and no step waits for it:
+    the heartbeat calls it (nanochat/watchdog.py)."""
 
-    def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], **news: Any) -> None:
-        self.owner, self._path = owner, owner.run_dir / STATE_NAME
+    def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], stop: StopWatch | None = None,
+                 **news: Any) -> None:
+        self.owner, self._stop, self._path = owner, stop, owner.run_dir / STATE_NAME
         empty = {name: "" if shape is str else None for name, shape in NEWS.items()}
         self._state: dict[str, Any] = {
             **empty, "format_version": FORMAT_VERSION, "status": "starting", "world_size": len(ranks),
@@ -487,11 +480,14 @@ class RunState:
             self._state.update(news)
 
     def refresh(self) -> str:
-        """Write the state if there is news or a heartbeat is due, and give up the run after a final
-        one. '' or why this launch must end: it has lost the run, and nothing is written."""
+        """Look for the flag file, write the state if there is news or a heartbeat is due, and give
+        up the run after a final one. '' or why this launch must end: the run is lost, and nothing
+        is written."""
         with self._one_writer:
             if self._closed:
                 return ""
+            if self._stop is not None:
+                self._stop.look(self.owner.run_dir)
             lost, state = self.owner.lost(), dict(self._state)
             if not lost and (state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S):
                 self._written, self._written_at = state, time.monotonic()

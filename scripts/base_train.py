@@ -259,18 +259,11 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
 
         everyone = gather_all(identify())
         state: Any = Silence() if rank > 0 else stack.enter_context(RunState(
-            owner, everyone, num_iterations=num_steps, step=start.step,
+            owner, everyone, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
-
-        def refresh() -> str:
-            stop.look()
-            return state.refresh()
-
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
-            refresh=refresh, on_failure=partial(state.close, "failed")))
-        if rank == 0:
-            stop.clear(start.run_dir)
+            refresh=state.refresh, on_failure=partial(state.close, "failed")))
 
         model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (

@@ -204,17 +204,18 @@ def test_a_flag_counts_unless_it_is_older_than_the_process(tmp_path):
     for age_s, reason in ((10, ""), (-10, "asked by scripts.stop")):
         request_stop(tmp_path)  # before the launch has claimed the run
         os.utime(flag, (stop._since - age_s, stop._since - age_s))
-        stop.clear(tmp_path)
+        assert stop.asked() == ""
+        stop.look(tmp_path)
         assert stop.wanted() == stop.asked() == reason and flag.exists() == bool(reason)
     with StopWatch():
         pass
     late = StopWatch()
     os.utime(flag, (late._since - 1, late._since - 1))
-    late.clear(tmp_path)
+    late.look(tmp_path)
     assert late.asked() == "" and not flag.exists(), "a later launch in the same process"
     flag.touch()  # by hand
     assert late.asked() == ""
-    late.look()
+    late.look(tmp_path)
     assert late.asked() == "asked by scripts.stop"
 
 

@@ -34,15 +34,12 @@ with StopWatch() as stop:
     while not Path(env.get("CLAIM_AFTER", "/")).exists():
         time.sleep(0.01)
     owner = acquire(run_dir)
-    stop.clear(run_dir)
     kept = run_dir / "kept"
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
-    def refresh():
-        stop.look()
-        return state.refresh()
-    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state, \\
-            Watchdog(None, [identify()], timeout_s=4, refresh=refresh):
+    with RunState(
+            owner, [identify()], stop, num_iterations=20, step=step, checkpoint=saved, status="running") as state, \\
+            Watchdog(None, [identify()], timeout_s=4, refresh=state.refresh):
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")

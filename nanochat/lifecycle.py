@@ -5,7 +5,7 @@ Why a run stops, which launch owns it, and where it stands.
     flag file: rank 0's heartbeat looks ----+--> stop.wanted(): '' or the reason --> in the step's sum --> all stop
     walltime: every rank -------------------'
 
-    RUN/.shutdown_requested    written by scripts.stop; counts unless it is older than this process
+    RUN/.shutdown_requested    written by scripts.stop; counts unless it is older than this launch
     RUN/.owner.json            names the launch that owns the run, which holds a lock on this file
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
@@ -129,9 +129,10 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
     return began + left_s
 
 
-def process_began() -> float:
-    """When this process started, unix seconds; now, where the system does not tell."""
-    ticks = process_start(os.getpid())
+def launch_began() -> float:
+    """When this process, or the torchrun that started it, began, unix seconds; now, where the
+    system does not tell."""
+    ticks = process_start(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
     if ticks is None:
         return time.time()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
@@ -150,7 +151,7 @@ class StopWatch:
         self._signals: list[int] = []
         self._first_int: float | None = None
         self._previous: dict[int, Any] = {}
-        self._since = max(process_began(), StopWatch.ended)  # an older flag is a leftover
+        self._since = max(launch_began(), StopWatch.ended)  # an older flag is a leftover
         self._flagged = False
         self._last_look: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT_LOOKS)

@@ -6,7 +6,7 @@ Ask a run to stop: it finishes its step, saves, and ends. The same training comm
     python -m scripts.stop d24 --force     # end its processes on this host: SIGTERM, and 30 s later SIGKILL
 
 The request is a file in the run directory, so it reaches a run on any host that shares the file system. A launch that
-is still starting finds it, too: the request counts for every process that is older than the file. `--force` is for a
+is still starting finds it, too: the request counts for every launch that is older than the file. `--force` is for a
 run that no longer looks: it ends the processes that the run's state names, if they are visible on this host and
 started when the state says (a process id that another program has now is left alone). It exits with 1 if one may be
 left.

@@ -35,8 +35,8 @@ from nanochat.lifecycle import (
     identify,
     is_alive_here,
     join_reasons,
+    launch_began,
     liveness,
-    process_began,
     process_start,
     read_state,
     request_stop,
@@ -191,15 +191,18 @@ def test_whatever_the_steps_the_save_fits_if_no_step_is_longer_than_those_before
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
 
-def test_a_flag_counts_unless_it_is_older_than_the_process(tmp_path):
-    """Regression: a launch deleted the flag when it claimed its run, so a request that came before that was lost."""
+def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
+    """Regression: a launch deleted the flag when it claimed its run, so an earlier request was lost."""
     read, write = os.pipe()
     before = time.time()
     if (child := os.fork()) == 0:
-        os.write(write, str(process_began()).encode())
+        ours = launch_began()
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        os.write(write, f"{ours} {launch_began()}".encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert before - 0.1 < float(os.read(read, 100)) < time.time() + 0.1
+    ours, torchruns = map(float, os.read(read, 100).split())
+    assert before - 0.1 < ours < time.time() + 0.1 and abs(torchruns - launch_began()) < 0.1
     stop, flag = StopWatch(), tmp_path / FLAG_NAME
     for age_s, reason in ((10, ""), (-10, "asked by scripts.stop")):
         request_stop(tmp_path)  # before the launch has claimed the run

@@ -253,7 +253,7 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
     if not first:
         made_up(base, "d1", "stopped")
     process = subprocess.Popen([sys.executable, base / "trainer.py", "d1"], cwd=ROOT, stderr=subprocess.PIPE,
-                               env=environment(base, CLAIM_AFTER=base / "claim", STEP_S=1.5))
+                               env=environment(base, CLAIM_AFTER=base / "claim"))
     wait_for(lambda: lifecycle.process_start(process.pid))
     time.sleep(0.02)  # a tick of the clock of processes
     if first:

@@ -55,7 +55,18 @@ from nanochat import (
 )
 from nanochat.common import Parser, begin_data, hash_bytes, run_main, table, whole
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, compare_runs, convert_shards, inspect_data, report, status, tok_shards, validate, verify
+from scripts import (
+    base_train,
+    compare_runs,
+    convert_shards,
+    inspect_data,
+    report,
+    status,
+    stop,
+    tok_shards,
+    validate,
+    verify,
+)
 from tests import training
 
 MEMORY_BYTES = 12 << 30  # of address space that the child may take
@@ -273,6 +284,16 @@ def read_verify(base: Path, _: int) -> None:
         raise ValueError(out.getvalue())
 
 
+def read_stop(base: Path, _: int) -> None:
+    """Force the run, whose processes are gone, to end. A signal to any process is a finding."""
+    facts = status.look(base / RUN)
+    if facts["status"] is None:
+        raise ValueError(facts["reason"])
+    with mock.patch.object(os, "kill") as kill, mock.patch.multiple(stop, GRACE_S=0.0, KILL_S=0.0):
+        stop.force(facts)
+    assert not kill.called, kill.mock_calls
+
+
 def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int], Any]:
     """A reader that is a script, whose findings are its own affair."""
     return lambda base, _: main([word.format(base) for word in argv])
@@ -294,6 +315,7 @@ READERS: dict[str, Reader] = {
     "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
     "run state": Reader(lambda base, _: status.describe(status.look(base / RUN)), (f"{RUN}/.run_state.json",)),
+    "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),
     "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
     "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
                           (f"{RUN}/logs/train.jsonl",)),

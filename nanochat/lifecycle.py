@@ -195,11 +195,13 @@ class StopWatch:
     def look(self, run_dir: Path) -> None:
         """Look for the flag file, and delete one that an earlier launch left. For the heartbeat of
         the run's owner, so that a step never waits for a disk."""
+        flag, now = run_dir / FLAG_NAME, time.time()
         with contextlib.suppress(OSError):
-            if os.lstat(run_dir / FLAG_NAME).st_mtime >= self._since:
+            if not self._flagged and os.lstat(flag).st_mtime >= self._since:
                 self._flagged = True
+                os.utime(flag, (now, now), follow_symlinks=False)  # a date in the future would stop later launches, too
             elif not self._flagged:
-                os.unlink(run_dir / FLAG_NAME)
+                os.unlink(flag)
 
     def note(self, what: str, seconds: float) -> None:
         """Work other than a step took so many seconds since the last look. They do not count as
@@ -246,7 +248,7 @@ def request_stop(run_dir: Path) -> None:
     is not a regular file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
-        os.utime(file.fileno())
+        os.utime(file.fileno(), (time.time(),) * 2)  # not by the clock of a file server
 
 
 # ---- processes ----------------------------------------------------------------------------------

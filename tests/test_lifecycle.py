@@ -202,9 +202,9 @@ def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
         os._exit(0)
     os.waitpid(child, 0)
     ours, torchruns = map(float, os.read(read, 100).split())
-    assert before - 0.1 < ours < time.time() + 0.1 and abs(torchruns - launch_began()) < 0.1
+    assert torchruns < before < ours + 0.1 < time.time() + 0.2
     stop, flag = StopWatch(), tmp_path / FLAG_NAME
-    for age_s, reason in ((10, ""), (-10, "asked by scripts.stop")):
+    for age_s, reason in ((10, ""), (-1e6, "asked by scripts.stop")):
         request_stop(tmp_path)  # before the launch has claimed the run
         os.utime(flag, (stop._since - age_s, stop._since - age_s))
         assert stop.asked() == ""
@@ -213,7 +213,6 @@ def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
     with StopWatch():
         pass
     late = StopWatch()
-    os.utime(flag, (late._since - 1, late._since - 1))
     late.look(tmp_path)
     assert late.asked() == "" and not flag.exists(), "a later launch in the same process"
     flag.touch()  # by hand

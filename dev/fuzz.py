@@ -69,6 +69,7 @@ from scripts import (
     page,
     report,
     status,
+    stop,
     tok_shards,
     validate,
     verify,
@@ -390,12 +391,22 @@ def read_verify(base: Path, _: int) -> None:
         raise ValueError(out.getvalue())
 
 
+def read_stop(base: Path, _: int) -> None:
+    """Force the run, whose processes are gone, to end. A signal to any process is a finding."""
+    facts = status.look(base / RUN)
+    if facts["status"] is None:
+        raise ValueError(facts["reason"])
+    with mock.patch.object(os, "kill") as kill, mock.patch.multiple(stop, GRACE_S=0.0, KILL_S=0.0):
+        stop.force(facts)
+    assert not kill.called, kill.mock_calls
+
+
 def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int], Any]:
     """A reader that is a script, whose findings are its own affair."""
     return lambda base, _: main([word.format(base) for word in argv])
 
 
-LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner-*.json", f"{RUN}/logs/train.jsonl",
+LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner.json", f"{RUN}/logs/train.jsonl",
          f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
@@ -411,7 +422,8 @@ READERS: dict[str, Reader] = {
     "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
     "run state": Reader(lambda base, _: status.describe(status.look(base / RUN)), (f"{RUN}/.run_state.json",)),
-    "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner-*.json",), 0.3),
+    "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),
+    "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
     "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
                           (f"{RUN}/logs/train.jsonl",)),
     "cursors": Reader(lambda base, _: run_dir.read_cursors(base / RUN / "logs/cursors/step-00000002.json.gz"),
@@ -465,7 +477,6 @@ def begin(base: Path) -> None:
     os.environ.update(NANOCHAT_BASE_DIR=str(base))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable()
-    lifecycle.WATCH_S = lifecycle.HEARTBEAT_S = 0.1  # of owners that seem to be elsewhere
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

@@ -32,6 +32,7 @@ writer makes them anew and says so; where the run directory itself is gone, writ
 """
 
 import contextlib
+import errno
 import gzip
 import itertools
 import json
@@ -40,9 +41,10 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanochat.common import did_you_mean, fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
@@ -53,6 +55,7 @@ PLAN_NAME = "plan.json"
 CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
+APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND
 FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
 
 
@@ -194,6 +197,22 @@ def set_aside(run_dir: Path) -> Path:
 
 # ---- the log ------------------------------------------------------------------------------------
 
+def open_regular(path: Path, flags: int) -> BinaryIO:
+    """Open a file that must be a regular one, unbuffered. Symbolic links are not followed, and a
+    FIFO is not waited for: ValueError for those, and for folders. OSError as of `os.open`."""
+    error = ValueError(f"{path}: expected a regular file, not a folder, a symbolic link or a FIFO; delete it")
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise error from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise error
+    return os.fdopen(fd, "r+b", buffering=0)
+
+
 def finite(value: Any) -> Any:
     """A value whose NaN and infinities are null: bare NaN is not JSON, and other programs' parsers
     stop at it."""
@@ -211,16 +230,16 @@ class TrainLog:
     operating system at once, so that a killed process loses none.
 
     `first_step`: digests of steps before it are not kept in memory (a resumed run repeats none of
-    them)."""
+    them). `lost`: called before each line; '' or why this launch must not write another one."""
 
-    def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, first_step: int = 0, lost: Callable[[], str] = lambda: "") -> None:
+        self._path, self._lost = path, lost
         path.parent.mkdir(exist_ok=True)
         self._before = {r["step"]: r.get("digest") for r in iter_log(path)
                         if is_step(r) and r["step"] >= first_step}
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  lives as long as the run
+        self._file = open_regular(path, APPENDING)
         self._torn = False
-        if self._file.tell() > 0:
+        if self._file.seek(0, os.SEEK_END) > 0:
             self._file.seek(-1, os.SEEK_END)
             self._torn = self._file.read(1) != b"\n"  # its writer died: do not glue to it
 
@@ -228,15 +247,17 @@ class TrainLog:
         """Append one JSON object: a step's line has `step` and no `event`, an event's has `event`.
         NaN becomes null.
 
-        Raises TypeError (a value that is not JSON) and OSError (a full disk; the next line is not
-        glued to a torn one)."""
+        Raises TypeError (a value that is not JSON), OSError (a full disk; the next line is not
+        glued to a torn one) and ValueError (this launch no longer owns the run)."""
+        if reason := self._lost():
+            raise ValueError(reason)
         line = ("\n" * self._torn + json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed the file
                 self._file.close()
                 remake_folder(self._path.parent)
                 log.warning("%s was removed while the run trains; a new one begins here", self._path)
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+                self._file = open_regular(self._path, APPENDING)
             self._torn = True
             while line:  # a nearly full disk takes a part
                 line = line[self._file.write(line):]
@@ -268,6 +289,7 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
     no file."""
     if not path.exists():
         return
+    open_regular(path, os.O_RDONLY).close()  # to open a FIFO would wait for its writer
     with open(path, "rb") as f:
         for line in f:
             with contextlib.suppress(ValueError):

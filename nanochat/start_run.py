@@ -37,7 +37,7 @@ from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
 from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import Owner, RunState, check_free, claim, identify, owner_path
+from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.run_data import (
     MANIFEST_NAME,
@@ -78,8 +78,8 @@ class Start:
     run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
-    which settings are others now; `generation`: of the owner before; `manifests`: the files of a new
-    run, {} for one that has pinned its own."""
+    which settings are others now; `last_owner`: the record of the launch that owned the run last;
+    `manifests`: the files of a new run, {} for one that has pinned its own."""
 
     run_dir: Path
     settings: Settings
@@ -90,7 +90,7 @@ class Start:
     cursors: list[dict[str, Any]] | None
     skip: int
     notices: tuple[str, ...]
-    generation: int
+    last_owner: bytes
     manifests: dict[str, dict[str, Manifest]]
 
     @property
@@ -180,8 +180,8 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if exists and scratch and not settings.force:
         raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to move "
                          f"it aside, or name a new one with --model-tag")
-    # before any look: a launch that ends while it is watched may leave a newer save
-    generation = check_free(run_dir)
+    # before any look: whatever changes from here on, `claim` finds another owner's record
+    last_owner = check_free(run_dir)
     if settings.core_metric_every > 0:  # a bundle that is not there is an error now, and not after hours
         from nanochat.core_eval import read_bundle
 
@@ -211,7 +211,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         cursors=None if goes_on_from is None else goes_on_from.cursors,
-        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation,
+        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), last_owner=last_owner,
         manifests=manifests)
     return start if settings.order == "lanes" else _settle_samples(start)
 
@@ -421,11 +421,11 @@ def own(start: Start, data: RunData) -> Owner:
         plan = rehearse(start, data)
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
-    owner = claim(run_dir, start.generation)
+    owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
-        aside = set_aside(run_dir)
-        owner_path(aside, owner.generation).unlink()  # so that the old run may be gone on with there
-        owner = claim(run_dir, owner.generation)
+        set_aside(run_dir)
+        owner.release()  # of the old run, under its new name
+        owner = claim(run_dir, b"")
     try:
         open_folders(run_dir)
         write_json(run_dir / MANIFEST_NAME, data.manifests)

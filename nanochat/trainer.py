@@ -389,7 +389,7 @@ class Journal:
         for name, value in self.versions.items():
             if value != "" and before.get(name, value) not in ("", value):
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
-        self.log = TrainLog(path, first_step=step)
+        self.log = TrainLog(path, first_step=step, lost=state.owner.lost)
         self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
                         dynamic_ncols=True, leave=False, disable=None)  # where stderr is no terminal
         if not self.bar.disable:

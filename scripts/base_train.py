@@ -40,7 +40,6 @@ from nanochat.dist import (
     compute_cleanup,
     compute_init,
     gather_all,
-    on_rank0,
     peak_memory,
 )
 from nanochat.engine import Engine
@@ -254,19 +253,17 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
     the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
-    owner = on_rank0(lambda: own(start, data))
+    owner: Any = agree(lambda: own(start, data) if rank == 0 else None)
     with ExitStack() as stack:
         from nanochat.watchdog import Watchdog, open_store
 
         everyone = gather_all(identify())
         state: Any = Silence() if rank > 0 else stack.enter_context(RunState(
-            owner, everyone, num_iterations=num_steps, step=start.step,
+            owner, everyone, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
-            lost=state.lost, on_failure=partial(state.close, "failed")))
-        if rank == 0:
-            stop.clear(start.run_dir)
+            refresh=state.refresh, on_failure=partial(state.close, "failed")))
 
         model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (

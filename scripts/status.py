@@ -9,9 +9,9 @@ Say where runs stand: step, loss, speed, time left, and how one ended.
     python -m scripts.status d24 --exit-code      # 0 completed, 10 stopped (start it again), 3 halted (decide),
                                                   # 1 failed or dead, 20 at work
 
-A run that says it is at work is believed while its process lives (on its own host) or its heartbeat is young
-(elsewhere); `age` is the time since then, or since a run ended. The checkpoint that is named is the newest on disk,
-whatever the run had time to say of it.
+A run whose state says that it is active counts as alive while its launch holds the run's lock or, on another host,
+while its heartbeat is young; `age` is the time since that heartbeat, or since the run ended. The checkpoint is the
+newest one on disk.
 """
 
 import argparse
@@ -85,11 +85,12 @@ def look(run_dir: Path) -> dict[str, Any]:
     facts = {"run": str(run_dir), "status": None, "shown": "unknown", "liveness": None, "val_bpb": None, "reason": why}
     try:
         state = read_state(run_dir)
+        alive = state and liveness(run_dir, state)
     except ValueError as e:
         return facts | {"shown": "unreadable", "reason": str(e)}
     if state is None:
         return facts
-    facts |= state | {"liveness": liveness(state), "shown": state["status"], "exit_code": exit_code(state),
+    facts |= state | {"liveness": alive, "shown": state["status"], "exit_code": exit_code(run_dir, state),
                       "heartbeat_age_s": heartbeat_age_s(state),
                       "checkpoint": newest_checkpoint(run_dir) or state["checkpoint"]}
     if facts["liveness"] == "dead":

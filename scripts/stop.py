@@ -5,15 +5,18 @@ Ask a run to stop: it finishes its step, saves, and ends. The same training comm
     python -m scripts.stop d24 --wait      # and wait until it has ended
     python -m scripts.stop d24 --force     # end its processes on this host: SIGTERM, and 30 s later SIGKILL
 
-The request is a file in the run directory, so it reaches a run on any host that shares the file system. `--force` is
-for a run that no longer looks: it ends the processes that the run's state names, if they are on this host and are
-still the same (a process id that another program has now is left alone). It exits with 1 if one may still be there.
+The request is a file in the run directory, so it reaches a run on any host that shares the file system. A launch that
+is still starting finds it, too: the request counts for every launch that is older than the file. `--force` is for a
+run that no longer looks: it ends the processes that the run's state names, if they are visible on this host and
+started when the state says (a process id that another program has now is left alone). It exits with 1 if one may be
+left.
 """
 
 import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
-from nanochat.lifecycle import FLAG_NAME, is_alive_here
+from nanochat.lifecycle import is_alive_here, request_stop
 from nanochat.run_dir import find_run, list_runs, run_path
 from scripts.status import describe, look
 
@@ -47,13 +50,26 @@ def only_live_run() -> Path:
     raise ValueError(f"which run? Of those in {get_base_dir() / 'runs'}, {names}")
 
 
+def find(name: str) -> Path:
+    """The run that is meant. FileNotFoundError if there is none yet, where a first launch that is starting is asked to
+    stop, unless the name looks like a typing error."""
+    try:
+        return find_run(name)
+    except FileNotFoundError as e:
+        if "did you mean" not in str(e):
+            with contextlib.suppress(ValueError):  # a path
+                request_stop(run_path(name))
+                raise FileNotFoundError(f"{e}; if its first launch is starting now, it stops after one step") from None
+        raise
+
+
 def force(facts: dict[str, Any]) -> bool:
-    """End the run's processes on this host; say which are left here and on others. Whether all of them are gone."""
+    """End the run's processes on this host; report which are left here and on others. Whether all of them are gone."""
     here = [rank for rank in facts["ranks"] if is_alive_here(rank)]
     for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
         for rank in here:
             print(f"{number.name} to pid {rank['pid']}", flush=True)
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended since, or is another user's
                 os.kill(rank["pid"], number)
         end = time.monotonic() + patience
         while here and time.monotonic() < end:
@@ -63,7 +79,7 @@ def force(facts: dict[str, Any]) -> bool:
         print(f"pid {rank['pid']} is still there after SIGKILL", file=sys.stderr, flush=True)
     elsewhere: dict[str, list[int]] = {}
     for rank in facts["ranks"]:
-        if is_alive_here(rank) is None and facts["liveness"] != "ended":
+        if rank["host"] != socket.gethostname() and facts["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
         print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
@@ -73,16 +89,16 @@ def force(facts: dict[str, Any]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask; perhaps force, perhaps wait. ValueError and FileNotFoundError where it is not clear which run is meant."""
     args = parse_args(argv)
-    run_dir = only_live_run() if args.run is None else find_run(args.run)
+    run_dir = only_live_run() if args.run is None else find(args.run)
+    request_stop(run_dir)
     facts = look(run_dir)
     if facts["status"] is None:
-        raise ValueError(f"{run_dir}: nothing is known of its processes ({facts['reason']})")
-    if facts["liveness"] != "alive" and not args.force:
-        print(f"nothing to stop\n{describe(facts)}")
-        return 0
+        raise ValueError(f"asked {run_dir.name} to stop, but nothing is known of its processes: {facts['reason']}")
     if facts["liveness"] == "alive":
-        (run_dir / FLAG_NAME).touch()
         print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
+    elif not args.force:
+        print(f"nothing to stop, except a launch that is starting now: it stops after one step\n{describe(facts)}")
+        return 0
     if args.force and not force(facts):
         return EXIT_FAILED
     while args.wait and look(run_dir)["liveness"] == "alive":
@@ -90,7 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = look(run_dir)
     if args.wait or args.force:
         print(describe(facts))
-    return EXIT_FAILED if args.wait and facts["liveness"] == "dead" else 0
+    left = args.force and facts["liveness"] == "alive"
+    if left:
+        print("a process that is not visible here, such as one in another container, still owns the run",
+              file=sys.stderr)
+    return EXIT_FAILED if left or (args.wait and facts["liveness"] == "dead") else 0
 
 
 if __name__ == "__main__":

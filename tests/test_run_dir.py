@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from contextlib import closing
 
@@ -114,6 +115,31 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(tmp_p
         with pytest.raises(OSError, match=f"^{run}: it was removed while the run trains, so the run ends"):
             train_log.write(step=4)
     assert not run.exists()
+
+
+def test_a_log_is_never_written_through_a_link_and_not_after_the_run_was_lost(tmp_path):
+    """Regression: lines were appended to whatever a link in place of the log pointed to."""
+    (tmp_path / "precious").write_text("precious")
+    path = tmp_path / "train.jsonl"
+    for make in (lambda: path.symlink_to("precious"), path.mkdir, lambda: os.mkfifo(path)):
+        make()
+        for use in (rd.TrainLog, lambda path: [*rd.iter_log(path)]):
+            with pytest.raises(ValueError, match=r"train\.jsonl: expected a regular file"):
+                use(path)
+        rd.remove_tree(path) if path.is_dir() else path.unlink()
+    with closing(rd.TrainLog(path)) as train_log:
+        path.unlink()
+        path.symlink_to("precious")
+        with pytest.raises(ValueError, match=r"train\.jsonl: expected a regular file"):
+            train_log.write(step=1)
+    assert (tmp_path / "precious").read_text() == "precious"
+    lost = iter(["", "this launch no longer owns the run"])
+    path.unlink()
+    with closing(rd.TrainLog(path, lost=lambda: next(lost))) as train_log:
+        train_log.write(step=1)
+        with pytest.raises(ValueError, match="no longer owns"):
+            train_log.write(step=2)
+    assert [r["step"] for r in rd.iter_log(path)] == [1]
 
 
 # ---- set aside --------------------------------------------------------------------------------------

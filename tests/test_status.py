@@ -22,20 +22,24 @@ from tests.training import PATIENCE_S, wait_for
 ROOT = Path(__file__).parents[1]
 
 # A training job of 20 steps that keeps its progress in one file. FAIL_AT, HALT_AT: how it ends in that step.
-# STEPS: how many a launch has time for.
+# STEPS: how many a launch has time for. CLAIM_AFTER: a file; before it exists, the launch does not claim its run.
 TRAINER = """
 import os, sys, time
 from pathlib import Path
 from nanochat.lifecycle import RunState, StopWatch, acquire, identify
+from nanochat.watchdog import Watchdog
 env = os.environ
 with StopWatch() as stop:
     run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
+    while not Path(env.get("CLAIM_AFTER", "/")).exists():
+        time.sleep(0.01)
     owner = acquire(run_dir)
-    stop.clear(run_dir)
     kept = run_dir / "kept"
     step = int(kept.read_text()) if kept.exists() else 0
     saved = f"checkpoint-{step}" if step else None
-    with RunState(owner, [identify()], num_iterations=20, step=step, checkpoint=saved, status="running") as state:
+    with RunState(
+            owner, [identify()], stop, num_iterations=20, step=step, checkpoint=saved, status="running") as state, \\
+            Watchdog(None, [identify()], timeout_s=4, refresh=state.refresh):
         def save(status, reason=""):
             kept.write_text(str(step))
             state.update(checkpoint=f"checkpoint-{step}")
@@ -91,10 +95,15 @@ def trainer(base, name="d1", **more):
     return process
 
 
+OWNED = []  # runs of which this process holds the lock
+
+
 def made_up(base, name, status, **fields):
     """A run of this process in a state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
+    if status in lifecycle.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
+        OWNED.append(lifecycle.acquire(path))
     told = {**dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "launch": name, "world_size": 1,
             "ranks": [identify()], "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}
     (path / ".run_state.json").write_text(json.dumps(told))
@@ -238,6 +247,35 @@ def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
     assert read_state(run_dir(base))["status"] == "completed", "the flag that was left stopped the next launch"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, first):
+    """Regression: "nothing to stop", or "no run"; and the launch deleted the flag file when it claimed its run."""
+    if not first:
+        made_up(base, "d1", "stopped")
+    process = subprocess.Popen([sys.executable, base / "trainer.py", "d1"], cwd=ROOT, stderr=subprocess.PIPE,
+                               env=environment(base, CLAIM_AFTER=base / "claim"))
+    wait_for(lambda: lifecycle.process_start(process.pid))
+    time.sleep(0.02)  # a tick of the clock of processes
+    if first:
+        with pytest.raises(FileNotFoundError, match=r"no run 'd1'.*; if its first launch is starting now, it stops"):
+            stop.main(["d1"])
+    else:
+        assert stop.main(["d1"]) == 0
+        assert "nothing to stop, except a launch that is starting now" in capsys.readouterr().out
+    (base / "claim").touch()
+    assert process.wait(PATIENCE_S) == 0
+    state = read_state(run_dir(base))
+    assert (state["status"], state["reason"], state["step"]) == ("stopped", "asked by scripts.stop", 1)
+
+
+def test_a_name_that_is_probably_a_typing_error_makes_no_folder(base):
+    made_up(base, "d1-large", "running")
+    for name in ("d1-larg", "a/b", ".."):
+        with pytest.raises(FileNotFoundError, match="no run"):
+            stop.main([name])
+    assert os.listdir(base / "runs") == ["d1-large"]
+
+
 def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(base, capsys):
     made_up(base, "d1", "stopped")
     assert stop.main(["d1"]) == 0
@@ -248,7 +286,7 @@ def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(b
     made_up(base, "d3", "starting")
     with pytest.raises(ValueError, match="several are at work, name one: d2, d3"):
         stop.main([])
-    assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d1", "d2", "d3"))
+    assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d2", "d3"))
 
 
 HEEDS = "import time; print(1, flush=True); time.sleep(1000)"
@@ -284,16 +322,29 @@ def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, monkeyp
             process.wait()
 
 
-def test_force_says_which_process_is_still_there(base, capsys, monkeypatch):
-    """As one that waits for a disk: no signal ends it."""
-    sent = []
-    made_up(base, "d1", "running")
+def test_force_says_which_process_is_still_there_and_believes_no_forged_record(base, capsys, monkeypatch):
+    """As one that waits for a disk: no signal ends it. Regression: a record with pid -1 and no start was believed, so
+    every process of the user got the signals."""
+    sent, me = [], identify()
+    forged = [{**me, **change} for change in ({"pid": -1, "start": None}, {"pid": 0, "start": None}, {"start": None},
+                                              {"pid": -me["pid"]}, {"pid": 10**9, "start": None}, {"pid": 10**300})]
+    made_up(base, "d1", "running", ranks=[me, *forged])
     monkeypatch.setattr(stop, "GRACE_S", 0.0)
     monkeypatch.setattr(stop, "KILL_S", 0.0)
     monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
     assert stop.main(["d1", "--force"]) == 1
     assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
     assert f"pid {os.getpid()} is still there" in capsys.readouterr().err
+    path = made_up(base, "d2", "running", ranks=forged[:1])
+    for ranks in ([{**me, "pid": True}], [{**me, "pid": "1"}], [{**me, "pid": 1.0}]):
+        assert stop.main(["d2", "--force"]) == 1
+        assert "another container, still owns the run" in capsys.readouterr().err
+        state = json.loads((path / ".run_state.json").read_text())
+        (path / ".run_state.json").write_text(json.dumps({**state, "ranks": ranks}))
+        with pytest.raises(ValueError, match=r"d2/\.run_state\.json: ranks\[0\]\.pid: expected a whole number"):
+            stop.main(["d2", "--force"])
+        (path / ".run_state.json").write_text(json.dumps(state))
+    assert len(sent) == 2
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
@@ -363,7 +414,7 @@ def test_the_loop_ends_when_somebody_asks(base):
     code, told = ended(process)
     assert code == 10 and "ended by scripts.stop" in told
     state = read_state(run_dir(base))
-    assert exit_code(state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
+    assert exit_code(run_dir(base), state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
 
 
 # ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------

@@ -28,8 +28,16 @@ def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
 
 
-def misbehave(how, dog):
-    if how == "sleep":
+def stall(state):
+    if dict(state._state)["step"] == BAD_STEP:
+        time.sleep(1000)
+    return state.refresh()
+
+
+def misbehave(how, dog, state):
+    if how == "disk":
+        state.update(step=BAD_STEP)
+    if how in ("sleep", "disk"):
         time.sleep(1000)
     elif how == "stop":
         time.sleep(4 * dog.interval_s)  # the others have heard of this step
@@ -46,14 +54,18 @@ def rank_main(how, bad, run_dir, argv):
     rank, timeout_s = int(os.environ["RANK"]), 1.5
     dist.init_process_group("gloo")
     state = RunState(acquire(run_dir), [identify()], status="running") if rank == 0 else None
-    fail = (lambda verdict: state.close("failed", verdict)) if state else lambda verdict: None
+    more = {}
+    if state:
+        more = {"refresh": state.refresh, "on_failure": lambda verdict: state.close("failed", verdict)}
+    if state and how == "disk":  # its heartbeat hangs as well, at a disk
+        more["refresh"] = partial(stall, state)
     with Watchdog(open_store(3), gather_all(identify()), rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
-                  on_failure=fail) as dog:
+                  **more) as dog:
         for step in range(10):
             dog.beat(step)
             time.sleep(0.05)
             if step == BAD_STEP and rank == bad:
-                misbehave(how, dog)
+                misbehave(how, dog, state)
             dog.beat(step, "reduction")
             dist.all_reduce(torch.ones(1))
         if how == "work":
@@ -91,15 +103,21 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
     assert "in misbehave" in outputs[2] and "in rank_main" in outputs[2]
 
 
-def test_where_the_host_of_the_store_is_stopped_the_others_still_end(tmp_path):
-    group = start(tmp_path, "stop", bad=0)
-    for process in group.processes[1:]:
+@pytest.mark.parametrize("how", ["stop", "disk"])
+def test_where_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
+    group = start(tmp_path, how, bad=0)
+    for process in group.processes[how == "stop":]:
         process.join(training.PATIENCE_S)
-    codes = [process.exitcode for process in group.processes[1:]]
+    codes = [process.exitcode for process in group.processes[how == "stop":]]
     group.kill()
-    assert codes == [1, 1]
-    assert f"the store of the launch does not answer: its host, that of {who(group, 0)}" in group.text()
-    assert read_state(tmp_path / "run")["status"] == "running"  # nobody was there to write
+    assert codes == [1] * len(codes)
+    outputs, rank_0 = [path.read_text() for path in group.outputs], re.escape(who(group, 0))
+    waited = rf"has waited at step {BAD_STEP}( \(reduction\))? for \d+ s, and the heartbeat of {rank_0} has stopped: "
+    if how == "disk":
+        assert re.search(f"error: {rank_0} {waited}", outputs[0]) and "in misbehave" in outputs[0]
+    else:
+        assert all(re.search(f"error: {re.escape(who(group, rank))} {waited}", outputs[rank]) for rank in (1, 2))
+    assert read_state(tmp_path / "run")["status"] == ("running" if how == "stop" else "failed")
 
 
 # ---- the judgement, without processes ---------------------------------------------------------------
@@ -125,7 +143,7 @@ class FakeStore:
 
 
 def watcher(rank=0, world_size=3, store=None, **options):
-    ranks = [{"host": f"node{r}", "place": "elsewhere", "pid": 100 + r, "start": "1"} for r in range(world_size)]
+    ranks = [{"host": f"node{r}", "pid": 100 + r, "start": "1"} for r in range(world_size)]
     return Watchdog(store or FakeStore(), ranks, rank=rank, **options)
 
 
@@ -143,24 +161,25 @@ JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1
                  "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; the other 2 wait"),
     "all at one point": (record(), record(), "all 3 ranks have been at step 9 for 700 s: the network between them"),
     "never heard of": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
-    "no answer": (None, None, "rank 0 on host node0 (pid 100) has waited at step 9 for 700 s, and the store of the "
-                              "launch does not answer: its host, that of rank 0 on host node0 (pid 100), is stopped"),
 }
 
 
 @pytest.mark.parametrize("case", JUDGED)
 def test_who_is_to_blame(case, monkeypatch):
     *others, told = JUDGED[case]
-    dog, now = watcher(timeout_s=600, first_timeout_s=0), time.monotonic()
+    dog, now = watcher(timeout_s=600, first_timeout_s=0), 1000.0
+    dog._clock = now
     for step in range(10):
         dog.beat(step)
+    dog._heard[0] = record(), now
     for rank, seen in enumerate(others, 1):
         if seen is not None:
             dog._heard[rank] = (record(), now - dog.silence_s - 1) if seen == "silent" else (seen, now - 5)
-    dog._answered = now - (700 if others == [None, None] else 5)
     monkeypatch.setattr(dog, "_idle", lambda: 700.0)
     verdict = dog._judge()
     assert verdict.startswith(told) and bool(verdict) == bool(told)
+    dog.rank = 1
+    assert dog._judge() == "", "rank 0 alone names the rank that hangs"
 
 
 def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypatch):
@@ -180,7 +199,7 @@ def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypat
     assert store.get(watchdog.VERDICT).decode() == verdict
     late = watcher(1, 2, store, timeout_s=0.1)
     late._ours = "another"
-    assert not late._round() and late._verdict == verdict
+    assert not late._talk() and late._verdict == verdict
 
 
 def leave_with(error, rank, verdict=""):

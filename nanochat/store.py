@@ -26,6 +26,10 @@ nor the end of Python.
 on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
 credentials is refused and never printed.
 
+**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, has clients and an
+obstore of its own. obstore's threads do not survive a fork, and its sockets would be shared with the
+parent, so a child that used them would wait forever or crash its parent.
+
 obstore reads s3:// gs:// az://: it alone sends If-Match and tells ETag, size and range of an answer.
 multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 """
@@ -33,11 +37,15 @@ multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 import atexit
 import contextlib
 import functools
+import importlib.util
 import io
 import logging
 import math
 import os
 import re
+import shutil
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -139,11 +147,12 @@ class Bucket:
 
     def _open(self, silence_s: float, give_up_s: float) -> None:
         try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError:
-            raise ValueError(f"{self.name}: object storage needs obstore; pip install "
-                             f"'nanochat[s3]'") from None
+            obstore = load_obstore()
+        except (ImportError, OSError) as e:
+            why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
+                   f"may hold libraries, or start processes with spawn" if _of_parents
+                   else "pip install 'nanochat[s3]'")
+            raise ValueError(f"{self.name}: object storage needs obstore; {why}") from None
         if self.scheme == "s3":
             self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
         if self.endpoint:
@@ -160,7 +169,7 @@ class Bucket:
         more["retry_config"] = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s),
                                 "backoff": backoff}
         try:
-            self.obs, self.store = obstore, from_url(self.name, client_options=options, **more)  # type: ignore
+            self.obs, self.store = obstore, obstore.store.from_url(self.name, client_options=options, **more)  # type: ignore
         except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
                              f"{self.where}") from None
@@ -253,6 +262,35 @@ class Bucket:
 
 
 open_bucket = functools.cache(Bucket)  # one client for all who ask alike
+_loading = threading.Lock()
+_of_parents: list[Any] = []  # in a forked process: its parent's clients and obstore, never to be used
+
+
+def _forget_parent() -> None:
+    """A process was forked: it gets its own locks, clients and obstore. The parent's are kept, because
+    deleting them would close the parent's connections too."""
+    global open_bucket, _loading, _lock
+    names = [name for name in sys.modules if name.partition(".")[0] == "obstore"]
+    _of_parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
+    open_bucket, _loading, _lock = functools.cache(Bucket), threading.Lock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def load_obstore() -> Any:
+    """The package obstore. A forked process loads a copy of its library, which has threads and
+    sockets of its own: for the same file, the linker returns the library that the parent loaded.
+    ImportError or OSError if it cannot be loaded."""
+    with _loading, contextlib.ExitStack() as stack:
+        if _of_parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            shutil.copytree(Path(str(spec.origin)).parent, Path(folder, "obstore"))
+            sys.path.insert(0, folder)
+            stack.callback(sys.path.remove, folder)
+        import obstore.store
+
+        return obstore
 
 
 class Msc:

@@ -1,6 +1,7 @@
 """Objects in a store read as files: right bytes, or one clear sentence, whatever store and network do. Against a real
 S3 API on this machine (tests/object_store.py); skipped where obstore or moto are not installed."""
 
+import contextlib
 import functools
 import io
 import logging
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from nanochat import store as room
 from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
+from nanochat.megatron import IndexedDatasetBuilder
 from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
@@ -407,3 +409,44 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     room.delete("msc://mine/x/t.bin")
     begin_data()
     assert not path.exists()
+
+
+# ---- worker processes -----------------------------------------------------------------------------------------------
+
+WORKERS = """
+import sys
+import torch
+from nanochat.blend import BlendedMegatronDatasetBuilder
+from nanochat.megatron import GPTDataset, GPTDatasetConfig
+
+if __name__ == "__main__":
+    config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(sys.argv[1:], None), split="1,0,0")
+    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [24, None, None], lambda: True, config).build()
+    expected = torch.stack([train[i]["tokens"] for i in range(24)])  # so the parent has a client, and used it
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(train, batch_size=2, num_workers=2, prefetch_factor=4, timeout=100,
+                                             multiprocessing_context=method)
+        found = torch.cat([batch["tokens"] for batch in loader])
+        assert torch.equal(found, expected) and torch.equal(train[3]["tokens"], expected[3])
+        print(method, flush=True)
+"""
+
+
+def test_worker_processes_read_samples_from_a_store_however_they_are_started(store, tmp_path):
+    """Regression: forked workers used the client of their parent, and waited forever."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    for name in ("web", "code"):
+        builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16)
+        builder.add_document(np.arange(150), [150])
+        builder.finalize(tmp_path / f"{name}.idx")
+        for ending in ("bin", "idx"):
+            store.put(f"m/{name}.{ending}", (tmp_path / f"{name}.{ending}").read_bytes())
+    process = subprocess.Popen([sys.executable, tmp_path / "main.py", store.path("m/web"), store.path("m/code")],
+                               env={**os.environ, "PYTHONPATH": str(ROOT), "NANOCHAT_BASE_DIR": str(tmp_path)},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # no worker outlives the test
+    assert (process.returncode, out) == (0, "fork\nspawn\n"), err

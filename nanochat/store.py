@@ -65,7 +65,8 @@ T = TypeVar("T")
 REQUEST_BYTES = 4 << 20  # the most that is asked for at once
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
 GONE = "bring the old object back, or start a new run (--model-tag)"
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+# The first variable that is set counts. Without any, it is the service that the path names.
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 TRIES = 5  # of what was answered, but not as asked
 KEYS_HINT = {
@@ -151,16 +152,18 @@ class Bucket:
         except (ImportError, OSError) as e:
             why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
                    f"may hold libraries, or start processes with spawn" if _of_parents
-                   else "pip install 'nanochat[s3]'")
+                   else "pip install -e '.[s3]'")
             raise ValueError(f"{self.name}: object storage needs obstore; {why}") from None
+        if self.scheme == "gs":
+            self.host = f"https://storage.googleapis.com/{self.bucket}"
         if self.scheme == "s3":
-            self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
-        if self.endpoint:
-            match = ENDPOINT.fullmatch(self.endpoint)
-            if match is None:
-                raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected "
+            name = next((name for name in ENDPOINTS if os.environ.get(name)), "")
+            self.endpoint, self.where = os.environ.get(name, ""), name or "AWS_ENDPOINT_URL (not set)"
+            if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+                raise ValueError(f"{self.name}: {name} is not the URL of an endpoint; expected "
                                  f"http://HOST:PORT or https://HOST, without credentials or a query")
-            self.host, self.where = match[1], "AWS_ENDPOINT_URL"
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
         options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
@@ -169,10 +172,10 @@ class Bucket:
         more["retry_config"] = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s),
                                 "backoff": backoff}
         try:
-            self.obs, self.store = obstore, obstore.store.from_url(self.name, client_options=options, **more)  # type: ignore
+            self.obs, self.store = obstore, obstore.store.from_url(self.name, client_options=options, **more)
         except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
-                             f"{self.where}") from None
+                             f"{KEYS_HINT[self.scheme]}") from None
 
     def stat(self, meta: Any) -> Stat:
         """What the store says of an object."""

@@ -218,8 +218,8 @@ def environment(url: str) -> dict[str, str]:
 @contextlib.contextmanager
 def object_store() -> Iterator[Store]:
     """A store with an empty bucket, and this process's environment for it. Skips the test without moto or obstore."""
-    pytest.importorskip("obstore", reason="no obstore: pip install 'nanochat[s3]'")
-    pytest.importorskip("moto.server", reason="no moto: pip install 'nanochat[dev]'")
+    pytest.importorskip("obstore", reason="no obstore: pip install -e '.[s3]'")
+    pytest.importorskip("moto.server", reason="no moto: pip install -e '.[dev]'")
     with serve() as store:
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")}
         with mock.patch.dict(os.environ, {**clean, **environment(store.proxy.url)}, clear=True):

@@ -74,14 +74,14 @@ def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch,
     """Regression: obstore panicked over the third, past every `except Exception`, and showed it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     begin_data()
-    with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is no URL") as e:
+    with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is not the URL") as e:
         place(store.path(KEY)).exists()
     assert "hid" not in str(e.value) + capfd.readouterr().err
 
 
 def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
     begin_data()
-    for module, path, hint in (("obstore", "s3://b/k", r"pip install 'nanochat\[s3\]'"),
+    for module, path, hint in (("obstore", "s3://b/k", r"pip install -e '\.\[s3\]'"),
                                ("multistorageclient", "msc://p/k", "pip install multi-storage-client")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ValueError, match=hint):
@@ -185,7 +185,7 @@ def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, c
     find(store.path(KEY))  # it answers
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=0.8, log_every_s=0.2))
     store.proxy.faults.append(Fault(status=503, code="SlowDown", times=-1))
-    gave_up = pytest.raises(OSError, match=r"no whole answer from 127.0.0.1:\d+ \(HTTP 503 SlowDown\)")
+    gave_up = pytest.raises(OSError, match=r"no whole answer from http://127.0.0.1:\d+ \(HTTP 503 SlowDown\)")
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), gave_up:
         r.read(0, 10)
@@ -294,15 +294,29 @@ def test_a_permanent_answer_is_asked_for_once(store):
     assert not store.proxy.seen
 
 
-def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_an_endpoint_that_never_answers_is_named_soon_with_its_variable(store, monkeypatch, name):
+    """Regression: AWS_S3_ENDPOINT_URL was ignored, and the error named AWS_ENDPOINT_URL for all of them."""
     default = Patience()
     assert default.first_answer_s + 2 * default.connect_s < 20
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/path")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(name, "http://127.0.0.1:9/path")
     begin_data()
-    with pytest.raises(OSError, match=r"no whole answer from 127.0.0.1:9 \(no connection.*; check the network and "
-                                      r"AWS_ENDPOINT_URL"):
+    with pytest.raises(OSError, match=rf"no whole answer from http://127.0.0.1:9/path \(no connection.*; check the "
+                                      rf"network and {name}, then"):
         find(store.path(KEY))
+
+
+@pytest.mark.parametrize("path, region, contacted", [
+    ("s3://b/k", None, "https://s3.us-east-1.amazonaws.com/b"), ("s3://b/k", "x", "https://s3.x.amazonaws.com/b"),
+    ("gs://b/k", None, "https://storage.googleapis.com/b")])
+def test_a_store_without_an_endpoint_of_its_own_is_named_by_its_address(monkeypatch, path, region, contacted):
+    """Regression: "the store of s3://b" did not tell that no endpoint was set."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region) if region else monkeypatch.delenv("AWS_DEFAULT_REGION", False)
+    bucket = room.Bucket(path[:2], "b", 1.0, 1.0)
+    assert f"no whole answer from {contacted} (no connection" in str(bucket.explain(OSError("connect"), path))
 
 
 # ---- stops ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
@@ -59,6 +59,7 @@ DATASETS = {
     "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
 NAME = "climbmix"  # of the one that is meant where none is named
+BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed when it is asked for
 
 
 # ---- which files are data ------------------------------------------------------------------------
@@ -208,6 +209,14 @@ def default_data_dir(name: str = NAME) -> Path:
     are."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
+
+
+if not TYPE_CHECKING:
+    def __getattr__(name: str) -> str:
+        """DATA_DIR, nanochat's name for `default_data_dir()`."""
+        if name != "DATA_DIR":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return str(default_data_dir())
 
 
 def known_dataset(data_dir: Path | str) -> str | None:

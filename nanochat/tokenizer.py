@@ -116,9 +116,16 @@ def cut_long_spaces(text: str) -> list[str]:
 
 # ---- what every tokenizer can do ------------------------------------------------------------------
 
-class Tokenizer:
+class _Opens(type):
+    """Makes `Tokenizer(name)` what `get_tokenizer(name)` opens: an object of a subclass."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return get_tokenizer(*args, **kwargs) if cls is Tokenizer else super().__call__(*args, **kwargs)
+
+
+class Tokenizer(metaclass=_Opens):
     """What the commands ask of a tokenizer. A kind of tokenizer is a subclass: it gives the members
-    up to `contents`, and the others follow from them.
+    up to `contents`, and the others follow from them. `Tokenizer(name)` is `get_tokenizer(name)`.
 
     Documents are separated by one id, `bos_token_id`: it stands in front of a document in the
     stream and behind it in token files, whatever its own program calls it (BOS, EOD, EOS).

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, trainers
 
 from nanochat.hf import BLANK
-from nanochat.tokenizer import get_tokenizer
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
 from tests import training
 from tests.toy import examples, some_texts
@@ -130,6 +130,14 @@ def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, tex
         assert found == sizes - empty_with_blank, name
         assert opened[name].bos_token_id not in ids[1:], "text is no special token"
         assert "\x00" in text or opened[name].decode(ids[1:]) == text, name
+
+
+def test_tokenizer_of_a_path_is_what_get_tokenizer_opens(made, opened):
+    """Regression: TypeError: Tokenizer() takes no arguments."""
+    for name in KINDS:
+        same = Tokenizer(str(made[name]))
+        assert type(same) is type(opened[name]) and same.fingerprint == opened[name].fingerprint
+    assert Tokenizer(made["llama"], eod_token="<s>").bos_token_id == 1
 
 
 def test_lone_surrogates_are_replaced_as_by_tiktoken(opened):

@@ -36,6 +36,7 @@ from nanochat.attention import MODES
 from nanochat.common import Parser, check_shape, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
+from nanochat.dataset import split_weights
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
@@ -404,6 +405,11 @@ def from_flags(args: argparse.Namespace) -> Settings:
     """The settings that a command line stands for. What a curriculum file allows stands apart from
     what it mixes. ValueError or FileNotFoundError for what cannot be."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
+    if args.order == "megatron" and args.data_path:
+        given["data_path"], weights = split_weights(args.data_path)
+        if weights and args.blend_weights:
+            raise ValueError(f"--blend-weights: got it and weights in --data-path {args.data_path}; give one of them")
+        given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         # what begins so is the curriculum itself, from a file of flags
         mix = load(json.loads(args.curriculum) if args.curriculum.startswith("{") else args.curriculum)

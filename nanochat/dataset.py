@@ -104,18 +104,27 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     return files
 
 
+def split_weights(data_path: str) -> tuple[str, list[float] | None]:
+    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
+    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
+    parts = data_path.split(",")
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
+    if not weighted or place(data_path).exists():
+        return data_path, None
+    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
+
+
 def find_prefixes(path: Path | str) -> list[Path]:
     """The .bin files of pairs that a --data-path names by their paths without .bin and .idx, with
     commas between them, in the order given; [] for any other path. FileNotFoundError for a pair
-    that is not there; ValueError, which says what to write, for Megatron's own list with a weight
-    before each of them."""
+    that is not there; ValueError for weights before them, which --order=megatron alone has."""
     parts = str(path).split(",")
     if place(path).exists():
         return []
-    if len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2]):
-        raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
-                         f"--data-path={','.join(parts[1::2])} --order=megatron "
-                         f"--blend-weights={','.join(parts[::2])}")
+    if split_weights(str(path))[1] is not None:
+        raise ValueError(f"--data-path: got {path}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={','.join(parts[1::2])}")
     if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
         raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
                          f"this machine; the data of a run lie in one of them")

@@ -516,8 +516,8 @@ class StorePath(PosixPath):
         name = str(self)
         with _lock:
             if name not in _known and not _listed.intersection(map(str, self.parents)):
-                several = "," in name or name in _listed or not split(name)[2]
-                _known[name] = None if several else find(name)
+                no_file = "," in name or not split(name)[2] or (name in _listed and self.is_dir())
+                _known[name] = None if no_file else find(name)
             return _known.get(name)
 
     def pinned(self) -> Stat:

@@ -100,6 +100,8 @@ def test_a_path_looks_into_one_listing(store):
     assert len(store.proxy.seen) == 1
     with pytest.raises(FileNotFoundError, match=r"^s3://bucket/a/none: no such object$"):
         (root / "none").open("rb")
+    begin_data()
+    assert place(store.path(KEY)).exists(), "an object that nothing else has looked at"
 
 
 def test_any_ranges_are_the_bytes_of_the_file(store):

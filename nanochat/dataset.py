@@ -39,6 +39,7 @@ FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart w
     "shards": (".bin",),
     "megatron": (".bin",),
 }
+GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # its names of formats
 GET_DATA = ("download some with python -m nanochat.dataset -n 8, make some of what is on this machine with python -m "
             "dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket where there is only one
@@ -70,8 +71,10 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
     path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
+        ours = GPT_SIMPLE.get(data_format)
+        hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
         raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz where "
-                         f"nanochat/source_xyz.py reads .xyz files{did_you_mean(data_format, FORMATS)}")
+                         f"nanochat/source_xyz.py reads .xyz files{hint}")
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "

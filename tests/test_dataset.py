@@ -193,6 +193,8 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
+    (lambda p: tiny(p / "a"), "", "pretokenized", r"got 'pretokenized'.*; gpt-simple's pretokenized is shards here$"),
+    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is text here$"),
     (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"add --order=megatron, or write "
                                                              r"--data-path=/.*/a,/.*/a$"),
 ])

@@ -153,8 +153,8 @@ class Tokenizer(metaclass=_Opens):
     def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
         tokens. The sum over a document, BOS included, is the length of its text in UTF-8: where a
-        tokenizer begins every document with a blank of its own, BOS counts -1. All are 1 for one
-        that does not know bytes."""
+        tokenizer begins every document with a blank of its own, BOS counts -1 before a token. All
+        are 1 for one that does not know bytes."""
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:

@@ -331,7 +331,8 @@ class IdsTokenizer(Foreign):
         self.data, self.name, self.size = data, name, int(data)
         self.vocab, self.special_tokens, self.ends = {}, {}, []
 
-    def batch(self, texts: list[str]) -> list[list[int]]:
+    @property
+    def encoder(self) -> Encoder:
         raise ValueError(f"--tokenizer {self.name}: it stands for ids and knows no text; name the tokenizer itself")
 
     def spell(self, token: int) -> list[int]:

@@ -47,7 +47,7 @@ from nanochat.common import etag_of, read_json, remove_leftovers, write_json
 from nanochat.text import ALL, Reading, read_footer
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.token_writer import WRITERS, TokenWriter
-from nanochat.tokenizer import Tokenizer, get_tokenizer
+from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
     MANIFEST_NAME,
     RECORD_SHAPE,
@@ -226,7 +226,10 @@ class Pretokenizer:
         skipped: Record = {}
         texts_of_input = read_documents(i.path, reading, skipped)
         while texts := _batch(texts_of_input):
-            ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
+            try:
+                ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
+            except CannotEncode as e:
+                raise ValueError(f"{i.path}: document {documents + e.number} (counted from 0): {e.reason}") from None
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
         if _source(i) != source:

@@ -43,7 +43,7 @@ from nanochat.common import (
 )
 from nanochat.dataset import data_folder, find_files
 from nanochat.text import ALL, SUFFIXES, TEXT_FIELD, Reading, as_parquet, open_parquet, read_batches, read_footer
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import CannotEncode, Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 Manifest = dict[str, Any]  # of this shape; "root" may move
@@ -122,7 +122,11 @@ class ParquetSource(Source):
             texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first))
         else:
             texts = pa.ipc.open_stream(unit).read_all()["text"].take(pa.array(rows - first))
-        ids, edges = self.tokenizer.encode_flat(texts.to_pylist(), num_threads=1)
+        try:
+            ids, edges = self.tokenizer.encode_flat(texts.to_pylist(), num_threads=1)
+        except CannotEncode as e:
+            name, local = self.locate(group)
+            raise ValueError(f"{name}: row group {local}, row {rows[e.number]}: {e.reason}") from None
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:

@@ -114,6 +114,29 @@ def cut_long_spaces(text: str) -> list[str]:
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
+class CannotEncode(ValueError):
+    """A text that a tokenizer's library gives up on: text `number` of those that it was given."""
+
+    def __init__(self, number: int, texts: Sequence[str], error: BaseException):
+        reason = " ".join(str(error).split())[:150]
+        self.number = number
+        self.reason = (f"this tokenizer cannot encode it ({type(error).__name__}: {reason}); it begins with "
+                       f"{texts[number][:40]!a}; delete the document, or use another tokenizer")
+        super().__init__(f"text {number} of {len(texts)}: {self.reason}")
+
+
+def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | None:
+    """The error of the first text that cannot be encoded alone."""
+    for number, text in enumerate(texts):
+        try:
+            encoder([text])
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as e:  # a panic in Rust is no Exception
+            return CannotEncode(number, texts, e)
+    return None
+
+
 # ---- what every tokenizer can do ------------------------------------------------------------------
 
 class _Opens(type):
@@ -214,16 +237,24 @@ class Tokenizer(metaclass=_Opens):
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
         ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
-        threads.
+        threads. `CannotEncode` names a text that the library gives up on.
         """
         if isinstance(texts, str):
             raise TypeError("texts: got one str, expected a list of them")
-        if num_threads == 1 or len(texts) <= 1:
-            ids, lengths = self.encoder(texts)
-        else:
-            size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
-            runs = [texts[i:i + size] for i in range(0, len(texts), size)]
-            ids, lengths = map(np.concatenate, zip(*each(self.encoder, runs, at_once=num_threads)))
+        encoder = self.encoder
+        size = -(-len(texts) // (8 * num_threads)) or 1  # several runs a thread even out documents of unequal length
+        runs = [texts[i:i + size] for i in range(0, len(texts), size)]
+        try:
+            if num_threads == 1 or len(texts) <= 1:
+                ids, lengths = encoder(texts)
+            else:
+                ids, lengths = map(np.concatenate, zip(*each(encoder, runs, at_once=num_threads)))
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # a panic in Rust is no Exception
+            if failing := _first_failing(encoder, texts):
+                raise failing from None
+            raise
         ids = ids.astype(self.token_dtype)
         if bos:
             ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanochat.hf import BLANK, Foreign
-from nanochat.tokenizer import Tokenizer, get_tokenizer
+from nanochat.sources import open_source, scan
+from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
 from tests import training
 from tests.toy import examples, some_texts
@@ -352,6 +353,47 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(made, monkeypat
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ValueError, match=rf"needs the package {package}.*\[hf\]"):
             get_tokenizer(made[name])
+
+
+# ---- texts that a library gives up on -------------------------------------------------------------------------------
+
+def backtracking():
+    """A tokenizer.json whose pattern hits the retry limit of its regex engine on 40 letters a."""
+    library = tokenizers.Tokenizer(models.BPE({chr(c): c - 32 for c in range(32, 127)}, []))
+    library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(?:(a+)+)+c"), "isolated")
+    library.add_special_tokens([END])
+    return library
+
+
+def without_matches():
+    """A tokenizer in our format whose pattern matches the empty text."""
+    ranks, pattern = {bytes([b]): b for b in range(256)}, "(?=a{40})|[^a]+|a{1,39}"
+    return RustBPETokenizer(tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: 256}),
+                            END)
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_a_document_that_makes_the_library_panic_is_one_sentence_with_its_place(kind, tmp_path, capfd):
+    """Regression: a panic in Rust is no Exception, and ended the process with a traceback."""
+    if kind == "ours":
+        without_matches().save(tmp_path / "tokenizer")
+    else:
+        (tmp_path / "tokenizer").mkdir()
+        backtracking().save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    tokenizer, texts = get_tokenizer(tmp_path / "tokenizer"), ["ab"] * 7 + ["a" * 60] + ["b a"] * 2
+    with pytest.raises(ValueError, match=r"^text 7 of 10: this tokenizer cannot encode it \(PanicException: .*; it "
+                                         r"begins with 'aaaa") as caught:
+        tokenizer.encode_flat(texts, num_threads=2)
+    assert "\n" not in str(caught.value) and tokenizer.encode("ab") == tokenizer.encode(["ab"])[0]
+    training.write_shard(tmp_path / "text" / "x.parquet", texts)
+    source = open_source(scan(tmp_path / "text"), tokenizer)
+    with pytest.raises(ValueError, match=r"^x\.parquet: row group 0, row 7: this tokenizer cannot encode it"):
+        source.read(0, np.arange(4, 9))
+    assert len(source.read(0, np.arange(4))[0]) == 4
+    assert tok_shards.main([f"--input-dir={tmp_path / 'text'}", f"--output-dir={tmp_path / 'out'}",
+                            f"--tokenizer={tmp_path / 'tokenizer'}", "--num-workers=1"]) == 1
+    assert re.search(r"failed: x\.parquet: .*x\.parquet: document 7 \(counted from 0\): this tokenizer cannot",
+                     capfd.readouterr().err)
 
 
 class Attack:

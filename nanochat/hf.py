@@ -54,10 +54,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import hash_bytes, hash_json, local, place
+from nanochat.common import hash_bytes, hash_json, local, place, read_json
 from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
+    TRIAL,
     Encoded,
     Encoder,
     RustBPETokenizer,
@@ -108,6 +109,7 @@ class Foreign(Tokenizer):
         try:
             self.load(package)
             assert 0 < self.size <= MAX_IDS
+            self.batch([TRIAL])
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:  # a panic in Rust is no Exception
@@ -377,15 +379,18 @@ def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
 
 def named_ends(folder: Path) -> list[str | int]:
     """The EOS, then the BOS, that the files beside a tokenizer.json name."""
-    told: list[dict[str, Any]] = []
+    ends: dict[str, list[str | int]] = {"eos_token": [], "bos_token": []}
     for file in (folder / name for name in SIBLINGS):
         if file.is_file():
-            try:
-                told.append(dict(json.loads(local(file).read_bytes())))
-            except (ValueError, TypeError) as e:
-                raise ValueError(f"{file}: no JSON object ({e}); mend it or take it away") from None
-    tokens = [about.get(name) for name in ("eos_token", "bos_token") for about in told]
-    return [str(token["content"] if isinstance(token, dict) else token) for token in tokens if token]
+            about = read_json(local(file), dict, way_out="fetch it again, or delete it")
+            for name, found in ends.items():
+                token = about.get(name)
+                token = token.get("content", 0) if isinstance(token, dict) else token
+                if not isinstance(token, str | None):
+                    raise ValueError(f"{file}: {name}: expected a text, or an object with a text `content`; fetch it "
+                                     f"again, or delete it")
+                found += [token] if token else []
+    return [*ends["eos_token"], *ends["bos_token"]]
 
 
 def _find_file(path: Path) -> Path:

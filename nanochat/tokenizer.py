@@ -66,6 +66,7 @@ _LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
 
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
+TRIAL = "a text, 1\n"  # that a tokenizer encodes when it is opened
 MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
 TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json of Hugging Face; .model of SentencePiece; tokenizer.pkl of "
                   "nanochat; a name of tiktoken's (gpt2, ...); ids:VOCAB:EOD for token files alone")
@@ -461,11 +462,13 @@ def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[st
     if not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError("not every byte has a token")
     try:
-        return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        encoding.encode_ordinary(TRIAL)  # a pattern that matches the empty text is an error only now
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # a panic in Rust is no Exception
-        raise ValueError(f"tiktoken cannot load it: {str(e)[:200]}") from None
+        raise ValueError(f"tiktoken cannot use it: {str(e)[:200]}") from None
+    return encoding
 
 
 @lru_cache(maxsize=1)

@@ -264,9 +264,10 @@ def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(made, open
     assert [get_tokenizer(tmp_path, eod_token=end).bos_token_id for end in ("</s>", "1")] == [2, 1]
     prints = {get_tokenizer(tmp_path, eod_token=str(end)).fingerprint for end in (1, 2, 2)}
     assert len(prints) == 2, "the end of documents decides ids"
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: no JSON object"):
-        get_tokenizer(tmp_path)
+    for text in ("[", "[]", "[" * 200_000, '{"eos_token": {"x": 1}}', '{"eos_token": ["</s>"]}'):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*; fetch it again, or delete it$"):
+            get_tokenizer(tmp_path)
 
 
 def without_end(tmp_path):
@@ -435,7 +436,7 @@ def test_a_malicious_pickle_executes_nothing(made, tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     ({"_mergeable_ranks": {"a": 1}}, "its tokens are not bytes"), ({"_mergeable_ranks": {}}, "not every byte"),
-    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot load it"),
+    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot use it"),
     ({"_special_tokens": {"<|x|>": 300}}, "--eod-token")])
 def test_a_pickle_of_nonsense_is_one_sentence(made, tmp_path, change, said):
     encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)

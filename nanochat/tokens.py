@@ -95,9 +95,13 @@ class MappedReader(Reader):
     """A memory map: what is read is a view of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
         with pa.memory_map(str(path), "r") as f:  # keeps no descriptor, of which there are few
             data = f.read_buffer()
         self._elements = np.frombuffer(data, dtype, data.size // dtype.itemsize)
+
+    def __reduce__(self) -> Any:
+        return MappedReader, (self.path, self.dtype)  # another process maps the file itself
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._elements[begin:end]

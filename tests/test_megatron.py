@@ -2,6 +2,7 @@
 indices believes nothing that is torn; bad input is one sentence."""
 
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -298,6 +299,15 @@ def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory, first, sec
         assert dataset[-1].tolist() == ids and dataset.get(len(expected) - 1, 1 * bool(ids)).tolist() == ids[1:]
         assert dataset.get(-1, 0, len(ids) // 2).tolist() == ids[:len(ids) // 2]
         assert not dataset[0].flags.writeable
+
+
+def test_a_data_set_that_is_sent_to_a_spawned_worker_does_not_carry_its_tokens(tmp_path):
+    """Regression: pickling a memory map copied the whole .bin into every worker."""
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
+    builder.add_document(np.arange(50_000), [50_000])
+    builder.finalize(tmp_path / "a.idx")
+    data = pickle.dumps(IndexedDataset(tmp_path / "a"))
+    assert len(data) < 10_000 and (pickle.loads(data)[0] == np.arange(50_000)).all()
 
 
 def test_what_is_asked_of_files_must_be_there(tmp_path):

@@ -59,6 +59,7 @@ from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
     TRIAL,
+    CannotEncode,
     Encoded,
     Encoder,
     RustBPETokenizer,
@@ -96,7 +97,7 @@ class Foreign(Tokenizer):
     library: Any
     vocab: Mapping[str, int]
     size: int
-    unknown: int | None = None  # the id of text that has no other
+    unknown: int | None = None  # the id of characters that have no other; None: all have one
     ends: list[str | int]  # what may separate documents, texts or ids, the likeliest first
 
     def __init__(self, data: bytes, name: str):
@@ -133,12 +134,16 @@ class Foreign(Tokenizer):
         """The ids of the characters of a token's own text, each alone."""
         raise NotImplementedError
 
+    def can_be_text(self, token: int) -> bool:
+        """Whether there is text that cannot be encoded without this token."""
+        return token == self.unknown or token in self.spell(token)
+
     @cached_property
     def _reserved(self) -> dict[int, list[int]]:
         """{id: what it is spelled as} of the tokens that no text may become: BOS and the special ones.
         Special tokens that are one character remain text, and so does the unknown one."""
-        spelled = {i: self.spell(i) for i in {*self.special_tokens.values(), self.bos_token_id} - {self.unknown}}
-        return {i: ids for i, ids in spelled.items() if i not in ids}
+        tokens = {*self.special_tokens.values(), self.bos_token_id}
+        return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
 
     @cached_property
     def _is_reserved(self) -> np.ndarray:
@@ -177,7 +182,10 @@ class Foreign(Tokenizer):
 
     def _miscounted(self, text: str) -> int:
         """By how many bytes the tokens of a document stand for more than its text."""
-        sizes = self._table[self.encode_one(text)]
+        try:
+            sizes = self._table[self.encode_one(text)]
+        except CannotEncode:
+            return -len(text.encode())
         return int(sizes.sum() if len(sizes) > 1 else 0) - len(text.encode())  # BOS takes its blank off a token
 
     @cached_property
@@ -238,13 +246,14 @@ class HuggingFaceTokenizer(Foreign):
         added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
-        model = self.spec["model"]
-        self.unknown = model["unk_id"] if "unk_id" in model else self.vocab.get(model.get("unk_token"))
         self.inside = self.library.get_vocab(with_added_tokens=False)  # written in the alphabet of the model
         cut = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
                          ensure_ascii=False)
         self.by_byte, self.blank = '"ByteLevel"' in cut, BLANK if BLANK in cut else " "
         self.alphabet = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model = self.spec["model"]
+        if not self.by_byte and not model.get("byte_fallback"):
+            self.unknown = model["unk_id"] if "unk_id" in model else self.vocab.get(model.get("unk_token"))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -277,7 +286,10 @@ class HuggingFaceTokenizer(Foreign):
             return [token]
         if text not in self.inside:
             text = (self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank))
-        return [found.id for character in text for found in self.library.model.tokenize(character)]
+        try:
+            return [found.id for character in text for found in self.library.model.tokenize(character)]
+        except Exception:  # a vocabulary without this character, and without an unknown token
+            return [token]
 
     def _is_byte(self, token: str) -> bool:
         """Whether a token stands for one byte that has no other token."""
@@ -295,7 +307,8 @@ class SentencePieceTokenizer(Foreign):
         self.vocab = {self.library.id_to_piece(i): i for i in range(self.size)}
         self.special_tokens = {piece: i for piece, i in self.vocab.items()
                                if self.library.is_control(i) or self.library.is_unknown(i)}
-        self.unknown = self.library.unk_id()
+        has_bytes = any(self.library.is_byte(i) for i in range(self.size))
+        self.unknown = None if has_bytes else self.library.unk_id()
         self.ends = [i for i in (self.library.eos_id(), self.library.bos_id()) if i >= 0]
 
     def batch(self, texts: list[str]) -> list[list[int]]:
@@ -319,7 +332,7 @@ class SentencePieceTokenizer(Foreign):
         for character in self.library.id_to_piece(token):
             alone = self.library.piece_to_id(character)
             in_bytes = [self.library.piece_to_id(f"<0x{byte:02X}>") for byte in character.encode()]
-            ids += [alone] if alone != self.unknown or self.unknown in in_bytes else in_bytes
+            ids += in_bytes if alone == self.library.unk_id() and self.unknown is None else [alone]
         return ids
 
 
@@ -337,8 +350,8 @@ class IdsTokenizer(Foreign):
     def encoder(self) -> Encoder:
         raise ValueError(f"--tokenizer {self.name}: it stands for ids and knows no text; name the tokenizer itself")
 
-    def spell(self, token: int) -> list[int]:
-        return []
+    def can_be_text(self, token: int) -> bool:
+        return False
 
     def decode(self, ids: Any) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -415,7 +428,7 @@ def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
     for end in ends:
         found = tokenizer.vocab.get(end, -1) if isinstance(end, str) else end
         if 0 <= found < tokenizer.size:
-            if found == tokenizer.unknown or found in tokenizer.spell(found):
+            if tokenizer.can_be_text(found):
                 raise ValueError(f"{tokenizer.name}: token {end!r}: text can become this token, so it cannot separate "
                                  f"documents; name a special token with --eod-token")
             return found

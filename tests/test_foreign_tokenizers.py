@@ -204,8 +204,7 @@ def test_bytes_of_a_documents_tokens_are_its_bytes_or_the_exception_is_stated(al
 def does(what, text):
     """Whether a document does what a tokenizer states as not exact."""
     return {"begin with a space": text.startswith(" "), "contain U+2581": BLANK in text,
-            "contain <0x41>": "<0x" in text,
-            "contain names of special tokens": re.search("</?s>|<unk>|SEP", text)}[what]
+            "contain <0x41>": "<0x" in text}[what]
 
 
 def test_where_bytes_are_not_exact_it_is_stated(all_kinds):
@@ -215,7 +214,7 @@ def test_where_bytes_are_not_exact_it_is_stated(all_kinds):
     assert stated == {
         "gpt2": [], "llama": blank, "pieces": blank, "sp_unigram": blank, "sp_no_blank": blank,
         "prefix": ["begin with a space"],
-        "fallback": ["begin with a space", *blank, "contain <0x41>", "contain names of special tokens"]}
+        "fallback": ["begin with a space", *blank, "contain <0x41>"]}
 
 
 def test_bytes_that_are_not_exact_are_a_warning(made, caplog):
@@ -225,10 +224,15 @@ def test_bytes_that_are_not_exact_are_a_warning(made, caplog):
     assert get_tokenizer(made["gpt2"]).token_bytes().max() > 1 and not caplog.text
 
 
-def test_an_end_that_text_can_become_is_refused(made, all_kinds, tmp_path):
-    for name, end in (("gpt2", "5"), ("llama", "<unk>"), ("llama", "7"), ("pieces", "<unk>"), ("pieces", "6")):
+def test_an_end_that_text_can_become_is_refused(made, tmp_path):
+    for name in ("unigram", "wordlevel"):
+        other_kinds()[name].save(str(tmp_path / f"{name}.json"))
+    for path, end in ((made["gpt2"], "5"), (made["llama"], "7"), (made["pieces"], "6"),
+                      (tmp_path / "unigram.json", "<unk>"), (tmp_path / "wordlevel.json", "<unk>")):
         with pytest.raises(ValueError, match="text can become this token, so it cannot separate documents"):
-            get_tokenizer(made[name], eod_token=end)
+            get_tokenizer(path, eod_token=end)
+    for name in ("llama", "pieces"):  # every character has bytes
+        assert get_tokenizer(made[name], eod_token="<unk>").bos_token_id == 0
 
 
 def test_tokenizer_of_a_path_is_what_get_tokenizer_opens(made, opened):

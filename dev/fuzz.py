@@ -15,6 +15,7 @@ The same seed makes the same cases; a finding is told with the number that repea
 """
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -154,7 +155,7 @@ def damage_json(rng: random.Random, text: str) -> str:
         if how == "lose":
             del holder[key]
         elif how == "set":
-            holder[key] = rng.choice(ODD)
+            holder[key] = copy.deepcopy(rng.choice(ODD))  # else a second change could reach ODD itself
         elif isinstance(holder, dict):
             holder[f"{key}2"] = holder[key]
         else:

@@ -97,6 +97,7 @@ def make_files(base: Path) -> None:
         assert tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
                                 f"--tokenizer={base / 'tokenizer'}", "--max-length=96", "--overlap-size=8"]) == 0
         assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
+        make_foreign(base, texts)
         (base / "mix.yaml").write_text("curriculum:\n- duration_tokens: 3_000\n  mix: {web: 7, code: 0.5}\n"
                                        "- duration_tokens: 5e3\n  mix: {web: 1}\nmax_epochs: {code: 2}\n")
         (base / "flags.yaml").write_text("depth: 3\nmatrix-lr: 0.01\ndeterministic: no\nblend_weights: [1, 2.5]\n"
@@ -107,6 +108,28 @@ def make_files(base: Path) -> None:
         for name, data in export.tokenizer_files(RustBPETokenizer.from_directory(base / "tokenizer"), 64).items():
             (base / "hf" / name).write_bytes(data)
         assert base_train.main(run_flags(base)) == 0
+
+
+def make_foreign(base: Path, texts: list[str]) -> None:
+    """Tokenizers of other programs: hf/tokenizer.json with its neighbour, and a.model."""
+    import sentencepiece
+    import tokenizers
+
+    unigram = tokenizers.SentencePieceUnigramTokenizer()
+    unigram.train_from_iterator(texts, 300, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    (base / "hf").mkdir()
+    unigram.save(str(base / "hf/tokenizer.json"))
+    (base / "hf/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
+    with open(base / "a.model", "wb") as model:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=400,
+                                                 byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
+
+
+def read_foreign(path: Path) -> None:
+    """Open a tokenizer, and use it."""
+    tokenizer = get_tokenizer(path)
+    tokenizer.decode(tokenizer.encode("a </s> text"))
+    tokenizer.token_bytes()
 
 
 def run_flags(base: Path) -> list[str]:
@@ -432,6 +455,8 @@ READERS: dict[str, Reader] = {
                          reseal, FINAL),
     "tokenizer": Reader(lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
                         ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"), 2, forge, Path("tokenizer")),
+    "tokenizer.json": Reader(lambda base, _: read_foreign(base / "hf"), ("hf/*.json",), 2),
+    "a.model": Reader(lambda base, _: read_foreign(base / "a.model"), ("a.model",)),
     "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
     "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),
     "store": Reader(read_store, weight=2),

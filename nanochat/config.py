@@ -35,6 +35,7 @@ from nanochat.attention import MODES
 from nanochat.common import Parser, check_shape, parse_json, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
+from nanochat.dataset import split_weights
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
 from nanochat.schedule import ScheduleSettings
@@ -160,7 +161,8 @@ class DataSettings:
     allow_bucket_exhaustion: bool = setting(
         False, "go on without a bucket that has run dry",
         note="a lane whose bucket has run dry goes on with the others, or halts the run", of_order="lanes")
-    allow_budget_mismatch: bool = setting(False, "as the curriculum says", flag=False)
+    allow_budget_mismatch: bool = setting(
+        False, "let the run take more or fewer tokens than the curriculum's phases together", of_order="lanes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +353,8 @@ TYPES = get_type_hints(Settings)
 
 # ---- the command line ---------------------------------------------------------------------------
 
+SECTION = ("gpt-simple's files have sections; here each flag stands at the top level, as data_path: DIR or "
+           "num_iterations: 1000 (docs/others.md lists the names)")
 ELSEWHERE = {  # flags that people know from other programs
     "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
                           "from the newest",
@@ -361,6 +365,17 @@ ELSEWHERE = {  # flags that people know from other programs
                     "--total-batch-size the number of tokens in one step of all",
     **dict.fromkeys(("--learning-rate", "--lr"), "each kind of parameter has its own: --matrix-lr, "
                     "--embedding-lr, --unembedding-lr and --scalar-lr"),
+    # gpt-simple's
+    **dict.fromkeys(("--data", "--training", "--optimizer", "--model"), SECTION),
+    "--training.resume": "here it is --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
+    "--training.max-steps": "here it is --num-iterations",
+    "--training.output-dir": "here --model-tag names the run; its folder is in NANOCHAT_BASE_DIR/runs",
+    "--training.wandb-run-name": "here it is --run",
+    **{f"--training.{name}": f"here it is --{name}" for name in
+       ("keep-last-k", "max-runtime-seconds", "walltime-reserve-seconds", "seed")},
+    "--data.path": "here it is --data-path",
+    "--data.tokenizer": "here it is --tokenizer",
+    "--data.format": "here it is --data-format=shards (their pretokenized) or --data-format=text (their jsonl)",
 }
 
 
@@ -395,25 +410,27 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in a run's config.json that are flags and say what the run is: not how a launch
-    began it. Its curriculum comes with what its file allowed."""
-    found = {name: config[name] for name, f in FIELDS.items()
-             if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
-    if config.get("curriculum"):
-        found["curriculum"] = {**config["curriculum"], "allow_budget_mismatch": config["allow_budget_mismatch"]}
-    return found
+    began it."""
+    return {name: config[name] for name, f in FIELDS.items()
+            if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
     """The settings that a command line stands for. What a curriculum file allows stands apart from
     what it mixes. ValueError or FileNotFoundError for what cannot be."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
+    if args.order == "megatron" and args.data_path:
+        given["data_path"], weights = split_weights(args.data_path)
+        if weights and args.blend_weights:
+            raise ValueError(f"--blend-weights: got it and weights in --data-path {args.data_path}; give one of them")
+        given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         # what begins so is the curriculum itself, from a file of flags
         given_inline = args.curriculum.startswith("{")
         mix = load(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
-        given["allow_budget_mismatch"] = mix.allow_budget_mismatch
+        given["allow_budget_mismatch"] |= mix.allow_budget_mismatch
         given["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
     return Settings(**given)
 

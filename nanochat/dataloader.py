@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from nanochat import dist
 from nanochat.common import block, get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig
@@ -343,11 +344,13 @@ State = dict[str, Any]
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer: Tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
-        tokenizer_batch_size: int = 128, device: torch.device | str = "cuda", resume_state_dict: State | None = None,
+        tokenizer_batch_size: int = 128, device: torch.device | str | None = None,
+        resume_state_dict: State | None = None,
         buffer_size: int = 1000, data_dir: Path | str | None = None, *, layout: str = "bestfit",
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device`, BOS-aligned rows, documents
-    cropped. `data_dir`: a folder of parquet files, the last of which validates; None: the download.
+    """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device` (None: the best one that is
+    available), BOS-aligned rows, documents cropped. `data_dir`: a folder of parquet files, the last of which
+    validates; None: the download.
 
     It knows no global batch, so one step is B rows on each of the W ranks. `state_dict` shows
     pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the exact cursors of its
@@ -358,6 +361,10 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
+    if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
+        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so these loaders did not write it; "
+                         f"nanochat's own state names a row group and not the next row, and its documents come in "
+                         f"another order here: start without resume_state_dict")
     if (state["rank"], state["world_size"]) != (rank, world_size):
         raise ValueError(f"this state is of rank {state['rank']} of {state['world_size']}, here is rank {rank} of "
                          f"{world_size}; nanochat.dataloader.DataLoader resumes on any number of ranks")
@@ -369,8 +376,8 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     names = [p.name for p in paths]
     source = open_source(scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer)
     with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
-                    device=device, rank=rank, world_size=world_size, num_threads=tokenizer_threads,
-                    cursors=state["cursors"]) as loader:
+                    device=device or dist.autodetect_device_type(), rank=rank, world_size=world_size,
+                    num_threads=tokenizer_threads, cursors=state["cursors"]) as loader:
         for batch in loader:
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]

@@ -27,7 +27,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
@@ -39,6 +39,7 @@ FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart w
     "shards": (".bin",),
     "megatron": (".bin",),
 }
+GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # its names of formats
 GET_DATA = ("download some with python -m nanochat.dataset -n 8, make some of what is on this machine with python -m "
             "dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket where there is only one
@@ -59,6 +60,7 @@ DATASETS = {
     "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
 NAME = "climbmix"  # of the one that is meant where none is named
+BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed when it is asked for
 
 
 # ---- which files are data ------------------------------------------------------------------------
@@ -69,8 +71,10 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
     path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
+        ours = GPT_SIMPLE.get(data_format)
+        hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
         raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz where "
-                         f"nanochat/source_xyz.py reads .xyz files{did_you_mean(data_format, FORMATS)}")
+                         f"nanochat/source_xyz.py reads .xyz files{hint}")
     if path.is_file():
         if not path.name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
@@ -108,18 +112,27 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     return files
 
 
+def split_weights(data_path: str) -> tuple[str, list[float] | None]:
+    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
+    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
+    parts = data_path.split(",")
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
+    if not weighted or place(data_path).exists():
+        return data_path, None
+    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
+
+
 def find_prefixes(path: Path | str) -> list[Path]:
     """The .bin files of pairs that a --data-path names by their paths without .bin and .idx, with
     commas between them, in the order given; [] for any other path. FileNotFoundError for a pair
-    that is not there; ValueError, which says what to write, for Megatron's own list with a weight
-    before each of them."""
+    that is not there; ValueError for weights before them, which --order=megatron alone has."""
     parts = str(path).split(",")
     if place(path).exists():
         return []
-    if len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2]):
-        raise ValueError(f"--data-path: got {path}, with weights among the prefixes; write "
-                         f"--data-path={','.join(parts[1::2])} --order=megatron "
-                         f"--blend-weights={','.join(parts[::2])}")
+    if split_weights(str(path))[1] is not None:
+        raise ValueError(f"--data-path: got {path}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={','.join(parts[1::2])}")
     if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
         raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
                          f"this machine; the data of a run lie in one of them")
@@ -213,6 +226,14 @@ def default_data_dir(name: str = NAME) -> Path:
     are."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
+
+
+if not TYPE_CHECKING:
+    def __getattr__(name: str) -> str:
+        """DATA_DIR, nanochat's name for `default_data_dir()`."""
+        if name != "DATA_DIR":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return str(default_data_dir())
 
 
 def known_dataset(data_dir: Path | str) -> str | None:

@@ -114,6 +114,8 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
     elif text := env.get(MAX_RUNTIME, ""):
         name = MAX_RUNTIME
     else:
+        if "GPT_SIMPLE_MAX_RUNTIME" in env:
+            log.warning("GPT_SIMPLE_MAX_RUNTIME is set and not used; set %s", MAX_RUNTIME)
         return None
     passed_s, began, expected = 0.0, started, "a positive number of seconds"
     if name == SLURM_END:  # a time of the wall clock; the others count from the start

@@ -66,9 +66,9 @@ WITHOUT_EFFECT = (
 
 
 @dataclass(frozen=True)
-class GPTDatasetConfig:
-    """What decides which tokens are in which sample, beside data and sizes: `blend` with `split`,
-    or `blend_per_split`, or neither, for made-up data. ValueError for what cannot be."""
+class BlendedMegatronDatasetConfig:
+    """The settings that every kind of data set has: `blend` with `split`, or `blend_per_split`, or
+    neither, for made-up data. ValueError for what cannot be."""
 
     random_seed: int
     sequence_length: int
@@ -85,31 +85,15 @@ class GPTDatasetConfig:
     allow_ambiguous_pad_tokens: bool = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    eod_mask_loss: bool = False
-    create_attention_mask: bool = False
-    drop_last_partial_validation_sequence: bool = True
-    add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None  # a folder for copies of .idx files in a store
-    data_parallel_size: int = 1
-    sequence_parallel_size: int = 0
-    hybrid_context_parallel: bool = False
-    sequences_per_dataset: dict[str, Any] | None = None
-    context_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         surplus, own = self.mid_level_dataset_surplus, self.blend_per_split
-        resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length: got {self.sequence_length}, expected at least 1")
         if not 0 <= self.random_seed < 2**32:
             raise ValueError(f"--seed (random_seed): got {self.random_seed}, expected 0 to 2**32-1")
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
-        if resets and self.eod is None:
-            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, "
-                             "reset_attention_mask and eod_mask_loss need")
         if own is not None and (self.blend, self.split) != (None, None):
             raise ValueError("blend_per_split: got it with blend or split, expected it alone")
         if own is not None and len(own) != len(Split):
@@ -146,6 +130,32 @@ class GPTDatasetConfig:
     def eod(self) -> int | None:
         """The id that ends a document; None without a tokenizer that has one."""
         return getattr(self.tokenizer, "eod", None)
+
+
+@dataclass(frozen=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """What decides which tokens are in which sample, beside data and sizes. ValueError for what
+    cannot be."""
+
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    create_attention_mask: bool = False
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None  # a folder for copies of .idx files in a store
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, Any] | None = None
+    context_parallel_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        if resets and self.eod is None:
+            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, "
+                             "reset_attention_mask and eod_mask_loss need")
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
@@ -191,37 +201,99 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 # ---- files --------------------------------------------------------------------------------------
 
+class DType(Enum):
+    """The types of ids, by their codes in an .idx."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: Any) -> int:
+        """The code of a NumPy type."""
+        return cls[np.dtype(value).name].value
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> Any:
+        """The NumPy type of a code."""
+        return getattr(np, cls(value).name)
+
+    @staticmethod
+    def size(key: Any) -> int:
+        """Bytes of an id, from the NumPy type or its code."""
+        return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> Any:
+        """The type for a vocabulary of so many ids: uint16 below 65,500, else int32, as megatron-core
+        has it."""
+        return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
+
+
+@dataclass(frozen=True)
+class ObjectStorageConfig:
+    """For files in object storage: the folder for copies of .idx files. The size of chunks changes
+    nothing here: a sample fetches exactly its bytes."""
+
+    path_to_idx_cache: str
+    bin_chunk_nbytes: int = 256 << 20
+
+
+is_object_storage_path = in_store  # megatron-core's name; also true for gs:// and az://
+
+
 class IndexedDataset:
     """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list
-    of them, read-only arrays of `dtype`. ValueError or FileNotFoundError naming a bad file."""
+    of them, read-only arrays of `dtype`. With `multimodal`, they are (sequence, its mode) and (list,
+    modes). ValueError or FileNotFoundError naming a bad file."""
 
-    def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True):
-        self.path_prefix = str(path_prefix)
+    def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
+                 object_storage_config: ObjectStorageConfig | None = None):
+        self.path_prefix, self.multimodal = str(path_prefix), multimodal
+        if object_storage_config is not None and in_store(path_prefix):
+            LAUNCH.cache = object_storage_config.path_to_idx_cache
+        if not self.exists(path_prefix):
+            missing = " and ".join(str(path) for path in pair_paths(path_prefix) if not path.is_file())
+            raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
         self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
-        if self.file.format != "megatron" or multimodal:
-            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, and "
-                             f"multimodal=False")
+        if self.file.format != "megatron":
+            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, got one of "
+                             f"--data-format {self.file.format}")
+        if multimodal and "modes" not in self.file.tables:
+            raise ValueError(f"{self.file.idx_path}: it has no modes; open it with multimodal=False")
         self.dtype = self.file.dtype
         self.sequence_lengths = self.file.table("lengths")  # (n,) int32
         self.sequence_pointers = self.file.table("pointers")  # (n,) int64: bytes of the .bin
         self.document_indices = self.file.table("boundaries")  # (documents + 1,) int64: sequences
+        self.sequence_modes = self.file.table("modes") if multimodal else None  # (n,) int8
 
     @staticmethod
     def exists(path_prefix: Path | str) -> bool:
         """Whether both files are there."""
-        return all(path.exists() for path in pair_paths(path_prefix))
+        return all(path.is_file() for path in pair_paths(path_prefix))
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
     def __getitem__(self, which: int | slice) -> Any:
         if isinstance(which, slice):
-            return [self.get(number) for number in range(*which.indices(len(self)))]
+            ids = [self._read(number) for number in range(*which.indices(len(self)))]
+            return ids if self.sequence_modes is None else (ids, self.sequence_modes[which])
         return self.get(which)
 
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids (default: all) of sequence `idx` from its id `offset` on. IndexError for a
-        number outside the data set, ValueError for ids outside the sequence."""
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """`length` ids (default: all) of sequence `idx` from its id `offset` on, with `multimodal` a
+        pair with its mode. IndexError for a number outside the data set, ValueError for ids outside
+        the sequence."""
+        ids = self._read(idx, offset, length)
+        return ids if self.sequence_modes is None else (ids, self.sequence_modes[idx])
+
+    def _read(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
@@ -325,9 +397,9 @@ class GPTDataset:
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         """The files of a prefix."""
-        if config.object_storage_cache_path is not None and in_store(dataset_path):
-            LAUNCH.cache = config.object_storage_cache_path
-        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files)
+        cache = config.object_storage_cache_path
+        return IndexedDataset(dataset_path, mmap=config.mmap_bin_files,
+                              object_storage_config=None if cache is None else ObjectStorageConfig(cache))
 
     def identity(self) -> dict[str, Any]:
         """What decides which part of which document is in which sample, as JSON values."""

@@ -27,6 +27,7 @@ Rejected: jsonl through the cached parquet that streaming reads. The text would 
 
 import functools
 import itertools
+import logging
 import multiprocessing
 import os
 import signal
@@ -46,7 +47,7 @@ from nanochat.common import etag_of, read_json, remove_leftovers, write_json
 from nanochat.text import ALL, Reading, read_footer
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.token_writer import WRITERS, TokenWriter
-from nanochat.tokenizer import Tokenizer, get_tokenizer
+from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
     MANIFEST_NAME,
     RECORD_SHAPE,
@@ -55,6 +56,8 @@ from nanochat.tokens import (
     pair_paths,
     record_groups,
 )
+
+log = logging.getLogger(__name__)
 
 BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # tokenized at once: until one of them is reached
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
@@ -69,7 +72,8 @@ RECORDED = {"made_with": dict, "source": {"name": str},
 @dataclass(frozen=True)
 class Windows:
     """How documents are cut: at most `max_length` ids a window (0: documents stay whole), of which
-    later windows repeat `overlap_size`. ValueError where these make no sense."""
+    later windows repeat `overlap_size`, at most half of them: more is lowered with a warning.
+    ValueError where these make no sense."""
 
     max_length: int = 2048
     overlap_size: int = 256
@@ -80,9 +84,13 @@ class Windows:
                              f"expected 0 or more")
         if self.max_length == 0:  # there is nothing to overlap: the same pairs, so the same windows
             object.__setattr__(self, "overlap_size", 0)
-        if self.overlap_size > min(self.max_length // 2, MAX_PREFIX):
-            raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most half of "
-                             f"--max-length {self.max_length:,}, and at most {MAX_PREFIX:,}")
+        elif self.overlap_size > self.max_length // 2:  # then windows would repeat more than they add
+            log.warning("--overlap-size %d: more than half of --max-length %d, so %d is used",
+                        self.overlap_size, self.max_length, self.max_length // 2)
+            object.__setattr__(self, "overlap_size", self.max_length // 2)
+        if self.overlap_size > MAX_PREFIX:
+            raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most {MAX_PREFIX:,}, "
+                             f"which is what the index can hold")
 
     def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int
             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -218,7 +226,10 @@ class Pretokenizer:
         skipped: Record = {}
         texts_of_input = read_documents(i.path, reading, skipped)
         while texts := _batch(texts_of_input):
-            ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
+            try:
+                ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
+            except CannotEncode as e:
+                raise ValueError(f"{i.path}: document {documents + e.number} (counted from 0): {e.reason}") from None
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
             text_bytes += sum(len(text.encode()) for text in texts)

@@ -57,7 +57,7 @@ from nanochat.text import (
     read_footer,
     text_tokens,
 )
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import CannotEncode, Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens, pair_format
 
 Manifest = dict[str, Any]  # of this shape; "root" may move
@@ -155,7 +155,11 @@ class ParquetSource(Source):
             texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first)).to_pylist()
         else:
             texts = _unpacked(unit).take(pa.array(rows - first)).to_pylist()
-        ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
+        try:
+            ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
+        except CannotEncode as e:
+            name, local = self.locate(group)
+            raise ValueError(f"{name}: row group {local}, row {rows[e.number]}: {e.reason}") from None
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
 
     def _texts(self, group: int, rows: np.ndarray) -> list[str]:

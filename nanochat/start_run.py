@@ -329,7 +329,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
             raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
                              f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
                              f"leave out --num-iterations to train as long as the curriculum, mend "
-                             f"its durations, or set allow_budget_mismatch: true in it")
+                             f"its durations, or set allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
     split = settings.split
     if settings.order == "megatron" and split is None:
         from nanochat.blend import default_split

@@ -26,6 +26,10 @@ nor the end of Python.
 on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
 credentials is refused and never printed.
 
+**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, has clients and an
+obstore of its own. obstore's threads do not survive a fork, and its sockets would be shared with the
+parent, so a child that used them would wait forever or crash its parent.
+
 obstore reads s3:// gs:// az://: it alone sends If-Match and tells ETag, size and range of an answer.
 multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 """
@@ -33,11 +37,15 @@ multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
 import atexit
 import contextlib
 import functools
+import importlib.util
 import io
 import logging
 import math
 import os
 import re
+import shutil
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +65,8 @@ T = TypeVar("T")
 REQUEST_BYTES = 4 << 20  # the most that is asked for at once
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
 GONE = "bring the old object back, or start a new run (--model-tag)"
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+# The first variable that is set counts. Without any, it is the service that the path names.
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 TRIES = 5  # of what was answered, but not as asked
 KEYS_HINT = {
@@ -136,18 +145,22 @@ class Bucket:
 
     def _open(self, silence_s: float, give_up_s: float) -> None:
         try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError:
-            raise ValueError(f"{self.name}: object storage needs obstore; pip install -e '.[s3]'") from None
+            obstore = load_obstore()
+        except (ImportError, OSError) as e:
+            why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
+                   f"may hold libraries, or start processes with spawn" if _of_parents
+                   else "pip install -e '.[s3]'")
+            raise ValueError(f"{self.name}: object storage needs obstore; {why}") from None
+        if self.scheme == "gs":
+            self.host = f"https://storage.googleapis.com/{self.bucket}"
         if self.scheme == "s3":
-            self.endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), "")
-        if self.endpoint:
-            match = ENDPOINT.fullmatch(self.endpoint)
-            if match is None:
-                raise ValueError(f"{self.name}: AWS_ENDPOINT_URL is no URL of an endpoint; expected "
+            name = next((name for name in ENDPOINTS if os.environ.get(name)), "")
+            self.endpoint, self.where = os.environ.get(name, ""), name or "AWS_ENDPOINT_URL (not set)"
+            if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+                raise ValueError(f"{self.name}: {name} is not the URL of an endpoint; expected "
                                  f"http://HOST:PORT or https://HOST, without credentials or a query")
-            self.host, self.where = match[1], "AWS_ENDPOINT_URL"
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
         options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
@@ -156,10 +169,10 @@ class Bucket:
         more["retry_config"] = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s),
                                 "backoff": backoff}
         try:
-            self.obs, self.store = obstore, from_url(self.name, client_options=options, **more)  # type: ignore
+            self.obs, self.store = obstore, obstore.store.from_url(self.name, client_options=options, **more)
         except BaseException:  # a panic of obstore's is no Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
-                             f"{self.where}") from None
+                             f"{KEYS_HINT[self.scheme]}") from None
 
     def stat(self, meta: Any) -> Stat:
         """What the store says of an object."""
@@ -249,6 +262,35 @@ class Bucket:
 
 
 open_bucket = functools.cache(Bucket)  # one client for all who ask alike
+_loading = threading.Lock()
+_of_parents: list[Any] = []  # in a forked process: its parent's clients and obstore, never to be used
+
+
+def _forget_parent() -> None:
+    """A process was forked: it gets its own locks, clients and obstore. The parent's are kept, because
+    deleting them would close the parent's connections too."""
+    global open_bucket, _loading, _lock
+    names = [name for name in sys.modules if name.partition(".")[0] == "obstore"]
+    _of_parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
+    open_bucket, _loading, _lock = functools.cache(Bucket), threading.Lock(), threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def load_obstore() -> Any:
+    """The package obstore. A forked process loads a copy of its library, which has threads and
+    sockets of its own: for the same file, the linker returns the library that the parent loaded.
+    ImportError or OSError if it cannot be loaded."""
+    with _loading, contextlib.ExitStack() as stack:
+        if _of_parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            shutil.copytree(Path(str(spec.origin)).parent, Path(folder, "obstore"))
+            sys.path.insert(0, folder)
+            stack.callback(sys.path.remove, folder)
+        import obstore.store
+
+        return obstore
 
 
 class Msc:
@@ -471,8 +513,8 @@ class StorePath(PosixPath):
         name = str(self)
         with _lock:
             if name not in _known and not _listed.intersection(map(str, self.parents)):
-                several = "," in name or name in _listed or not split(name)[2]
-                _known[name] = None if several else find(name)
+                no_file = "," in name or not split(name)[2] or (name in _listed and self.is_dir())
+                _known[name] = None if no_file else find(name)
             return _known.get(name)
 
     def pinned(self) -> Stat:

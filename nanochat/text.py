@@ -160,7 +160,8 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
 def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
     """(raw footer, documents in each row group, bytes of all texts before compression) of a parquet
     file of text. The footer holds offsets, sizes and statistics of every column chunk, so a rewritten
-    file does not keep it. A file that we converted says itself how many bytes its texts have. Errors as of `open_parquet`, and a ValueError for nulls that the footer tells of."""
+    file does not keep it. A file that we converted states the bytes of its texts itself. Errors are those
+    of `open_parquet`, and a ValueError for nulls that the footer counts."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     # by its number among the leaves, of which a struct in front of it has several

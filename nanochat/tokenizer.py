@@ -66,6 +66,7 @@ _LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
 
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
+TRIAL = "a text, 1\n"  # that a tokenizer encodes when it is opened
 MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
 TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json of Hugging Face; .model of SentencePiece; tokenizer.pkl of "
                   "nanochat; a name of tiktoken's (gpt2, ...); ids:VOCAB:EOD for token files alone")
@@ -114,11 +115,41 @@ def cut_long_spaces(text: str) -> list[str]:
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
+class CannotEncode(ValueError):
+    """A text that a tokenizer's library gives up on: text `number` of those that it was given."""
+
+    def __init__(self, number: int, texts: Sequence[str], error: BaseException):
+        reason = " ".join(str(error).split())[:150]
+        self.number = number
+        self.reason = (f"this tokenizer cannot encode it ({type(error).__name__}: {reason}); it begins with "
+                       f"{texts[number][:40]!a}; delete the document, or use another tokenizer")
+        super().__init__(f"text {number} of {len(texts)}: {self.reason}")
+
+
+def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | None:
+    """The error of the first text that cannot be encoded alone."""
+    for number, text in enumerate(texts):
+        try:
+            encoder([text])
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as e:  # a panic in Rust is no Exception
+            return CannotEncode(number, texts, e)
+    return None
+
+
 # ---- what every tokenizer can do ------------------------------------------------------------------
 
-class Tokenizer:
+class _Opens(type):
+    """Makes `Tokenizer(name)` what `get_tokenizer(name)` opens: an object of a subclass."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return get_tokenizer(*args, **kwargs) if cls is Tokenizer else super().__call__(*args, **kwargs)
+
+
+class Tokenizer(metaclass=_Opens):
     """What the commands ask of a tokenizer. A kind of tokenizer is a subclass: it gives the members
-    up to `contents`, and the others follow from them.
+    up to `contents`, and the others follow from them. `Tokenizer(name)` is `get_tokenizer(name)`.
 
     Documents are separated by one id, `bos_token_id`: it stands in front of a document in the
     stream and behind it in token files, whatever its own program calls it (BOS, EOD, EOS).
@@ -146,8 +177,8 @@ class Tokenizer:
     def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
         tokens. The sum over a document, BOS included, is the length of its text in UTF-8: where a
-        tokenizer begins every document with a blank of its own, BOS counts -1. All are 1 for one
-        that does not know bytes."""
+        tokenizer begins every document with a blank of its own, BOS counts -1 before a token. All
+        are 1 for one that does not know bytes."""
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
@@ -207,16 +238,24 @@ class Tokenizer:
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
         ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
-        threads.
+        threads. `CannotEncode` names a text that the library gives up on.
         """
         if isinstance(texts, str):
             raise TypeError("texts: got one str, expected a list of them")
-        if num_threads == 1 or len(texts) <= 1:
-            ids, lengths = self.encoder(texts)
-        else:
-            size = -(-len(texts) // (8 * num_threads))  # several runs a thread even out documents of unequal length
-            runs = [texts[i:i + size] for i in range(0, len(texts), size)]
-            ids, lengths = map(np.concatenate, zip(*each(self.encoder, runs, at_once=num_threads)))
+        encoder = self.encoder
+        size = -(-len(texts) // (8 * num_threads)) or 1  # several runs a thread even out documents of unequal length
+        runs = [texts[i:i + size] for i in range(0, len(texts), size)]
+        try:
+            if num_threads == 1 or len(texts) <= 1:
+                ids, lengths = encoder(texts)
+            else:
+                ids, lengths = map(np.concatenate, zip(*each(encoder, runs, at_once=num_threads)))
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # a panic in Rust is no Exception
+            if failing := _first_failing(encoder, texts):
+                raise failing from None
+            raise
         ids = ids.astype(self.token_dtype)
         if bos:
             ids, lengths = np.insert(ids, np.cumsum(lengths) - lengths, self.bos_token_id), lengths + 1
@@ -423,11 +462,13 @@ def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[st
     if not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError("not every byte has a token")
     try:
-        return tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
+        encoding.encode_ordinary(TRIAL)  # a pattern that matches the empty text is an error only now
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # a panic in Rust is no Exception
-        raise ValueError(f"tiktoken cannot load it: {str(e)[:200]}") from None
+        raise ValueError(f"tiktoken cannot use it: {str(e)[:200]}") from None
+    return encoding
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ a pair has; `token_writer` writes them.
     web.idx     5 3 4 5         lengths     n int32            ids of each sequence
                 0 10 16 24      pointers    n int64            the byte of .bin where each begins
                 0 1 2 4         boundaries  (d + 1) int64      where documents start, in sequences
+                0 0 1 0         modes       n int8             of multimodal data; most pairs have none
 
 An entry of GPTS is a document, or one of the windows that a long document was cut into. A later
 window repeats some ids of the one before it. (Above, the third document is two windows, of which
@@ -95,9 +96,13 @@ class MappedReader(Reader):
     """A memory map: what is read is a view of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
         with pa.memory_map(str(path), "r") as f:  # keeps no descriptor, of which there are few
             data = f.read_buffer()
         self._elements = np.frombuffer(data, dtype, data.size // dtype.itemsize)
+
+    def __reduce__(self) -> Any:
+        return MappedReader, (self.path, self.dtype)  # another process maps the file itself
 
     def read(self, begin: int, end: int) -> np.ndarray:
         return self._elements[begin:end]
@@ -194,12 +199,14 @@ class TokenFile:
             self.format = next(name for name, magic in MAGICS.items() if head.startswith(magic))
             _, version, code, n, *more = HEADERS[self.format].unpack_from(head)
             self.dtype = np.dtype(DTYPES[self.format][code])
+            at = HEADERS[self.format].size
             self._len, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
             if more:
                 self._len = more[0] - 1
                 columns = [("lengths", "<i4", n), ("pointers", "<i8", n),
                            ("boundaries", "<i8", more[0])]
-            at = HEADERS[self.format].size
+            if more and n and self.idx_bytes == at + 13 * n + 8 * more[0]:
+                columns.append(("modes", "i1", n))
             for name, dtype, rows in columns:
                 self.tables[name] = np.dtype(dtype), at, rows
                 at += rows * np.dtype(dtype).itemsize
@@ -393,6 +400,9 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
     found = TokenFile(path, vocab_size=vocab_size)
     if len(found) == 0:
         raise ValueError(f"{found.idx_path}: no document in it (0 entries); delete the pair")
+    if "modes" in found.tables:
+        raise ValueError(f"{found.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
+                         f"only read by nanochat.megatron.IndexedDataset")
     return found
 
 

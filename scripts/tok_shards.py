@@ -53,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help=f"ids in a window of a long document, without its end mark; 0 keeps documents whole "
                              f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
-                        help="ids that a window repeats of the one before; at most half of --max-length")
+                        help="ids that a window repeats of the one before; more than half of --max-length is lowered")
     parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; changes no output")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")

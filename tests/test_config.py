@@ -95,8 +95,17 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(name)
     assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
-    assert {"--resume-from-step", "--allow-curriculum-change", "--batch-size", "--learning-rate"} <= set(
-        config.ELSEWHERE)
+    assert {"--resume-from-step", "--allow-curriculum-change", "--batch-size", "--learning-rate",
+            "--training.resume"} <= set(config.ELSEWHERE)
+
+
+def test_a_budget_mismatch_is_allowed_by_a_flag_or_by_the_curriculum(tmp_path):
+    """Regression: docs/others.md named the flag, and there was none."""
+    for text, flags, expected in (("", [], False), ("", ["--allow-budget-mismatch"], True),
+                                  ("allow_budget_mismatch: true\n", [], True)):
+        (tmp_path / "mix.yaml").write_text("curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n" + text)
+        assert parse("--curriculum", str(tmp_path / "mix.yaml"), *flags).allow_budget_mismatch is expected
+    assert parse("--allow-budget-mismatch").differing() == {"allow_budget_mismatch": True}
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items, for whoever prints them
@@ -131,6 +140,9 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
     ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
+    ("training: {max_steps: 9}", "--training: gpt-simple's files have sections; here each flag stands at the top "
+                                 "level, as data_path: DIR"),
+    ("data: {format: jsonl}", "--data: gpt-simple's files have sections"),
     ("config: b", "--config: there is no such flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
     ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
     ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),

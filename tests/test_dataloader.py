@@ -381,6 +381,22 @@ def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_ho
         next(bos_bestfit(T=16, resume_state_dict=state))
 
 
+@pytest.mark.parametrize("make", [bos_bestfit, concat])
+@pytest.mark.parametrize("state", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"pq_idx": 1, "rg_idx": None}])
+def test_the_state_of_nanochats_own_loaders_is_one_sentence(nanochat_home, make, state):
+    """Regression: KeyError: 'rank'."""
+    with pytest.raises(ValueError, match=r"resume_state_dict: it has no 'cursors', 'rank', 'world_size'.*nanochat.*: "
+                                         r"start without resume_state_dict"):
+        next(make(resume_state_dict=state))
+
+
+def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_home, monkeypatch):
+    """Regression: the default was cuda, everywhere."""
+    monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "meta")
+    loader = module.tokenizing_distributed_data_loader_bos_bestfit(ByteTokenizer(), 4, 32, "train")
+    assert [part.device.type for part in some(loader, 1)[0]] == ["meta", "meta"]
+
+
 @pytest.mark.parametrize("leaves", [0, 3, 16])
 def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(leaves):
     with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):

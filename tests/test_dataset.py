@@ -1,6 +1,9 @@
 """Which files are data: listed, pinned, refused; what a readable text file is."""
 
 import io
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,8 +193,10 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
-    (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"write --data-path=.*/a,.*/a --order=megatron "
-                                                             r"--blend-weights=70,30$"),
+    (lambda p: tiny(p / "a"), "", "pretokenized", r"got 'pretokenized'.*; gpt-simple's pretokenized is shards here$"),
+    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is text here$"),
+    (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"add --order=megatron, or write "
+                                                             r"--data-path=/.*/a,/.*/a$"),
 ])
 def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, message):
     make(tmp_path)
@@ -200,3 +205,13 @@ def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, mess
         files = find_files(name, data_format)
         check_format(name, files, data_format)
         scan(name, files)
+
+
+def test_nanochats_constants_are_those_of_its_data_set_and_importing_makes_no_folder(tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    code = ("import nanochat.dataset as d, os; before = os.path.exists(os.environ['NANOCHAT_BASE_DIR']); "
+            "print(before, d.DATA_DIR, d.MAX_SHARD, d.BASE_URL)")
+    out = subprocess.run([sys.executable, "-c", code], env={**os.environ, "NANOCHAT_BASE_DIR": str(base)},
+                         capture_output=True, text=True).stdout
+    url = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
+    assert out == f"False {base}/data/climbmix 6542 {url}\n"

@@ -9,8 +9,10 @@ import operator
 import os
 import pickle
 import pydoc_data.topics
+import re
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,11 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanochat.hf import BLANK
-from nanochat.tokenizer import get_tokenizer
+from nanochat.hf import BLANK, Foreign
+from nanochat.sources import open_source, scan
+from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
 from tests import training
 from tests.toy import examples, some_texts
@@ -49,6 +52,37 @@ def byte_level():
     made = tokenizers.ByteLevelBPETokenizer()
     made.train_from_iterator(TEXTS, vocab_size=340, special_tokens=[END, "<|pad|>"], show_progress=False)
     return made._tokenizer
+
+
+def of_json(model, trainer, pre=None, **changes):
+    """A library's tokenizer of any model, trained on texts that hold the names of its special tokens."""
+    made = tokenizers.Tokenizer(model)
+    if pre is not None:
+        made.pre_tokenizer = pre
+    made.train_from_iterator([*TEXTS, "a </s> b </s>x <s> [SEP] <unk> " * 50], trainer)
+    spec = json.loads(made.to_str())
+    spec["model"] |= changes
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def other_kinds():
+    """Tokenizers whose models find the names of special tokens in a text, or put a blank before some texts only."""
+    names = {"special_tokens": ["<unk>", "<s>", "</s>", "[SEP]"], "vocab_size": 400, "show_progress": False}
+    unigram = functools.partial(trainers.UnigramTrainer, unk_token="<unk>", **names)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    split = pre_tokenizers.WhitespaceSplit()
+    fallback = json.loads(of_json(models.Unigram(), unigram(), pre_tokenizers.Metaspace()).to_str())
+    fallback["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
+    fallback["model"]["byte_fallback"] = True
+    return {
+        "fallback": tokenizers.Tokenizer.from_str(json.dumps(fallback)),
+        "unigram": of_json(models.Unigram(), unigram()),
+        "metaspace": of_json(models.Unigram(), unigram(), pre_tokenizers.Metaspace()),
+        "wordpiece": of_json(models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer(**names), split),
+        "wordlevel": of_json(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(**names), split),
+        "merged": of_json(models.BPE(unk_token="<unk>"), trainers.BpeTrainer(**names), split, ignore_merges=True),
+        "prefix": of_json(models.BPE(), trainers.BpeTrainer(initial_alphabet=alphabet, **names), byte_level)}
 
 
 def llama(**more):
@@ -115,21 +149,98 @@ def test_ids_are_the_librarys_own_on_real_text(made, opened):
         assert opened[name].decode(theirs[name][0]) == texts[0], name
 
 
-PARTS = st.sampled_from(["  ", "\n\n", "the ", "\u6f22\u5b57", "\U0001f642", "</s>", END, "<0x41>", "\t", "x" * 40])
-TEXT = st.lists(st.one_of(PARTS, st.text(max_size=8)), max_size=8).map("".join).filter(lambda text: BLANK not in text)
+PARTS = st.sampled_from(["  ", "\n\n", "the ", "\u6f22\u5b57", "\U0001f642", "</s>", "<s>", END, "<0x41>", "\t",
+                         "x" * 40, "<|sep|>", " ", BLANK])
+TEXT = st.lists(st.one_of(PARTS, st.text(max_size=8)), max_size=8).map("".join)
+
+
+@pytest.fixture(scope="module")
+def all_kinds(opened, tmp_path_factory):
+    """{name: tokenizer}: those that were opened, `other_kinds`, and more of SentencePiece's."""
+    folder, found = tmp_path_factory.mktemp("kinds"), dict(opened)
+    for name, library in other_kinds().items():
+        library.save(str(folder / f"{name}.json"))
+        found[name] = get_tokenizer(folder / f"{name}.json", eod_token="</s>")
+    symbols = {"user_defined_symbols": "<|sep|>"}
+    for name, options in {"sp_unigram": {"model_type": "unigram"}, "sp_no_blank": {"add_dummy_prefix": False}}.items():
+        (folder / f"{name}.model").write_bytes(sentencepiece_model(**symbols, **options))
+        found[name] = get_tokenizer(folder / f"{name}.model", eod_token="<|sep|>")
+    return found
+
+
+def bytes_counted(tokenizer, text):
+    """Bytes of a document between others, as `loss_eval` counts those of its targets."""
+    ids, sizes = [*tokenizer.encode_one(text).tolist(), tokenizer.bos_token_id], tokenizer.token_bytes().tolist()
+    return sum(sizes[y] + min(0, sizes[x]) for x, y in pairwise(ids) if sizes[y] > 0)
+
+
+def test_text_never_becomes_a_special_token_whatever_the_model(all_kinds):
+    """Regression: "a </s> b" held the delimiter with Unigram, WordPiece, WordLevel and some BPE models."""
+    names = ["<|sep|>", *(name for tokenizer in all_kinds.values() for name in tokenizer.special_tokens)]
+    texts = ["a </s> b", "".join(names), " ".join(names), *names, *(f"a{name}b" for name in names)]
+    for kind, tokenizer in all_kinds.items():
+        special = {tokenizer.bos_token_id, *tokenizer.special_tokens.values()} - {getattr(tokenizer, "unknown", None)}
+        for text in texts:
+            ids = tokenizer.encode(text)
+            assert special.isdisjoint(ids), (kind, text)
+            if kind in (*KINDS, "sp_unigram"):
+                assert tokenizer.decode(ids).replace(" ", "") == text.replace(" ", "")
 
 
 @settings(max_examples=examples(1))
 @given(text=TEXT)
-def test_bytes_of_a_documents_tokens_are_its_bytes_however_it_is_cut(opened, text):
-    sizes = len(text.encode("utf-8", "replace"))
+def test_bytes_of_a_documents_tokens_are_its_bytes_or_the_exception_is_stated(all_kinds, text):
+    """Regression: texts that begin with a blank, empty ones, and U+2581."""
+    data = text.encode("utf-8", "replace")
+    for name, tokenizer in all_kinds.items():
+        ids = tokenizer.encode_one(text).astype(np.int64)
+        assert tokenizer.bos_token_id not in ids[1:], "text is no special token"
+        if tokenizer.knows_bytes and not any(does(what, text) for what in getattr(tokenizer, "inexact", [])):
+            assert bytes_counted(tokenizer, text) == len(data), name
+        if name in ("gpt2", "pickle") or (name in ("llama", "pieces") and not {BLANK, "\x00"} & {*text}):
+            assert tokenizer.decode(ids[1:]) == text, name
+
+
+def does(what, text):
+    """Whether a document does what a tokenizer states as not exact."""
+    return {"begin with a space": text.startswith(" "), "contain U+2581": BLANK in text,
+            "contain <0x41>": "<0x" in text}[what]
+
+
+def test_where_bytes_are_not_exact_it_is_stated(all_kinds):
+    stated = {name: tokenizer.inexact for name, tokenizer in all_kinds.items()
+              if isinstance(tokenizer, Foreign) and tokenizer.knows_bytes}
+    blank = ["contain U+2581"]
+    assert stated == {
+        "gpt2": [], "llama": blank, "pieces": blank, "sp_unigram": blank, "sp_no_blank": blank,
+        "prefix": ["begin with a space"],
+        "fallback": ["begin with a space", *blank, "contain <0x41>"]}
+
+
+def test_bytes_that_are_not_exact_are_a_warning(made, caplog):
+    assert get_tokenizer(made["llama"]).token_bytes().max() > 1
+    assert "bits per byte are not exact for documents that contain U+2581" in caplog.text
+    caplog.clear()
+    assert get_tokenizer(made["gpt2"]).token_bytes().max() > 1 and not caplog.text
+
+
+def test_an_end_that_text_can_become_is_refused(made, tmp_path):
+    for name in ("unigram", "wordlevel"):
+        other_kinds()[name].save(str(tmp_path / f"{name}.json"))
+    for path, end in ((made["gpt2"], "5"), (made["llama"], "7"), (made["pieces"], "6"),
+                      (tmp_path / "unigram.json", "<unk>"), (tmp_path / "wordlevel.json", "<unk>")):
+        with pytest.raises(ValueError, match="text can become this token, so it cannot separate documents"):
+            get_tokenizer(path, eod_token=end)
+    for name in ("llama", "pieces"):  # every character has bytes
+        assert get_tokenizer(made[name], eod_token="<unk>").bos_token_id == 0
+
+
+def test_tokenizer_of_a_path_is_what_get_tokenizer_opens(made, opened):
+    """Regression: TypeError: Tokenizer() takes no arguments."""
     for name in KINDS:
-        ids = opened[name].encode_one(text).astype(np.int64)
-        found = int(opened[name].token_bytes()[ids].sum())
-        empty_with_blank = len(ids) == 1 and name in ("llama", "pieces")  # no blank is put before nothing
-        assert found == sizes - empty_with_blank, name
-        assert opened[name].bos_token_id not in ids[1:], "text is no special token"
-        assert "\x00" in text or opened[name].decode(ids[1:]) == text, name
+        same = Tokenizer(str(made[name]))
+        assert type(same) is type(opened[name]) and same.fingerprint == opened[name].fingerprint
+    assert Tokenizer(made["llama"], eod_token="<s>").bos_token_id == 1
 
 
 def test_lone_surrogates_are_replaced_as_by_tiktoken(opened):
@@ -152,10 +263,10 @@ def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(made, open
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<s>"}}))
     assert get_tokenizer(tmp_path).bos_token_id == 1
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<unk>", "bos_token": "</s>"}))
-    assert get_tokenizer(tmp_path).bos_token_id == 0, "tokenizer_config.json comes first"
-    assert [get_tokenizer(tmp_path, eod_token=end).bos_token_id for end in ("</s>", "7")] == [2, 7]
-    prints = {get_tokenizer(tmp_path, eod_token=str(end)).fingerprint for end in (2, 7, 7)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    assert get_tokenizer(tmp_path).bos_token_id == 2, "tokenizer_config.json comes first"
+    assert [get_tokenizer(tmp_path, eod_token=end).bos_token_id for end in ("</s>", "1")] == [2, 1]
+    prints = {get_tokenizer(tmp_path, eod_token=str(end)).fingerprint for end in (1, 2, 2)}
     assert len(prints) == 2, "the end of documents decides ids"
     for text, said in (("[" * 200_000, "not valid JSON"), ("[]", "expected an object, got a list"),
                        ('{"eos_token": {"x": 1}}', "eos_token: expected a text or null, got an object"),
@@ -254,6 +365,47 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(made, monkeypat
             get_tokenizer(made[name])
 
 
+# ---- texts that a library gives up on -------------------------------------------------------------------------------
+
+def backtracking():
+    """A tokenizer.json whose pattern hits the retry limit of its regex engine on 40 letters a."""
+    library = tokenizers.Tokenizer(models.BPE({chr(c): c - 32 for c in range(32, 127)}, []))
+    library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(?:(a+)+)+c"), "isolated")
+    library.add_special_tokens([END])
+    return library
+
+
+def without_matches():
+    """A tokenizer in our format whose pattern matches the empty text."""
+    ranks, pattern = {bytes([b]): b for b in range(256)}, "(?=a{40})|[^a]+|a{1,39}"
+    return RustBPETokenizer(tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: 256}),
+                            END)
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_a_document_that_makes_the_library_panic_is_one_sentence_with_its_place(kind, tmp_path, capfd):
+    """Regression: a panic in Rust is no Exception, and ended the process with a traceback."""
+    if kind == "ours":
+        without_matches().save(tmp_path / "tokenizer")
+    else:
+        (tmp_path / "tokenizer").mkdir()
+        backtracking().save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    tokenizer, texts = get_tokenizer(tmp_path / "tokenizer"), ["ab"] * 7 + ["a" * 60] + ["b a"] * 2
+    with pytest.raises(ValueError, match=r"^text 7 of 10: this tokenizer cannot encode it \(PanicException: .*; it "
+                                         r"begins with 'aaaa") as caught:
+        tokenizer.encode_flat(texts, num_threads=2)
+    assert "\n" not in str(caught.value) and tokenizer.encode("ab") == tokenizer.encode(["ab"])[0]
+    training.write_shard(tmp_path / "text" / "x.parquet", texts)
+    source = open_source(scan(tmp_path / "text"), tokenizer)
+    with pytest.raises(ValueError, match=r"^x\.parquet: row group 0, row 7: this tokenizer cannot encode it"):
+        source.read(0, np.arange(4, 9))
+    assert len(source.read(0, np.arange(4))[0]) == 4
+    assert tok_shards.main([f"--input-dir={tmp_path / 'text'}", f"--output-dir={tmp_path / 'out'}",
+                            f"--tokenizer={tmp_path / 'tokenizer'}", "--num-workers=1"]) == 1
+    assert re.search(r"failed: x\.parquet: .*x\.parquet: document 7 \(counted from 0\): this tokenizer cannot",
+                     capfd.readouterr().err)
+
+
 class Attack:
     """Pickled, a call of anything."""
 
@@ -293,7 +445,7 @@ def test_a_malicious_pickle_executes_nothing(made, tmp_path):
 
 @pytest.mark.parametrize("change, said", [
     ({"_mergeable_ranks": {"a": 1}}, "its tokens are not bytes"), ({"_mergeable_ranks": {}}, "not every byte"),
-    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot load it"),
+    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot use it"),
     ({"_special_tokens": {"<|x|>": 300}}, "--eod-token")])
 def test_a_pickle_of_nonsense_is_one_sentence(made, tmp_path, change, said):
     encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)

@@ -145,6 +145,13 @@ def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
     assert asked == (None if env else ["%s", "--noheader", "--format=%e", "--jobs=17"])
 
 
+@pytest.mark.parametrize("env, warned", [
+    ({"GPT_SIMPLE_MAX_RUNTIME": "70"}, True), ({"GPT_SIMPLE_MAX_RUNTIME": "70", "NANOCHAT_MAX_RUNTIME": "70"}, False)])
+def test_gpt_simples_walltime_variable_is_a_warning_that_names_ours(env, warned, caplog):
+    assert (deadline(-1, env, 100.0) is None) == warned
+    assert ("GPT_SIMPLE_MAX_RUNTIME is set and not used; set NANOCHAT_MAX_RUNTIME" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("seconds, env, told", [
     *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
     (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),

@@ -2,6 +2,7 @@
 indices believes nothing that is torn; bad input is one sentence."""
 
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,17 +18,22 @@ from nanochat import megatron, sample_index
 from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import LAUNCH
 from nanochat.megatron import (
+    BlendedMegatronDatasetConfig,
+    DType,
     GPTDataset,
     GPTDatasetConfig,
     IndexedDataset,
     IndexedDatasetBuilder,
     MockGPTDataset,
+    ObjectStorageConfig,
     Split,
     get_blend_from_list,
+    is_object_storage_path,
     pad_id,
     split_matrix,
 )
 from nanochat.sample_index import cached, plan_order
+from nanochat.tokens import open_tokens
 from tests.toy import examples
 
 OWN = Path(__file__).parent / "golden" / "megatron"
@@ -295,6 +301,15 @@ def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory, first, sec
         assert not dataset[0].flags.writeable
 
 
+def test_a_data_set_that_is_sent_to_a_spawned_worker_does_not_carry_its_tokens(tmp_path):
+    """Regression: pickling a memory map copied the whole .bin into every worker."""
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
+    builder.add_document(np.arange(50_000), [50_000])
+    builder.finalize(tmp_path / "a.idx")
+    data = pickle.dumps(IndexedDataset(tmp_path / "a"))
+    assert len(data) < 10_000 and (pickle.loads(data)[0] == np.arange(50_000)).all()
+
+
 def test_what_is_asked_of_files_must_be_there(tmp_path):
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
     builder.add_document([1, 2], [2])
@@ -307,8 +322,28 @@ def test_what_is_asked_of_files_must_be_there(tmp_path):
     for offset, length in ((0, 3), (3, None), (-1, 1), (1, -1)):
         with pytest.raises(ValueError, match=r"of sequence 0, which has 2"):
             dataset.get(0, offset, length)
-    with pytest.raises(ValueError, match="multimodal=False"):
+    with pytest.raises(ValueError, match=r"a\.idx: it has no modes; open it with multimodal=False"):
         IndexedDataset(tmp_path / "a", multimodal=True)
+
+
+def test_modes_of_sequences_are_read_and_not_trained_on(tmp_path):
+    """Regression: a pair with modes was reported as truncated, and multimodal=True refused."""
+    builder = IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16)
+    builder.add_document([1, 2, 3, 4, 5, 6], [3, 2, 1])
+    builder.finalize(tmp_path / "a.idx")
+    with open(tmp_path / "a.idx", "ab") as f:
+        f.write(np.array([0, 1, -1], np.int8).tobytes())
+    dataset = IndexedDataset(tmp_path / "a", multimodal=True)
+    assert dataset.sequence_modes.dtype == np.int8 and dataset.sequence_modes.tolist() == [0, 1, -1]
+    ids, mode = dataset[1]
+    assert ids.tolist() == [4, 5] and mode == 1 and dataset.get(-1)[1] == -1
+    ids, modes = dataset[:2]
+    assert [part.tolist() for part in ids] == [[1, 2, 3], [4, 5]] and modes.tolist() == [0, 1]
+    assert dataset.get(0, 1, 2)[0].tolist() == [2, 3]
+    plain = IndexedDataset(tmp_path / "a")
+    assert plain[1].tolist() == [4, 5] and plain.sequence_modes is None
+    with pytest.raises(ValueError, match=r"a\.idx: its sequences have modes, as multimodal data has; .*not trained on"):
+        open_tokens(tmp_path / "a.bin")
     other = IndexedDatasetBuilder(tmp_path / "b.bin", dtype=np.int32)
     with pytest.raises(ValueError, match="make them of one type"):
         other.add_index(tmp_path / "a")
@@ -438,11 +473,48 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
 def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monkeypatch):
     opened = []
     monkeypatch.setattr(LAUNCH, "cache", None)
-    monkeypatch.setattr(megatron, "IndexedDataset", lambda prefix, mmap: opened.append(f"{prefix} {LAUNCH.cache}"))
+
+    def open_file(path, mapped):
+        opened.append(f"{path} {LAUNCH.cache}")
+        raise EOFError
+
+    monkeypatch.setattr(megatron, "TokenFile", open_file)
+    monkeypatch.setattr(IndexedDataset, "exists", staticmethod(lambda prefix: True))
     config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere")
+    storage = ObjectStorageConfig(path_to_idx_cache="/elsewhere", bin_chunk_nbytes=1 << 20)
     for prefix in ("/data/web", "s3://bucket/web"):
-        GPTDataset.build_low_level_dataset(prefix, config)
-    assert opened == ["/data/web None", "s3://bucket/web /somewhere"]
+        with pytest.raises(EOFError):
+            GPTDataset.build_low_level_dataset(prefix, config)
+        with pytest.raises(EOFError):
+            IndexedDataset(prefix, mmap=False, object_storage_config=storage)
+    assert opened == ["/data/web.bin None"] * 2 + ["s3://bucket/web.bin /somewhere", "s3://bucket/web.bin /elsewhere"]
+
+
+@pytest.mark.parametrize("path, expected", [
+    ("s3://b/k", True), ("msc://p/k", True), ("gs://b/k", True), ("/data/s3", False), ("web", False)])
+def test_a_path_of_object_storage(path, expected):
+    assert is_object_storage_path(path) is expected
+
+
+def test_the_settings_of_any_data_set_are_a_class_of_their_own():
+    """As in megatron-core, where people write configurations of their own from it."""
+    config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=8, blend=(["a"], None), split="98,1,1")
+    assert config.split_matrix == [(0.0, 0.98), (0.98, 0.99), (0.99, 1.0)] and not config.mock
+    assert issubclass(GPTDatasetConfig, BlendedMegatronDatasetConfig)
+    with pytest.raises(ValueError, match="sequence_length: got 0"):
+        BlendedMegatronDatasetConfig(random_seed=1, sequence_length=0)
+
+
+@pytest.mark.parametrize("code, name, size", [(1, "uint8", 1), (2, "int8", 1), (3, "int16", 2), (4, "int32", 4),
+                                              (5, "int64", 8), (6, "float64", 8), (7, "float32", 4), (8, "uint16", 2)])
+def test_types_of_ids_have_megatrons_codes(code, name, size):
+    kind = getattr(np, name)
+    assert DType[name].value == DType.code_from_dtype(kind) == code and DType.dtype_from_code(code) is kind
+    assert DType.size(code) == DType.size(kind) == size
+
+
+def test_the_smallest_type_for_a_vocabulary_is_megatrons():
+    assert [DType.optimal_dtype(n) for n in (None, 1, 65_499, 65_500)] == [np.int32, np.uint16, np.uint16, np.int32]
 
 
 def test_bad_data_are_one_sentence():
@@ -456,5 +528,6 @@ def test_bad_data_are_one_sentence():
     with pytest.raises(ValueError, match="`eod` and a `vocab_size`"):
         MockGPTDataset.build_low_level_dataset("", GPTDatasetConfig(random_seed=0, sequence_length=4))
     config = GPTDatasetConfig(random_seed=0, sequence_length=4, blend=(["/no/such/prefix"], None), split="1")
-    with pytest.raises(FileNotFoundError, match=r"/no/such/prefix\.idx"):
+    with pytest.raises(FileNotFoundError, match=r"^/no/such/prefix: no such pair; missing: /no/such/prefix\.bin and "
+                                                r"/no/such/prefix\.idx$"):
         BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: True, config).build()

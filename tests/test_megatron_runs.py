@@ -143,6 +143,21 @@ def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
     assert "completed: 256 tokens" in succeed(**{**flags, "num_iterations": 1, "eval_every": -1}).out
 
 
+def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
+    """Regression: Megatron's own list, 30,PREFIX,70,PREFIX, was rejected with the flags to write instead."""
+    first, second = workplace["data_path"].split(",")
+    both = {**workplace, "data_path": f"30,{first},70.0,{second}"}
+    assert "--blend-weights: got it and weights in --data-path" in training.refuse(**both)
+    succeed(**{**both, "blend_weights": None, "num_iterations": 2, "eval_every": -1})
+    config = read_json(run_dir() / "config.json")
+    assert (config["data_path"], config["blend_weights"]) == (workplace["data_path"], [30, 70])
+    other = training.refuse(**{**both, "blend_weights": None, "order": None, "model_tag": "lanes", "split": None,
+                               "eod_mask_loss": None})
+    assert f"add --order=megatron, or write --data-path={workplace['data_path']}" in other
+    succeed(**{**workplace, "model_tag": "flags", "num_iterations": 2, "eval_every": -1})
+    assert digests("run") == digests("flags") and len(digests("run")) == 2
+
+
 @pytest.mark.parametrize("changed, message", [
     ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
     ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),

@@ -1,6 +1,7 @@
 """Objects in a store read as files: right bytes, or one clear sentence, whatever store and network do. Against a real
 S3 API on this machine (tests/object_store.py); skipped where obstore or moto are not installed."""
 
+import contextlib
 import functools
 import io
 import logging
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from nanochat import store as room
 from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
+from nanochat.megatron import IndexedDatasetBuilder
 from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
@@ -73,7 +75,7 @@ def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch,
     """Regression: obstore panicked over the third, past every `except Exception`, and showed it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     begin_data()
-    with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is no URL") as e:
+    with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is not the URL") as e:
         place(store.path(KEY)).exists()
     assert "hid" not in str(e.value) + capfd.readouterr().err
 
@@ -99,6 +101,8 @@ def test_a_path_looks_into_one_listing(store):
     assert len(store.proxy.seen) == 1
     with pytest.raises(FileNotFoundError, match=r"^s3://bucket/a/none: no such object$"):
         (root / "none").open("rb")
+    begin_data()
+    assert place(store.path(KEY)).exists(), "an object that nothing else has looked at"
 
 
 def test_any_ranges_are_the_bytes_of_the_file(store):
@@ -184,7 +188,7 @@ def test_a_store_that_stays_away_is_told_and_then_an_error(store, monkeypatch, c
     find(store.path(KEY))  # it answers
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=0.8, log_every_s=0.2))
     store.proxy.faults.append(Fault(status=503, code="SlowDown", times=-1))
-    gave_up = pytest.raises(OSError, match=r"no whole answer from 127.0.0.1:\d+ \(HTTP 503 SlowDown\)")
+    gave_up = pytest.raises(OSError, match=r"no whole answer from http://127.0.0.1:\d+ \(HTTP 503 SlowDown\)")
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), gave_up:
         r.read(0, 10)
@@ -293,15 +297,29 @@ def test_a_permanent_answer_is_asked_for_once(store):
     assert not store.proxy.seen
 
 
-def test_an_endpoint_that_never_answers_is_named_soon(store, monkeypatch):
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_an_endpoint_that_never_answers_is_named_soon_with_its_variable(store, monkeypatch, name):
+    """Regression: AWS_S3_ENDPOINT_URL was ignored, and the error named AWS_ENDPOINT_URL for all of them."""
     default = Patience()
     assert default.first_answer_s + 2 * default.connect_s < 20
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/path")
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(name, "http://127.0.0.1:9/path")
     begin_data()
-    with pytest.raises(OSError, match=r"no whole answer from 127.0.0.1:9 \(no connection.*; check the network and "
-                                      r"AWS_ENDPOINT_URL"):
+    with pytest.raises(OSError, match=rf"no whole answer from http://127.0.0.1:9/path \(no connection.*; check the "
+                                      rf"network and {name}, then"):
         find(store.path(KEY))
+
+
+@pytest.mark.parametrize("path, region, contacted", [
+    ("s3://b/k", None, "https://s3.us-east-1.amazonaws.com/b"), ("s3://b/k", "x", "https://s3.x.amazonaws.com/b"),
+    ("gs://b/k", None, "https://storage.googleapis.com/b")])
+def test_a_store_without_an_endpoint_of_its_own_is_named_by_its_address(monkeypatch, path, region, contacted):
+    """Regression: "the store of s3://b" did not tell that no endpoint was set."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region) if region else monkeypatch.delenv("AWS_DEFAULT_REGION", False)
+    bucket = room.Bucket(path[:2], "b", 1.0, 1.0)
+    assert f"no whole answer from {contacted} (no connection" in str(bucket.explain(OSError("connect"), path))
 
 
 # ---- stops ----------------------------------------------------------------------------------------------------------
@@ -408,3 +426,44 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     room.delete("msc://mine/x/t.bin")
     begin_data()
     assert not path.exists()
+
+
+# ---- worker processes -----------------------------------------------------------------------------------------------
+
+WORKERS = """
+import sys
+import torch
+from nanochat.blend import BlendedMegatronDatasetBuilder
+from nanochat.megatron import GPTDataset, GPTDatasetConfig
+
+if __name__ == "__main__":
+    config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(sys.argv[1:], None), split="1,0,0")
+    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [24, None, None], lambda: True, config).build()
+    expected = torch.stack([train[i]["tokens"] for i in range(24)])  # so the parent has a client, and used it
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(train, batch_size=2, num_workers=2, prefetch_factor=4, timeout=100,
+                                             multiprocessing_context=method)
+        found = torch.cat([batch["tokens"] for batch in loader])
+        assert torch.equal(found, expected) and torch.equal(train[3]["tokens"], expected[3])
+        print(method, flush=True)
+"""
+
+
+def test_worker_processes_read_samples_from_a_store_however_they_are_started(store, tmp_path):
+    """Regression: forked workers used the client of their parent, and waited forever."""
+    (tmp_path / "main.py").write_text(WORKERS)
+    for name in ("web", "code"):
+        builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16)
+        builder.add_document(np.arange(150), [150])
+        builder.finalize(tmp_path / f"{name}.idx")
+        for ending in ("bin", "idx"):
+            store.put(f"m/{name}.{ending}", (tmp_path / f"{name}.{ending}").read_bytes())
+    process = subprocess.Popen([sys.executable, tmp_path / "main.py", store.path("m/web"), store.path("m/code")],
+                               env={**os.environ, "PYTHONPATH": str(ROOT), "NANOCHAT_BASE_DIR": str(tmp_path)},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # no worker outlives the test
+    assert (process.returncode, out) == (0, "fork\nspawn\n"), err

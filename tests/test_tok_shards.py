@@ -204,7 +204,6 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_told(raw, tmp_path, to
 
 
 @pytest.mark.parametrize("more, what", [
-    (("--overlap-size", 17), "--overlap-size 17: expected at most half of --max-length 32"),
     (("--max-length", -1), "expected 0 or more"), (("--overlap-size", -1), "expected 0 or more"),
     (("--num-workers", 0), "2"),  # the parser says why
     (("--task-index", 2, "--num-tasks", 2), "--task-index 2 --num-tasks 2"), (("--num-tasks", 0), "--num-tasks 0"),
@@ -219,6 +218,14 @@ def test_bad_arguments_write_nothing(raw, tmp_path, tokenizer, monkeypatch, more
     with pytest.raises(FileNotFoundError, match=r"no tokenizer here; .*tok_train --data-path raw --out"):
         tok_shards.main(["--input-dir=raw", "--output-dir=out"])
     assert tree(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(raw, tmp_path, tokenizer, caplog):
+    """As gpt-simple's tokenizer does it. Regression: it was an error that gave no reason."""
+    assert run(raw, tmp_path / "clamped", tokenizer, "--overlap-size", 17) == 0
+    assert "--overlap-size 17: more than half of --max-length 32, so 16 is used" in caplog.text
+    assert run(raw, tmp_path / "half", tokenizer, "--overlap-size", 16) == 0
+    assert tree(tmp_path / "clamped") == tree(tmp_path / "half")
 
 
 def test_other_arguments_are_refused(raw, tmp_path, tokenizer):

@@ -220,7 +220,7 @@ LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
     ({"ranks": b"".join([*LINES, b"YWI= 256 7\n"])}, "no usable tokenizer"),
     ({"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
     ({"special_tokens": {}}, "unknown; this tokenizer has"),
-    ({"pattern": "("}, "tiktoken cannot load it"),
+    ({"pattern": "("}, "tiktoken cannot use it"), ({"pattern": "x*"}, "tiktoken cannot use it"),
     ({"special_tokens": []}, "special_tokens"),
     ({"training": None}, "training"),
 ])

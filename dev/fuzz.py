@@ -111,15 +111,15 @@ def make_files(base: Path) -> None:
 
 
 def make_foreign(base: Path, texts: list[str]) -> None:
-    """Tokenizers of other programs: hf/tokenizer.json with its neighbour, and a.model."""
+    """Tokenizers of other programs: foreign/tokenizer.json with its neighbour, and a.model."""
     import sentencepiece
     import tokenizers
 
     unigram = tokenizers.SentencePieceUnigramTokenizer()
     unigram.train_from_iterator(texts, 300, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
-    (base / "hf").mkdir()
-    unigram.save(str(base / "hf/tokenizer.json"))
-    (base / "hf/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
+    (base / "foreign").mkdir()
+    unigram.save(str(base / "foreign/tokenizer.json"))
+    (base / "foreign/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
     with open(base / "a.model", "wb") as model:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=400,
                                                  byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
@@ -455,7 +455,7 @@ READERS: dict[str, Reader] = {
                          reseal, FINAL),
     "tokenizer": Reader(lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
                         ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"), 2, forge, Path("tokenizer")),
-    "tokenizer.json": Reader(lambda base, _: read_foreign(base / "hf"), ("hf/*.json",), 2),
+    "tokenizer.json": Reader(lambda base, _: read_foreign(base / "foreign"), ("foreign/*.json",), 2),
     "a.model": Reader(lambda base, _: read_foreign(base / "a.model"), ("a.model",)),
     "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
     "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),

@@ -79,7 +79,7 @@ class Start:
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
     which settings are others now; `last_owner`: the record of the launch that owned the run last;
-    `manifests`: the files of a new run, {} for one that has pinned its own."""
+    `manifests`: the files of a new run in the order of lanes, else {}."""
 
     run_dir: Path
     settings: Settings
@@ -201,7 +201,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         origin = _find_origin(settings.init_from, config.get("origin"))
     if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
         settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
-    manifests = {} if config else find_manifests({}, settings)
+    manifests = {} if config or settings.order == "megatron" else find_manifests({}, settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
                                               device_memory(device), manifests.get("train"))
     if (begun_with := checkpoint or origin) is not None:
@@ -310,7 +310,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
     lanes = settings.lanes
     if lanes == -1:
         fed = [fed_lanes(*counts_and_means(manifest), T=settings.max_seq_len, buffer_size=settings.buffer_size)
-               for manifest in (train or {}).values() if settings.order == "lanes"]
+               for manifest in (train or {}).values()]
         lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
     if lanes < 1:
         raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
@@ -363,7 +363,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     and opened by every rank; and the start as it is when the rows to be skipped are passed over.
     FileNotFoundError or ValueError names what is bad, changed or gone."""
     settings = start.settings
-    manifests = start.manifests or on_rank0(lambda: find_manifests(pinned_data(start.run_dir), settings))
+    manifests = start.manifests or on_rank0(
+        lambda: find_manifests(pinned_data(start.run_dir) if start.config else {}, settings))
 
     def opened() -> RunData:
         try:

@@ -251,7 +251,7 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
 def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     """The oracle: one forward and backward over the whole batch, its mean over live targets."""
     succeed(long_docs="split", max_seq_len=160, total_batch_size=160 * 8, overlap=120, num_iterations=8, save_every=7,
-            device_batch_size=3)
+            device_batch_size=3, buffer_size=2)
     data, config, _ = run_data.open_run(training.run_dir())
     saved = load_checkpoint(training.run_dir() / "checkpoints" / "checkpoint-7")
     model, _, _ = load_model(saved.path, "cpu")

@@ -465,7 +465,7 @@ def record(**changed):
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"launch": 1}', record(pid=-1, start=None),
-                                    record(since="\033[2J"), record(), "\xff\x00"])
+                                    record(since="\033[2J"), record(), "\xff\x00"], ids=range(9))
 def test_what_a_record_says_neither_locks_a_run_nor_lets_two_in(tmp_path, damage):
     path = tmp_path / OWNER_NAME
     path.write_text(damage, encoding="latin-1")

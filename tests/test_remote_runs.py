@@ -313,7 +313,7 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
 
     monkeypatch.setattr(TrainLog, "write", watched)
     began = time.monotonic()
-    succeed(**command("documents", "s3://bucket", eval_every=-1))
+    succeed(**command("documents", "s3://bucket", eval_every=-1, buffer_size=1))
     assert stall.times < -1, "nobody was waiting"
     assert time.monotonic() - began < training.PATIENCE_S
 

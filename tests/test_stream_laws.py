@@ -179,7 +179,7 @@ def corpora(draw, T, layout, first):
 
 @st.composite
 def worlds(draw, layout):
-    T, V = draw(st.integers(6, 16)), draw(st.integers(1, 6))
+    T, V = draw(st.integers(6, 16)), draw(st.sampled_from([1, 2, 3, 5, 9]))
     names = ["a", "b", "c"][:draw(st.sampled_from([1, 2, 3, 3]))]
     found = {name: draw(corpora(T, layout, 1000 + 100_000 * i)) for i, name in enumerate(names)}
     weights = st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)).filter(any)
@@ -224,9 +224,9 @@ def drained(world, opened, plan, *, num_threads):
             filled = [(row, *row_arrays(row, world.config.T)) for row in rows]
             run.digests.append(sum(digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)))
             run.rows += filled
-            for lane, _, _, feeds in (lane for stream in streams for lane in stream.state()):
-                for bucket, (epoch, *_, waiting) in feeds.items():
-                    assert {key[0] for key in waiting} <= {epoch}, f"lane {lane} has read beyond an epoch of {bucket}"
+            for feed in (feed for stream in streams for feeds in stream.feeds.values() for feed in feeds.values()):
+                if feed.packer.ready:  # else less than a row is left, perhaps of several epochs: it is dry
+                    assert {key[0] for key in feed.packer.waiting()} <= {feed.epoch}, "read beyond an epoch"
         run.cursors = json_copy([cursor for stream in streams for cursor in stream.cursors()])
         run.unread = {(bucket, lane) for stream in streams for bucket, feeds in stream.feeds.items()
                       for lane, feed in feeds.items()

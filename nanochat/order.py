@@ -1,8 +1,8 @@
 """
 The order of the data: settings of the stream, and which lane reads which documents when.
 
-An epoch of a bucket is a sequence of its documents. It is dealt out in V contiguous shares of about
-equal tokens, and in epoch e lane l reads share (l + e) mod V:
+An epoch of a bucket is a sequence of its documents. It is dealt out in V contiguous shares that fill
+about the same number of rows, and in epoch e lane l reads share (l + e) mod V:
 
     small    d7 d2 d9 | d0 d4 | d8 | d1 d6 d3 d5      every document by itself, in a seeded permutation
              lane 0     lane 1  lane 2   lane 3       (V = 4; d8 is a book)
@@ -145,11 +145,14 @@ class Order:
         total, tokens = int(self.first[-1]), int(documents @ means)
         # what is shuffled: groups, or every document as a group of its own
         self.counts = np.ones(total, np.int64) if small else documents
-        self.means = np.repeat(means, documents) if small else means
-        # documents in a unit: few enough that a lane has several units, and that they have about equal tokens
-        self.batch = min(config.unit_size, max(1, total // (UNITS * self.V)))
+        # shares are equal in what rows can hold of each document
+        usable = np.minimum(means, config.new_packer().most or means.max())
+        self.means = np.repeat(usable, documents) if small else usable
+        # Documents in a unit: few enough that a lane has several units, and that they have about equal tokens.
+        # In a small bucket they are fewer, so that a lane waits for about as many as its packer asks for.
+        self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
         most = min(UNIT_TOKENS, tokens // (UNITS * self.V))
-        self.sizes = np.ones_like(self.means) if small else np.clip(most // means, 1, config.unit_size)
+        self.sizes = self.counts if small else np.clip(most // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
         self._words = functools.lru_cache(config.V)(words)  # of the group that each lane reads
 

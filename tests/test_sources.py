@@ -202,7 +202,6 @@ def test_a_small_bucket_is_decoded_once_whatever_is_read_when(folder, monkeypatc
     decoded, rng = [], random.Random(0)
     monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
                         text.read_batches(*args, **kwargs))
-    monkeypatch.setattr(sources, "CHUNK", 3)
     source, expected = open_source(folder), [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
     wanted = [(g, row) for g, group in enumerate(expected) for row in range(len(group))] * 3
     rng.shuffle(wanted)

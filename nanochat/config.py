@@ -226,7 +226,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LookSettings:
-    """looking and saving (every N steps and at the end; -1: never, or saving at the end only)"""
+    """evaluating and saving (every N steps and at the end; -1: never, or for --save-every: by time)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
@@ -237,7 +237,9 @@ class LookSettings:
     eval_bundle: str | None = setting(
         None, "the folder of its tasks (default: <base dir>/eval_bundle)", metavar="DIR")
     sample_every: int = setting(2000, "steps between continuations of validation text")
-    save_every: int = setting(-1, "steps between checkpoints")
+    save_every: int = setting(
+        -1, "steps between checkpoints; -1: one whenever 30 minutes have passed, of which the newest two stay; "
+        "0: only at the end")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")

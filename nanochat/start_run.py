@@ -53,6 +53,7 @@ from nanochat.run_dir import (
     PLAN_NAME,
     is_run_dir,
     keep_cursors,
+    newest_events,
     open_folders,
     pack_cursors,
     read_config,
@@ -79,7 +80,8 @@ class Start:
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
     which settings are others now; `generation`: of the owner before; `manifests`: the files of a new
-    run, {} for one that has pinned its own."""
+    run, {} for one that has pinned its own; `events`: the log's newest event of each name up to this
+    step, the last launch's alone for how it ended."""
 
     run_dir: Path
     settings: Settings
@@ -92,6 +94,7 @@ class Start:
     notices: tuple[str, ...]
     generation: int
     manifests: dict[str, dict[str, Manifest]]
+    events: dict[str, dict[str, Any]]
 
     @property
     def step(self) -> int:
@@ -103,11 +106,17 @@ class Start:
         """What the checkpoint tells of the run; {} at the beginning."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
 
+    def logged(self, event: str) -> dict[str, Any] | None:
+        """The event of a name that the log has at the step where this launch begins, if any."""
+        record = self.events.get(event)
+        return record if record is not None and record["step"] == self.step else None
+
     def over(self) -> tuple[int, str] | None:
         """(exit code, a sentence) for a run that has ended and may not go on; None for one that
-        may."""
+        may: also for one that saved `final` and was killed in its last evaluation."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
-        if status == "completed" and self.step >= self.horizon.num_iterations:
+        ended = "completed" in self.events or "started" not in self.events
+        if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME "
                        f"starts another run")
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
@@ -212,7 +221,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         cursors=None if goes_on_from is None else goes_on_from.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), generation=generation,
-        manifests=manifests)
+        manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
     return start if settings.order == "lanes" else _settle_samples(start)
 
 

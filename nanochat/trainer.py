@@ -65,6 +65,7 @@ log = logging.getLogger(__name__)
 LONG_S = 1800.0  # what an evaluation or a save may take
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 DRY, FLAGS = 4, 8  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
+NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it keeps
 SAVE_EVERY_S = 1800.0  # with --save-every=-1: how much training can be lost
 
 
@@ -297,13 +298,15 @@ class Trainer:
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
+        next_digest = self.next_digest(NEXT_STEP_S)
         rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
             told = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
                     "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                    "wandb_id": self.journal.wandb_id, "by_time": by_time, **more}
+                    "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest,
+                    **more}
 
             def write() -> Path:
                 if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
@@ -318,6 +321,26 @@ class Trainer:
         self.stop.note("copy", time.perf_counter() - began)
         if last or settings.sync_save:
             on_rank0(self.finish_save)
+
+    def next_digest(self, wait_s: float = math.inf) -> str | None:
+        """Collective. The digest of the next step; None if some of its rows cannot be had in time."""
+        parts = gather_all(self.loader.next_digest(wait_s))
+        known = [part for part in parts if part is not None]
+        return f"{sum(known) % 2**64:016x}" if len(known) == len(parts) else None
+
+    def check_next_step(self) -> None:
+        """Collective. Compare the next step with what it was when the checkpoint was saved. ValueError if it
+        has another digest: after a clean stop, no step is repeated that would show it."""
+        saved = self.start.state.get("next_digest")
+        digest = None if saved is None else self.next_digest()
+
+        def compare() -> None:
+            if digest not in (None, saved):
+                raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {saved} when "
+                                 f"the checkpoint was saved: data or code changed; bring the old ones back, or "
+                                 f"start a new run (--model-tag NAME --init-from={self.start.run_dir.name})")
+
+        on_rank0(compare)
 
     def told_save(self, *, wait: bool = False) -> Exception | None:
         """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns

@@ -65,6 +65,7 @@ def loop(run: Trainer) -> int:
     """Save, evaluate, step, until the horizon or a stop. Returns the exit code."""
     p, settings, last, is_final_saved = run.progress, run.settings, run.schedule.num_iterations, False
     try:
+        run.check_next_step()
         while True:
             # the save comes first: an evaluation may fail, or be killed
             if p.step >= last:

@@ -62,6 +62,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import Manifest, counts_and_means
+from nanochat.split_report import describe_split, files_of, last_file_validates
 from nanochat.stream import carry_on, open_stream, stream_identity
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -469,6 +470,21 @@ def tell_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
     told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
     return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+
+
+def print_split(start: Start, data: RunData) -> None:
+    """Print which files validate, which train, and about how often this run reads them."""
+    settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
+    if settings.order == "megatron" and settings.val_path is None:
+        print0(f"data: {len(files_of(train))} pair(s) of files; --split={settings.split} of their documents train, "
+               f"validate and test")
+        return
+    tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
+    taken = start.horizon.total_tokens
+    reads = f"about {tokens:,} tokens, of which this run reads {taken:,}: about {taken / max(1, tokens):.2f} passes"
+    chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
+    print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
+           sep="\n")
 
 
 def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:

@@ -49,7 +49,7 @@ from nanochat.loss_eval import look as evaluate
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own
+from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own, print_split
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
@@ -223,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print0(over[1])
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
+            print_split(start, data)
             return train(start, data, stop, told, rank, world_size, device)
         finally:
             compute_cleanup()

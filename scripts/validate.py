@@ -27,7 +27,7 @@ from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
 from nanochat.run_dir import is_run_dir
-from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, tell_memory
+from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, print_split, tell_memory
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
 BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; then `final` takes the place of one
@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
+    print_split(start, data)
     if start.settings.order == "megatron":
         ok(f"Megatron's order: {start.samples_taken():,} of {start.settings.num_samples:,} samples")
         return EXIT_FAILED if refused else 0

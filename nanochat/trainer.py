@@ -457,7 +457,8 @@ class Journal:
 
     def started(self, world_size: int, **told: Any) -> None:
         """This launch is about to take its first step. `told`: what else the log should have of it."""
-        self.event("started", world_size=world_size, device=self.device.type, **self.versions, **told)
+        self.event("started", world_size=world_size, device=self.device.type,
+                   num_iterations=self.start.horizon.num_iterations, **self.versions, **told)
         self.boards.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:

@@ -244,7 +244,7 @@ class LookSettings:
     profile_steps: str | None = setting(
         None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
-    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)", least=1)
+    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all but those saved by time)", least=1)
     keep_milestone_every: int | None = setting(None, "but never those of steps that this divides", least=1)
 
 

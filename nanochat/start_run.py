@@ -23,7 +23,7 @@ as far as that.
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, sh
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
-from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
+from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify, owner_path
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -470,6 +470,22 @@ def tell_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
     told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
     return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
+    """While the block lasts, running out of a GPU's memory becomes a ValueError: the estimate, the peak,
+    what to lower, and what is saved."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        settings, peak = start.settings, peak_memory(device)
+        estimate = sum(estimate_memory(settings).values())
+        figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
+        kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing was saved yet")
+        raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
+                         f"command again ({str(e).partition(chr(10))[0][:200]})") from e
 
 
 def print_split(start: Start, data: RunData) -> None:

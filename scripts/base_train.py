@@ -49,7 +49,18 @@ from nanochat.loss_eval import look as evaluate
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own, print_split
+from nanochat.start_run import (
+    WAY_ON,
+    Start,
+    command,
+    explain_out_of_memory,
+    find_data,
+    introduce,
+    is_tight,
+    look,
+    own,
+    print_split,
+)
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
@@ -249,6 +260,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         if rank == 0:
             stop.clear(start.run_dir)
 
+        stack.enter_context(explain_out_of_memory(start, device))
         model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model

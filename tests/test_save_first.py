@@ -1,12 +1,14 @@
 """A save comes before anything that may fail at the same step, and a failed evaluation does not end a run."""
 
+import re
 from functools import partial
 
 import pytest
 import torch
 
-from nanochat import core_eval, trainer
+from nanochat import core_eval, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
+from nanochat.lifecycle import read_state
 from scripts import status
 from tests import training
 from tests.training import before, checkpoints, die, digests, events, final, finish, start, succeed
@@ -90,3 +92,20 @@ def test_saves_by_time_never_delete_what_a_launch_with_save_every_saved(monkeypa
 def test_all_ranks_save_when_the_clock_of_one_says_so():
     finish(2, hook=partial(a_save_is_due_at_every_step, "1"), eval_every=-1, keep_last_k=9)
     assert checkpoints() == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "final"]
+
+
+# ---- out of memory --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.gpt.GPT.init_weights"])
+def test_running_out_of_gpu_memory_gives_one_sentence_and_keeps_the_last_save(monkeypatch, function):
+    """In a step, or when the model is made."""
+    succeed(num_iterations=2, eval_every=-1)
+    place, name = function.rsplit(".", 1)
+    monkeypatch.setattr(training.pkgutil.resolve_name(place), name, lambda *args, **how: out_of_memory())
+    monkeypatch.setattr(start_run, "peak_memory", lambda device: 7_000_000_000, raising=False)
+    error = training.refuse(eval_every=-1)
+    assert re.search(r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"
+                     r"--device-batch-size \(now 4\).*--activation-checkpointing", error), error
+    assert read_state(training.run_dir())["reason"] == error
+    monkeypatch.undo()
+    succeed(eval_every=-1)

@@ -37,7 +37,8 @@ STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
           "started": {"step": int, "world_size": int, "device": str, "torch": str}}
-STARTED = ("world_size", "device", "gpu", "torch", "code", "command", "typed", "num_iterations")  # of a launch, in its first event
+# of a launch, in its first event
+STARTED = ("world_size", "device", "gpu", "torch", "code", "command", "typed", "num_iterations")
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 

@@ -104,8 +104,8 @@ def test_the_horizon_is_that_of_the_last_launch(tmp_path):
     path = make_run(tmp_path / "longer")
     for horizon, shown in ((None, "60"), (50, "50")):
         with open(path / "logs" / "train.jsonl", "a") as log:
-            log.write(json.dumps({"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0",
-                                  "num_iterations": horizon}) + "\n")
+            started = {"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
+            log.write(json.dumps({**started, "num_iterations": horizon}) + "\n")
         facts = report.read_facts(path)
         assert f"after 40 steps of {shown}" in report.in_words(facts)[0]
         assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]

@@ -495,7 +495,10 @@ def print_split(start: Start, data: RunData) -> None:
         print0(f"data: {len(files_of(train))} pair(s) of files; --split={settings.split} of their documents train, "
                f"validate and test")
         return
-    tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
+    if settings.data_format in ("shards", "megatron"):
+        tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
+    else:
+        tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
     taken = start.horizon.total_tokens
     reads = f"about {tokens:,} tokens, of which this run reads {taken:,}: about {taken / max(1, tokens):.2f} passes"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)

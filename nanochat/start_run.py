@@ -428,6 +428,7 @@ def own(start: Start, data: RunData) -> Owner:
     if settings.plan != "off" and settings.order == "lanes":
         from nanochat.plan import rehearse
 
+        print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")

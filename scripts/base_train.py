@@ -76,6 +76,7 @@ def loop(run: Trainer) -> int:
     """Save, evaluate, step, until the horizon or a stop. Returns the exit code."""
     p, settings, last, is_final_saved = run.progress, run.settings, run.schedule.num_iterations, False
     try:
+        print0("start: packing the first step")
         run.check_next_step()
         while True:
             # the save comes first: an evaluation may fail, or be killed
@@ -229,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
             settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
+            print0("start: reading the run directory and the data files")
             start = look(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])
@@ -260,6 +262,7 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         if rank == 0:
             stop.clear(start.run_dir)
 
+        print0("start: building the model")
         stack.enter_context(explain_out_of_memory(start, device))
         model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (

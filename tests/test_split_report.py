@@ -49,6 +49,15 @@ def test_base_train_and_validate_report_the_split_and_the_passes(capsys):
     assert int(val) + int(train) == 384
 
 
+def test_a_run_prints_what_it_does_before_its_first_step():
+    told = succeed(eval_every=2).out
+    at = [told.index(line) for line in ("start: reading the run directory and the data files", "start: planning",
+                                        "start: building the model", "start: packing the first step",
+                                        "start: the first evaluation", "step 00000 | validation", "step 00000/00002")]
+    assert at == sorted(at)
+    assert "start: packing the first step" in succeed(eval_every=2, num_iterations=4).out
+
+
 def test_tok_train_reports_the_split_and_names_the_cap_that_truncated_documents(workplace, capsys):
     for i in range(5):
         training.write_shard(workplace / f"data/more_{i}.parquet", ["a text"] * 3)

@@ -167,7 +167,18 @@ if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
 fi
 STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
+warn_if_shared() { # other programs that use the cores make everything slow, above all threads that wait for each other
+    local cores load
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)
+    if awk -v load="$load" -v cores="$cores" 'BEGIN { exit !(load > cores) }'; then
+        echo "# warning: the load of this machine is $load on $cores cores: other programs use them, so this will be slow;"
+        echo "# OMP_NUM_THREADS=1 bash speedrun.sh loses least, for threads then do not wait for each other"
+    fi
+}
+
 echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo " with $NGPU GPU(s)"; fi); all state below $NANOCHAT_BASE_DIR"
+warn_if_shared
 if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
 stage "set-up" bash dev/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"

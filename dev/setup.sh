@@ -61,13 +61,28 @@ for name, requirements in lines.items():
 PY
 }
 
+show_progress() { # what is installed, and the file of its output: its last line, every ten seconds
+    local began=$SECONDS
+    while sleep "${SETUP_PROGRESS_S:-10}" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        printf 'setup: installing %s, %d s: %.100s\n' "$1" $((SECONDS - began)) "$(tail -n 1 "$2")"
+    done
+}
+
 quietly() { # what is installed, and the command; its output is shown if it fails
-    local what=$1 output
+    local what=$1 output code=0 progress
     shift
-    if ! output=$("$@" 2>&1); then
-        printf '%s\nsetup: could not install %s; run this again when that is mended\n' "$output" "$what" >&2
-        return 1
+    output=$(mktemp)
+    show_progress "$what" "$output" &
+    progress=$!
+    "$@" >"$output" 2>&1 || code=$?
+    kill "$progress" 2>/dev/null || true
+    wait "$progress" 2>/dev/null || true
+    if [[ $code != 0 ]]; then
+        cat "$output" >&2
+        echo "setup: could not install $what; run this again when that is mended" >&2
     fi
+    rm -f "$output"
+    return "$code"
 }
 
 install() { # a requirements file

@@ -30,7 +30,8 @@ next save waits for the one before, so that a slow disk holds up training and do
                                                   ^ the next step's reduction tells how it went
 
 **Retention.** Once a checkpoint is written, older ones may go: those that are neither among the
-last `keep_last_k` nor at a step that `keep_milestone_every` divides. With 2 and 400, and 700 just
+last `keep_last_k` nor at a step that `keep_milestone_every` divides. Without `keep_last_k`, all stay
+but those that were saved because time had passed: of these the newest two stay. With 2 and 400, and 700 just
 written:
 
     checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
@@ -76,6 +77,7 @@ CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
 RNG_NAME = "rng/rank_{}.pkl"
+TIMED_KEPT = 2  # checkpoints that were saved because time had passed
 MAX_ERRORS = 3  # saves that fail one after another before the run gives up
 
 
@@ -354,19 +356,20 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
           keep_milestone_every: int | None = None) -> list[str]:
     """Delete the numbered checkpoints of a run that need not be kept, the oldest first; returns
     their names. `good_step`: of a checkpoint that this process has just written. `keep_last_k` None
-    keeps all.
+    keeps all but those saved by time, of which it keeps the newest TIMED_KEPT.
 
     Only folders go whose seal is whole and of the step that the name says: a copy, a link or what
     another program wrote stays. What cannot be deleted stays with a warning."""
     numbered = list[tuple[int, str, Path]]()
-    for name, path in checkpoint_folders(run_dir).items() if keep_last_k is not None else ():
+    for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
-            step = read_seal(path)["step"]
+            seal = read_seal(path)
+            step = seal["step"]
             own = name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown") and not path.is_symlink()
-            if own and step <= good_step:
+            if own and step <= good_step and (keep_last_k is not None or seal.get("by_time")):
                 numbered.append((step, name, path))
     deleted = []
-    for step, name, path in sorted(numbered)[:-(keep_last_k or 1)]:
+    for step, name, path in sorted(numbered)[:-(keep_last_k or TIMED_KEPT)]:
         if step == good_step or (keep_milestone_every and step % keep_milestone_every == 0):
             continue
         try:

@@ -38,7 +38,7 @@ from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import split_weights
 from nanochat.order import LAYOUTS
 from nanochat.packing import VERSION
-from nanochat.schedule import ScheduleSettings
+from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import FIELD_HELP, MIN_CHARS_HELP, STRICT_HELP, TEXT_FIELD, VAL_FRACTION_HELP, Reading
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
@@ -47,6 +47,7 @@ STREAM = "decides which tokens come in which order"
 STEP = "what a step computes"
 ORIGIN = "what the run began with"
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
+MOST_RATE = 10**6  # of learning rates: far above what trains, far below what overflows
 ROUNDING = "same data, not the same bits: "
 
 
@@ -94,10 +95,11 @@ class RunSettings:
 class ModelSettings:
     """model"""
 
-    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE, least=1)
-    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE, least=1)
-    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1)
-    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row", least=1)
+    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE, least=1, most=10**4)
+    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE, least=1,
+                                most=10**4)
+    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
+    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
         "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
         fixed="what a token attends to")
@@ -193,7 +195,7 @@ class MegatronSettings:
 class HorizonSettings:
     """horizon (the first that is set counts; a curriculum stands before the ratio)"""
 
-    num_iterations: int = setting(-1, "optimizer steps", note=HORIZON)
+    num_iterations: int = setting(-1, "optimizer steps", note=HORIZON, least=1, most=MOST_STEPS)
     target_flops: float = setting(-1.0, "steps to spend so many FLOPs", note=HORIZON)
     target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter", note=HORIZON)
 
@@ -206,14 +208,14 @@ class OptimizerSettings:
         False, "compute each layer again in the backward pass: slower, in far less memory",
         note=ROUNDING + "compiled, they are other kernels")
     device_batch_size: int = setting(
-        -1, "B: rows in one forward pass; -1: the largest power of two that fits", auto=True,
+        -1, "B: rows in one forward pass; -1: the largest power of two that fits", auto=True, least=1, most=10**6,
         note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
-        -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP)
-    embedding_lr: float = setting(0.3, "embeddings (AdamW)", fixed=STEP)
-    unembedding_lr: float = setting(0.008, "output head (AdamW)", fixed=STEP)
-    matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP)
-    scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP)
+        -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
+    embedding_lr: float = setting(0.3, "embeddings (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
+    unembedding_lr: float = setting(0.008, "output head (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
+    matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP, least=0, most=MOST_RATE)
+    scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
     weight_decay: float = setting(0.28, "cautious weight decay of matrices", fixed=STEP)
     max_grad_norm: float | None = setting(
         None, "a longer gradient is scaled down to this norm (default: none is)", fixed=STEP, above=0)
@@ -227,7 +229,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LookSettings:
-    """looking and saving (every N steps and at the end; -1: never, or saving at the end only)"""
+    """evaluating and saving (every N steps and at the end; -1: never, or for --save-every: by time)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
@@ -238,12 +240,15 @@ class LookSettings:
     eval_bundle: str | None = setting(
         None, "the folder of its tasks (default: <base dir>/eval_bundle)", metavar="DIR")
     sample_every: int = setting(2000, "steps between continuations of validation text")
-    save_every: int = setting(-1, "steps between checkpoints")
+    save_every: int = setting(
+        -1, "steps between checkpoints; -1: one whenever 30 minutes have passed, of which the newest two stay; "
+        "0: only at the end")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
-    keep_last_k: int | None = setting(None, "delete older numbered checkpoints (default: keep all)", least=1)
+    keep_last_k: int | None = setting(
+        None, "delete older numbered checkpoints (default: keep all but those saved by time)", least=1)
     keep_milestone_every: int | None = setting(None, "but never those of steps that this divides", least=1)
 
 

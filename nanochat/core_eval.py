@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, print0, write_bytes
-from nanochat.dist import gather_all, on_rank0
+from nanochat.dist import gather_all, gather_results
 from nanochat.lifecycle import join_reasons
 from nanochat.yaml_file import read_yaml
 
@@ -256,16 +256,20 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
     _, rank, _, world_size = get_dist_info()
     bos, right = tokenizer.get_bos_token_id(), dict[int, bool]()
     groups = [range(i, min(i + GROUP, len(task.items))) for i in range(0, len(task.items), GROUP)]
-    for group in groups[rank::world_size]:
-        prompts = [make_prompts(task, index) for index in group]
-        tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
-        room = model.cos.size(0)  # as far as rotary tables reach
-        rows = [make_rows(task, index, [next(tokens) for _ in texts], room)
-                for index, texts in zip(group, prompts)]
-        for batch in make_batches(rows):
-            for item, scores in zip(batch, score(model, batch, bos)):
-                right[item.index] = is_right(task, item.index, scores)
-    everyone = {index: value for of_rank in gather_all(right) for index, value in of_rank.items()}
+
+    def of_this_rank() -> dict[int, bool]:
+        for group in groups[rank::world_size]:
+            prompts = [make_prompts(task, index) for index in group]
+            tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
+            room = model.cos.size(0)  # as far as rotary tables reach
+            rows = [make_rows(task, index, [next(tokens) for _ in texts], room)
+                    for index, texts in zip(group, prompts)]
+            for batch in make_batches(rows):
+                for item, scores in zip(batch, score(model, batch, bos)):
+                    right[item.index] = is_right(task, item.index, scores)
+        return right
+
+    everyone = {index: value for of_rank in gather_results(of_this_rank) for index, value in of_rank.items()}
     return [everyone[index] for index in range(len(task.items))]
 
 
@@ -314,7 +318,9 @@ def look(run: Any) -> None:
 
     step, settings, scores = run.progress.step, run.settings, []
     run.dog.beat(step, "CORE", LONG_S)
-    tasks = on_rank0(lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task))
+    is_rank0 = run.loader.layout.rank == 0
+    tasks = gather_results(
+        lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else [])[0]
     for score in evaluate_core(run.model, run.data.tokenizer, tasks):
         scores.append(score)
         run.dog.beat(step, f"CORE after {score.label}", LONG_S)

@@ -21,6 +21,7 @@ shared memory, state and a shutdown of their own.
 
 import contextlib
 import itertools
+import math
 import queue
 import threading
 import time
@@ -170,8 +171,8 @@ class Slot:
         return batch
 
 
-# a slot that is full, and with the last micro-batch of a step (steps done, digest, state of the stream)
-Filled = tuple[Slot, tuple[int, int, Any] | None]
+# a slot that is full, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
+Filled = tuple[Slot, int, tuple[int, Any] | None]
 
 
 class DataLoader:
@@ -199,6 +200,7 @@ class DataLoader:
         self._ends = {start_step: self.stream.state()}  # of the last two steps, by the number of steps done
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
+        self._first: Filled | BaseException | None = None  # taken out of the queue, and not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for _ in range(PREFETCH):
             self._free.put(Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), self.device,
@@ -238,7 +240,7 @@ class DataLoader:
                 slot.fill(rows[begin + i * B:min(begin + (i + 1) * B, end)], self.buckets)
                 done += 1
                 last = done == self.micro_batches_per_step
-                self._filled.put((slot, (step + 1, digest, state) if last else None))
+                self._filled.put((slot, digest, (step + 1, state) if last else None))
         return True
 
     # -- the consumer
@@ -249,23 +251,34 @@ class DataLoader:
     def __next__(self) -> MicroBatch:
         if self._closed.is_set():
             raise RuntimeError("this loader is closed")
-        began = time.perf_counter()
-        filled = None
-        while filled is None:
-            with contextlib.suppress(queue.Empty):  # each time it wakes up, Python handles signals
-                filled = self._filled.get(timeout=0.2)
-        self.wait_s += time.perf_counter() - began
-        if isinstance(filled, BaseException):
-            self._filled.put(filled)  # for the next call
+        filled = self._peek()
+        assert filled is not None
+        if isinstance(filled, BaseException):  # it stays for the next call
             raise filled
-        slot, end = filled
+        self._first = None
+        slot, digest, end = filled
         batch = slot.batch()
         self._free.put(slot)
         if end is not None:
-            before = self.step
-            self.step, self.digest, state = end
+            before, self.digest = self.step, digest
+            self.step, state = end
             self._ends = {before: self._ends[before], self.step: state}
         return batch
+
+    def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
+        """What `next` will take, once it is ready; None if that takes longer than `wait_s`."""
+        began = time.perf_counter()
+        while self._first is None and time.perf_counter() - began < wait_s:
+            with contextlib.suppress(queue.Empty):  # each time it wakes up, Python handles signals
+                self._first = self._filled.get(timeout=0.2)
+        self.wait_s += time.perf_counter() - began
+        return self._first
+
+    def next_digest(self, wait_s: float = math.inf) -> int | None:
+        """This rank's part of the digest of the next step, at the end of a step; None if the step has no
+        rows here, or if they are not packed within `wait_s`."""
+        filled = self._peek(wait_s)
+        return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
         """This rank's cursors after the last complete step, or after so many steps: the last one or

@@ -6,6 +6,7 @@ gradients.
     agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
     same(d)         all: d == rank 0's d?                      what all must have been started with
     gather_all(x)   all: x --list--> all
+    gather_results(f)  all: f() --list, or the first error--> all   what may fail on a rank without ending the run
     share(t)        rank 0: a tensor --> all                   what only rank 0's machine can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
@@ -31,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.common import get_dist_info
+from nanochat.common import StopAsked, get_dist_info
 
 T = TypeVar("T")
 
@@ -228,6 +229,29 @@ def gather_all(value: T) -> list[T]:
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def gather_results(function: Callable[[], T]) -> list[T]:
+    """Collective. Call a function that has no collectives of its own on every rank; returns all ranks'
+    values in rank order. If it raises on any rank, it raises on all of them, so no rank waits for one
+    that failed: StopAsked if a rank was asked to stop, else an error that names the rank and the reason."""
+    if get_dist_info()[3] == 1:
+        return [function()]
+    outcome: tuple[Any, ...]
+    error: Exception | None = None
+    try:
+        outcome = "done", function()
+    except StopAsked as e:
+        outcome, error = ("asked to stop", str(e)), e
+    except Exception as e:
+        kind = "bad input" if isinstance(e, (ValueError, OSError)) else "failed"
+        outcome, error = (kind, f"{type(e).__name__}: {e}"), e
+    outcomes = gather_all(outcome)
+    for kind, raised in (("asked to stop", StopAsked), ("failed", RuntimeError), ("bad input", ValueError)):
+        for rank, (of_rank, reason) in enumerate(outcomes):
+            if of_rank == kind:
+                raise raised(f"rank {rank}: {reason}") from error
+    return [value for _, value in outcomes]  # type: ignore[misc]
 
 
 def share(tensor: torch.Tensor) -> None:

@@ -180,7 +180,7 @@ class StopWatch:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
-            again = "; Ctrl-C again: at once, unsaved" * (number == signal.SIGINT)
+            again = "; Ctrl-C again after a second: ends at once, unsaved" * (number == signal.SIGINT)
             os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{again}\n".encode())
         if number == signal.SIGINT:
             now = time.monotonic()

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import StopAsked
-from nanochat.dist import gather_all
+from nanochat.common import StopAsked, print0
+from nanochat.dist import gather_all, gather_results
+from nanochat.lifecycle import join_reasons
 
 NO_BYTES = ("nothing to evaluate: no target stands for bytes of text; "
             "check the validation data and `steps`")
@@ -70,29 +71,61 @@ def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
 
 @torch.no_grad()
 def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """(nats of each row, bytes of all of them), of all ranks."""
+    """(nats of each row, bytes of all of them), of all ranks. Collective; raises on all ranks if it
+    fails on one."""
+    everyone = gather_results(lambda: _measure_own(model, batches, token_bytes))
+    return [nats for row_nats, _ in everyone for nats in row_nats], sum(num_bytes for _, num_bytes in everyone)
+
+
+def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
+    """`_measure` of this rank's batches."""
     counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
     sizes: list[Tensor] = []  # bytes of each batch
-    stopped = ""
-    try:
-        for batch in batches:
-            x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
-            doc_ids = getattr(batch, "doc_ids", None)
-            extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
-            losses: Tensor = model(x, y, loss_reduction="none", **extra)
-            token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
-            of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
-            counted.append(losses.view(y.shape).masked_fill(of_targets == 0, 0))
-            off = torch.where(of_targets > 0, token_bytes[x], 0).clamp(max=0)
-            sizes.append(of_targets.sum() + off.sum())
-    except StopAsked as e:  # all ranks learn of it where they meet
-        stopped = str(e)
+    for batch in batches:
+        x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
+        doc_ids = getattr(batch, "doc_ids", None)
+        extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
+        losses: Tensor = model(x, y, loss_reduction="none", **extra)
+        token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
+        of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
+        counted.append(losses.view(y.shape).masked_fill(of_targets == 0, 0))
+        off = torch.where(of_targets > 0, token_bytes[x], 0).clamp(max=0)
+        sizes.append(of_targets.sum() + off.sum())
     # the device is waited for here and not in the loop, where it would wait for the next batch
     row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
-    num_bytes = sum(map(int, sizes))
-    everyone = gather_all((row_nats, num_bytes, stopped))
-    for _, _, why in everyone:
-        if why:
-            raise StopAsked(why)
-    return ([nats for rows, _, _ in everyone for nats in rows],
-            sum(of_rank for _, of_rank, _ in everyone))
+    return row_nats, sum(map(int, sizes))
+
+
+# ---- between the steps of a run ------------------------------------------------------------------
+
+def look(run: Any) -> None:
+    """Collective. Bits per byte of a model in training, a `trainer.Trainer`, on validation data: of each
+    bucket and of all, printed and logged. Nats per token if the tokenizer does not know bytes. Raises
+    Stop on all ranks if one of them is asked to stop while it waits for data."""
+    from nanochat.dataloader import validation_loader
+    from nanochat.trainer import LONG_S, Stop
+
+    settings, layout, progress = run.settings, run.loader.layout, run.progress
+    run.dog.beat(progress.step, "evaluation", LONG_S)
+    if progress.step == run.start.step:
+        print0(f"start: the first evaluation, of {settings.eval_tokens:,} tokens")
+    batches = {bucket: validation_loader(
+        source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
+        num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
+        device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
+        num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
+        with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
+    try:
+        value, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
+    except StopAsked:
+        raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
+    unit, record = "bits per byte", {"bpb": value}
+    if run.data.tokenizer.knows_bytes:
+        progress.note_val(value)
+    else:
+        unit, value = "loss", in_nats(value)
+        by_bucket = {name: in_nats(bits) for name, bits in by_bucket.items()}
+        record = {"bpb": None, "loss": value}  # type: ignore[dict-item]
+    parts = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
+    print0(f"step {progress.step:05d} | validation {unit} {value:.6f}{parts}")
+    run.journal.event("val", **record, buckets=by_bucket)

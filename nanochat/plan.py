@@ -41,7 +41,7 @@ from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger, share
 log = logging.getLogger(__name__)
 
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
-ACCOUNT = ("emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
+ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
@@ -52,10 +52,16 @@ DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket, in tokens. What is trained on is rows * T."""
+    """What a run takes from a bucket, in tokens. What is trained on is rows * T.
 
-    documents: int  # in one pass
-    tokens: int  # stored, in one pass
+        tokens    of one pass: what `read` counts, so without BOS and what repeats the window before
+        passes    tokens that leave the buffers, cropped ones included, by the last step / tokens
+        cropped   of what leaves the buffers
+        repeated  of what enters them: read + bos + repeated
+    """
+
+    documents: int  # in one pass; windows that overlap are one document
+    tokens: int  # in one pass
     max_epochs: int  # passes allowed, 0 = no limit
     asked: int  # that the mix asks for, had it all
     trained: int  # that the run gets
@@ -66,12 +72,28 @@ class BucketPlan:
 
     @property
     def passes(self) -> float:
-        """Over the bucket, by the end: what is cropped counts as read."""
-        return self.trained / max(1, self.tokens * (1 - self.share("cropped")))
+        """Over the bucket, by the last step. The account may be of other rows than the run's: it says
+        how many tokens a row takes."""
+        account = self.account
+        if not account["rows"]:
+            return 0.0
+        T = (account["emitted"] + account["padded"]) // account["rows"] - 1
+        left = (account["emitted"] + account["cropped"]) / account["rows"] * self.trained / T
+        return left * account["read"] / max(1, self._entered) / max(1, self.tokens)
 
-    def share(self, name: str) -> float:
-        """Of the tokens that left the buffers, see `nanochat.stream.share`."""
-        return share(self.account, name)
+    @property
+    def cropped(self) -> float:
+        """Share of the tokens that left the buffers, see `nanochat.stream.share`."""
+        return share(self.account, "cropped")
+
+    @property
+    def repeated(self) -> float:
+        """Share of the tokens that entered the buffers: overlap of a split document, or of stored windows."""
+        return self.account["repeated"] / max(1, self._entered)
+
+    @property
+    def _entered(self) -> int:
+        return self.account["read"] + self.account["bos"] + self.account["repeated"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +141,7 @@ class Lengths:
     of up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
 
     def __init__(self, source: Source, config: StreamConfig):
-        self.source, self.plenty, self.documents = source, False, int(source.groups.sum())
+        self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
         self.groups, self.means, self.small = source.groups, source.means, source.small
         self.fingerprint, self.locate = source.fingerprint, source.locate
         self.sample: np.ndarray | None = None
@@ -127,7 +149,7 @@ class Lengths:
             spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
             self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
                 group, np.arange(min(64, int(self.groups[group]))))[0]])
-        self.tokens, self.rows = self._totals(config)
+        self.documents, self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
         """As `Source.read`, with ranges in place of ids."""
@@ -138,19 +160,21 @@ class Lengths:
             repeated = [0] * len(rows)
         return [range(n) for n in lengths], repeated
 
-    def _totals(self, config: StreamConfig) -> tuple[int, float]:
-        """(stored tokens, about how many rows) of one pass."""
-        crop, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0.0
+    def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
+        """(documents, their tokens, about how many rows) of one pass. See `BucketPlan`."""
+        crop, documents, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0, 0.0
         if self.sample is not None:
             used = np.minimum(self.sample, config.T + 1) if crop else self.sample
             share = float(used.mean()) / (config.T + 1) if config.pack else 1.0
-            return round(self.documents * float(self.sample.mean())), self.documents * share
+            mean = float(self.sample.mean()) - config.framed
+            return self.entries, round(self.entries * mean), self.entries * share
         for group, n in enumerate(self.groups.tolist()):
             found, repeated = self.source.lengths(group, np.arange(n))
-            tokens += sum(found) - sum(repeated)
+            documents += repeated.count(0)
+            tokens += sum(found) - sum(repeated) - config.framed * n
             used = np.minimum(found, config.T + 1) if crop else np.array(found)
             rows += float(used.sum()) / (config.T + 1) if config.pack else n
-        return tokens, rows
+        return documents, tokens, rows
 
 
 class Rehearsal(Feed):
@@ -195,7 +219,7 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     for b in buckets:
         of = lengths[b]
         there = config.epochs(b) * of.rows * config.T
-        enough = of.documents >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
+        enough = of.entries >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
         of.plenty = not config.epochs(b) or enough
     rehearsed = not all(lengths[b].plenty for b in buckets)
     steps, halt, state, dry = _follow(stream, n, range(start_step if rehearsed else num_steps, num_steps))
@@ -314,7 +338,7 @@ def warnings(plan: Plan) -> list[str]:
     """What a person should know before starting, a sentence each."""
     dry, notes, about = [], [], "about " * plan.estimate
     for name, bucket in plan.buckets.items():
-        data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.share("cropped")
+        data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
         if not bucket.max_epochs and bucket.passes > 1:
             notes.append(f"the run reads {data} {about}{bucket.passes:.1f} times: it trains on {bucket.trained:,} "
                          f"tokens, and {about}{bucket.tokens:,} are there")
@@ -348,7 +372,7 @@ def describe(plan: Plan) -> list[str]:
     rows = []
     for name, bucket in plan.buckets.items():
         padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
-        parts = bucket.share("cropped"), bucket.share("repeated"), padded
+        parts = bucket.cropped, bucket.repeated, padded
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
         rows.append([name, bucket.documents, bucket.tokens, bucket.asked, bucket.trained, bucket.usable,
                      f"{bucket.passes:.2f}{limit}", *(f"{100 * part:.2f}" for part in parts),

@@ -305,6 +305,18 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return sorted([*lines.values(), *events], key=lambda record: record["step"])
 
 
+def newest_events(run_dir: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The newest event of each name in a run's log, up to a step; "completed" only if the last launch
+    logged it."""
+    newest: dict[str, dict[str, Any]] = {}
+    for record in iter_log(run_dir / "logs" / "train.jsonl"):
+        if "event" in record and type(record.get("step")) is int and record["step"] <= step:
+            if record["event"] == "started":
+                newest.pop("completed", None)
+            newest[record["event"]] = record
+    return newest
+
+
 # ---- cursors ------------------------------------------------------------------------------------
 
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:

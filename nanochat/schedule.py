@@ -40,6 +40,7 @@ from typing import Any
 from nanochat.common import setting
 
 REFERENCE_DEPTH = 12
+MOST_STEPS = 10**9  # of a run
 REFERENCE_BATCH_TOKENS = 2**19
 BATCH_EXPONENT = 0.383
 
@@ -98,6 +99,8 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
     if steps < 1:
         raise ValueError(f"{flag}: the horizon is less than one step of {total_batch_size:,} "
                          "tokens; lower --total-batch-size or set --num-iterations")
+    if steps > MOST_STEPS:
+        raise ValueError(f"{flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}")
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
     return Horizon(num_iterations=steps, total_batch_size=total_batch_size,
                    batch_lr_scale=batch_lr_scale,

@@ -23,7 +23,7 @@ as far as that.
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, sh
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
-from nanochat.dist import agree, get_compute_dtype, on_rank0, same, versions
+from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -53,6 +53,7 @@ from nanochat.run_dir import (
     PLAN_NAME,
     is_run_dir,
     keep_cursors,
+    newest_events,
     open_folders,
     pack_cursors,
     read_config,
@@ -61,6 +62,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import Manifest, counts_and_means
+from nanochat.split_report import describe_split, files_of, last_file_validates
 from nanochat.stream import carry_on, open_stream, stream_identity
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -79,7 +81,8 @@ class Start:
     another run's, may be set; `cursors`: where the data go on, None for their beginning, and
     `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
     which settings are others now; `last_owner`: the record of the launch that owned the run last;
-    `manifests`: the files of a new run in the order of lanes, else {}."""
+    `manifests`: the files of a new run in the order of lanes, else {}; `events`: the log's newest event
+    of each name up to this step, the last launch's alone for how it ended."""
 
     run_dir: Path
     settings: Settings
@@ -92,6 +95,7 @@ class Start:
     notices: tuple[str, ...]
     last_owner: bytes
     manifests: dict[str, dict[str, Manifest]]
+    events: dict[str, dict[str, Any]]
 
     @property
     def step(self) -> int:
@@ -103,11 +107,17 @@ class Start:
         """What the checkpoint tells of the run; {} at the beginning."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
 
+    def logged(self, event: str) -> dict[str, Any] | None:
+        """The event of a name that the log has at the step where this launch begins, if any."""
+        record = self.events.get(event)
+        return record if record is not None and record["step"] == self.step else None
+
     def over(self) -> tuple[int, str] | None:
         """(exit code, a sentence) for a run that has ended and may not go on; None for one that
-        may."""
+        may: also for one that saved `final` and was killed in its last evaluation."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
-        if status == "completed" and self.step >= self.horizon.num_iterations:
+        ended = "completed" in self.events or "started" not in self.events
+        if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME "
                        f"starts another run")
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
@@ -212,7 +222,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         cursors=None if goes_on_from is None else goes_on_from.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), last_owner=last_owner,
-        manifests=manifests)
+        manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
     return start if settings.order == "lanes" else _settle_samples(start)
 
 
@@ -419,6 +429,7 @@ def own(start: Start, data: RunData) -> Owner:
     if settings.plan != "off" and settings.order == "lanes":
         from nanochat.plan import rehearse
 
+        print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
@@ -461,6 +472,40 @@ def tell_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
     told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
     return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
+    """While the block lasts, running out of a GPU's memory becomes a ValueError: the estimate, the peak,
+    what to lower, and what is saved."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        settings, peak = start.settings, peak_memory(device)
+        estimate = sum(estimate_memory(settings).values())
+        figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
+        kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing was saved yet")
+        raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
+                         f"command again ({str(e).partition(chr(10))[0][:200]})") from e
+
+
+def print_split(start: Start, data: RunData) -> None:
+    """Print which files validate, which train, and about how often this run reads them."""
+    settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
+    if settings.order == "megatron" and settings.val_path is None:
+        print0(f"data: {len(files_of(train))} pair(s) of files; --split={settings.split} of their documents train, "
+               f"validate and test")
+        return
+    if settings.data_format in ("shards", "megatron"):
+        tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
+    else:
+        tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
+    taken = start.horizon.total_tokens
+    reads = f"about {tokens:,} tokens, of which this run reads {taken:,}: about {taken / max(1, tokens):.2f} passes"
+    chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
+    print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
+           sep="\n")
 
 
 def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:

@@ -58,6 +58,7 @@ DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floa
 READER = "NANOCHAT_READER"
 GROUP_ENTRIES = 1024  # entries of a group, where the manifest does not say
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
+BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced stretches of a .bin that pin it
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
 LOOK = f"python -m scripts.verify tells all such places; then {REDO}"
 
@@ -371,8 +372,9 @@ class TokenFile:
 
     def pin(self, name: str) -> dict[str, Any]:
         """What pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer",
-        "groups", "tokens", and in a store the "etag" of the .bin}. `footer` hashes size, header and both ends
-        of the .idx. ValueError if the pair is not what manifest.json says."""
+        "groups", "tokens", and "blocks", or in a store the "etag" of the .bin}. `footer` hashes size, header
+        and both ends of the .idx, `blocks` a few stretches of the .bin. ValueError if the pair is not what
+        manifest.json says."""
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (("entries", len(self)), ("tokens", self.num_tokens),
                            ("bin_bytes", self.num_bytes)):
@@ -390,7 +392,14 @@ class TokenFile:
         text_bytes = record.get("text_bytes")  # the text's own estimate, so that its rows are the same
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **etag_of(self.path)}
+                **(etag_of(self.path) if in_store(self.path) else {"blocks": self._hash_blocks()})}
+
+    def _hash_blocks(self) -> str:
+        """A hash of BLOCKS stretches of ids, from the first to the last of the .bin."""
+        size = BLOCK_BYTES // self.dtype.itemsize
+        begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
+        parts = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
+        return hash_bytes(*(part.tobytes() for part in parts))
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:

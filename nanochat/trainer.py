@@ -46,7 +46,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, duration, get_dist_info, print0, show
+from nanochat.common import LAUNCH, StopAsked, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Layout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -55,7 +55,7 @@ from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
-from nanochat.run_dir import TrainLog, iter_log
+from nanochat.run_dir import TrainLog
 from nanochat.schedule import Schedule
 from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
 from nanochat.start_run import Start, build_model
@@ -64,7 +64,9 @@ log = logging.getLogger(__name__)
 
 LONG_S = 1800.0  # what an evaluation or a save may take
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
-DRY, FLAGS = 4, 7  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
+DRY, FLAGS = 4, 8  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
+NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it keeps
+SAVE_EVERY_S = 1800.0  # with --save-every=-1: how much training can be lost
 
 
 class Stop(Exception):
@@ -88,6 +90,7 @@ class StepTotals:
     dry: bool  # whether a rank could not give its rows
     stop: bool  # whether a rank wants to stop
     unsaved: bool  # whether the last save failed so that the run must end
+    save: bool  # whether a save is due by a rank's clock
     dropped: list[int]  # how many lanes have dropped each bucket
     nats: list[float]  # sum of losses of each bucket's rows
     live: list[int]  # their live targets
@@ -100,8 +103,8 @@ class StepTotals:
         nats, live = ([leaves[i::2 * num_buckets] for i in range(at, at + num_buckets)] for at in (0, num_buckets))
         return cls(
             digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
-            stop=counts[5] > 0, unsaved=counts[6] > 0, dropped=counts[FLAGS:], nats=[math.fsum(n) for n in nats],
-            live=[int(math.fsum(n)) for n in live])
+            stop=counts[5] > 0, unsaved=counts[6] > 0, save=counts[7] > 0, dropped=counts[FLAGS:],
+            nats=[math.fsum(n) for n in nats], live=[int(math.fsum(n)) for n in live])
 
     @property
     def loss(self) -> float:
@@ -116,13 +119,14 @@ def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.T
 
 
 def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
-           stop: bool = False, unsaved: bool = False) -> torch.Tensor:
+           stop: bool = False, unsaved: bool = False, save: bool = False) -> torch.Tensor:
     """Collective. One reduction, in which nothing is rounded; what it gives stays on the device,
     for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table
     of which each rank fills in its own; the digest travels as four 16-bit parts; the rest is counts.
     `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
-    `stop`: it should stop; `unsaved`: it could not save, and the run must end."""
-    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, *dropped],
+    `stop`: it should stop; `unsaved`: it could not save, and the run must end; `save`: it is time for
+    the next save."""
+    flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, save, *dropped],
                          dtype=sums.dtype, pin_memory=sums.is_cuda)
     table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
     first = layout.rank * len(sums)
@@ -209,6 +213,8 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
         if start.checkpoint is not None or settings.init_optimizer:
             optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
     progress = Progress(**start.state.get("progress", {}))
+    if (val := start.logged("val")) is not None and val.get("bpb") is not None:
+        progress.note_val(val["bpb"])  # measured after the save
     if progress.step > 0:
         # rates are saved with the state: those of the step before
         schedule.apply(optimizer, progress.step - 1)
@@ -232,6 +238,8 @@ class Trainer:
     dog: Any  # the watchdog
     stop: StopWatch
     saver: Saver
+    saved_at: float = field(default_factory=time.monotonic)  # of this rank's clock: the last save, or the launch
+    all_agreed_to_save: bool = False  # in the last step, because a rank's clock said so
 
     @property
     def settings(self) -> Settings:
@@ -249,35 +257,56 @@ class Trainer:
         """Of training."""
         return self.model.estimate_flops()
 
-    def due(self, every: int) -> bool:
-        """Whether it is time for what is done every so many steps, before the next one."""
+    def due(self, every: int, event: str) -> bool:
+        """Whether it is time for an evaluation that is due every so many steps. `event`: its name in the
+        log; what a launch before logged at the step where this one begins is not repeated."""
         step = self.progress.step
         at = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
-        # a stop saves at once, any other save comes after the looks that are due with it
-        return at and (step > self.start.step or self.start.state.get("status", "stopped") == "stopped")
+        return at and (step > self.start.step or self.start.logged(event) is None)
 
-    def between_steps(self, function: Callable[["Trainer"], None]) -> None:
-        """Do something that is no step, and keep as much time for it in a run with a walltime."""
+    def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
+        """Evaluate, and keep as much time for it in a run with a walltime. A failure is logged with its
+        reason, and the run continues: only a step can fail a run. `function` raises on all ranks, or
+        without any collective after it."""
         began = time.perf_counter()
-        function(self)
-        self.stop.note(function.__name__, time.perf_counter() - began)
+        try:
+            function(self)
+        except (Stop, StopAsked):
+            raise
+        except Exception as e:
+            step, reason = self.progress.step, f"{type(e).__name__}: {e}"
+            print0(f"warning: step {step}: {what} failed: {reason}; the run continues")
+            self.journal.event("evaluation_failed", what=what, reason=reason)
+        self.stop.note(what, time.perf_counter() - began)
+
+    def time_to_save(self) -> bool:
+        """Whether this rank's clock says that a save is due, with saves by time."""
+        return self.settings.save_every < 0 and time.monotonic() - self.saved_at >= SAVE_EVERY_S
+
+    def save_is_due(self) -> bool:
+        """Whether to save before the next step: the same on all ranks."""
+        every = self.settings.save_every
+        return self.all_agreed_to_save or (every > 0 and self.progress.step % every == 0)
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Collect all ranks' state in rank 0's memory and have it written as the
         checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
         p, settings, run_dir = self.progress, self.settings, self.start.run_dir
-        began, step = time.perf_counter(), p.step
+        began, step, by_time = time.perf_counter(), p.step, self.all_agreed_to_save and not last
+        self.saved_at, self.all_agreed_to_save = time.monotonic(), False
         self.dog.beat(step, "save", LONG_S)
         on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
+        next_digest = self.next_digest(NEXT_STEP_S)
         rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
             told = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
                     "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                    "wandb_id": self.journal.wandb_id, **more}
+                    "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest,
+                    **more}
 
             def write() -> Path:
                 if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
@@ -292,6 +321,26 @@ class Trainer:
         self.stop.note("copy", time.perf_counter() - began)
         if last or settings.sync_save:
             on_rank0(self.finish_save)
+
+    def next_digest(self, wait_s: float = math.inf) -> str | None:
+        """Collective. The digest of the next step; None if some of its rows cannot be had in time."""
+        parts = gather_all(self.loader.next_digest(wait_s))
+        known = [part for part in parts if part is not None]
+        return f"{sum(known) % 2**64:016x}" if len(known) == len(parts) else None
+
+    def check_next_step(self) -> None:
+        """Collective. Compare the next step with what it was when the checkpoint was saved. ValueError if it
+        has another digest: after a clean stop, no step is repeated that would show it."""
+        saved = self.start.state.get("next_digest")
+        digest = None if saved is None else self.next_digest()
+
+        def compare() -> None:
+            if digest not in (None, saved):
+                raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {saved} when "
+                                 f"the checkpoint was saved: data or code changed; bring the old ones back, or "
+                                 f"start a new run (--model-tag NAME --init-from={self.start.run_dir.name})")
+
+        on_rank0(compare)
 
     def told_save(self, *, wait: bool = False) -> Exception | None:
         """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns
@@ -312,7 +361,7 @@ class Trainer:
         """Keep what the next step is judged by, and tell of what is odd in this one: lanes that have
         dropped a bucket, and a spike, which was not applied. ArithmeticError where too many in a row
         were not."""
-        p = self.progress
+        p, self.all_agreed_to_save = self.progress, totals.save
         for bucket, lanes in zip(self.loader.buckets, totals.dropped):
             if lanes > p.dropped.get(bucket, 0):
                 p.dropped[bucket] = lanes
@@ -336,7 +385,8 @@ class Trainer:
             raise error
 
 
-def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool) -> tuple[StepTotals, float]:
+def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool, save: bool
+              ) -> tuple[StepTotals, float]:
     """Collective. Add up what all ranks' rows come to, update the weights, and only then wait for
     the device: once. Returns the totals and the norm of the gradient, before it is clipped. Where
     a rank is dry, something is no number, or the step is a spike, nothing is updated. The arguments
@@ -344,7 +394,7 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
     step, num_buckets, settings = run.progress.step, len(run.loader.buckets), run.settings
     run.dog.beat(step, "reduction")
     message = add_up(sums, run.loader.layout, dropped=list(run.loader.dropped().values()),
-                     digest=run.loader.digest, dry=dry, stop=stop, unsaved=unsaved)
+                     digest=run.loader.digest, dry=dry, stop=stop, unsaved=unsaved, save=save)
     run.dog.beat(step, "optimizer")
     run.schedule.apply(run.optimizer, step)
     scale, loss = grad_scale(message, num_buckets, settings.total_batch_size)
@@ -384,7 +434,7 @@ class Journal:
         self.start, self.progress, self.device, self.state = start, progress, device, state
         settings, run_dir, step = start.settings, start.run_dir, progress.step
         path = run_dir / "logs" / "train.jsonl"
-        newest = {record["event"]: record for record in iter_log(path) if "event" in record}
+        newest = start.events
         self.versions, before = {"code": code_version(), **versions(device)}, newest.get("started", {})
         for name, value in self.versions.items():
             if value != "" and before.get(name, value) not in ("", value):
@@ -407,7 +457,8 @@ class Journal:
 
     def started(self, world_size: int, **told: Any) -> None:
         """This launch is about to take its first step. `told`: what else the log should have of it."""
-        self.event("started", world_size=world_size, device=self.device.type, **self.versions, **told)
+        self.event("started", world_size=world_size, device=self.device.type,
+                   num_iterations=self.start.horizon.num_iterations, **self.versions, **told)
         self.boards.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:

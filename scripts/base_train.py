@@ -33,7 +33,7 @@ import torch
 from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
 from nanochat.config import add_flags, from_flags
-from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     agree,
     autodetect_device_type,
@@ -44,11 +44,22 @@ from nanochat.dist import (
 )
 from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
-from nanochat.loss_eval import evaluate_buckets, in_nats
+from nanochat.loss_eval import look as evaluate
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
-from nanochat.start_run import WAY_ON, Start, command, find_data, introduce, is_tight, look, own
+from nanochat.start_run import (
+    WAY_ON,
+    Start,
+    command,
+    explain_out_of_memory,
+    find_data,
+    introduce,
+    is_tight,
+    look,
+    own,
+    print_split,
+)
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
 from scripts.sample import own_prompts
 
@@ -61,30 +72,36 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- the loop ------------------------------------------------------------------------------------
 
 def loop(run: Trainer) -> int:
-    """Look, save, step, until the horizon or the end of something else. Returns the exit code."""
-    p, settings, last = run.progress, run.settings, run.schedule.num_iterations
+    """Save, evaluate, step, until the horizon or a stop. Returns the exit code."""
+    p, settings, last, is_final_saved = run.progress, run.settings, run.schedule.num_iterations, False
     try:
+        print0("start: packing the first step")
+        run.check_next_step()
         while True:
-            if run.due(settings.eval_every):
-                run.between_steps(evaluate)
-            if run.due(settings.core_metric_every) and p.step > 0:
-                from nanochat.core_eval import look as look_at_core
-
-                run.between_steps(look_at_core)
-            if run.due(settings.sample_every) and p.step > 0 and run.loader.layout.rank == 0:
-                with suppress(StopAsked):  # the next step sees to it
-                    run.between_steps(sample)
+            # the save comes first: an evaluation may fail, or be killed
             if p.step >= last:
                 run.save("final", "completed", last=True)
-                break
-            if run.due(settings.save_every) and p.step > run.start.step:
+                is_final_saved = True
+            elif p.step > run.start.step and run.save_is_due():
                 run.save(f"checkpoint-{p.step}", "running")
+            if run.due(settings.eval_every, "val"):
+                run.between_steps("evaluation", evaluate)
+            if run.due(settings.core_metric_every, "core") and p.step > 0:
+                from nanochat.core_eval import look as evaluate_core
+
+                run.between_steps("CORE", evaluate_core)
+            if run.due(settings.sample_every, "samples") and p.step > 0 and run.loader.layout.rank == 0:
+                with suppress(StopAsked):  # the next step sees to it
+                    run.between_steps("samples", sample)
+            if p.step >= last:
+                break
             one_step(run)
             if p.step == run.start.step + 1:
                 quiet_gc()
     except Stop as e:
         run.journal.ending(e.reason)
-        run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
+        if not is_final_saved:
+            run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
         halted = e.status == "halted"
         print0(f"{e.status}: {e.reason}; " + (
@@ -146,7 +163,8 @@ def one_step(run: Trainer) -> None:
     # what all ranks must agree on, in one small reduction, and the update
     reason = run.stop.wanted()
     unsaved = run.told_save()
-    totals, grad_norm = take_step(run, sums, dry=not whole, stop=bool(reason), unsaved=unsaved is not None)
+    totals, grad_norm = take_step(run, sums, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
+                                  save=run.time_to_save())
     if totals.unsaved:
         raise unsaved or SystemExit(1)  # one rank says why
     if totals.dry and totals.stop:
@@ -184,32 +202,6 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
                      phase=loader.phase)
 
 
-def evaluate(run: Trainer) -> None:
-    """Bits per byte on validation data, of each bucket and of all; nats per token where the
-    tokenizer does not know bytes."""
-    settings, layout = run.settings, run.loader.layout
-    run.dog.beat(run.progress.step, "evaluation", LONG_S)
-    batches = {bucket: validation_loader(
-        source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
-        num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
-        device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
-        num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
-        with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
-    try:
-        bits, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
-    except StopAsked:  # all ranks are told where one of them waited for data when it was asked to stop
-        raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
-    unit, found = "bits per byte", {"bpb": bits}
-    if run.data.tokenizer.knows_bytes:
-        run.progress.note_val(bits)
-    else:
-        unit, bits, by_bucket = "loss", in_nats(bits), {name: in_nats(bits) for name, bits in by_bucket.items()}
-        found = {"bpb": None, "loss": bits}  # type: ignore[dict-item]
-    told = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
-    print0(f"step {run.progress.step:05d} | validation {unit} {bits:.6f}{told}")
-    run.journal.event("val", **found, buckets=by_bucket)
-
-
 def sample(run: Trainer) -> None:
     """Tell the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
     engine, texts = Engine(run.model, run.data.tokenizer), []
@@ -237,11 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout_s=2 * settings.collective_timeout_seconds + LONG_S)
         try:
             settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
+            print0("start: reading the run directory and the data files")
             start = look(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
+            print_split(start, data)
             return train(start, data, stop, told, rank, world_size, device)
         finally:
             compute_cleanup()
@@ -265,6 +259,8 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
             refresh=state.refresh, on_failure=partial(state.close, "failed")))
 
+        print0("start: building the model")
+        stack.enter_context(explain_out_of_memory(start, device))
         model, optimizer, progress = make_model(start, schedule, device)
         compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model

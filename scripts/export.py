@@ -47,7 +47,7 @@ from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
-from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
+from nanochat.run_dir import CONFIG_NAME, newest_events, open_folders, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.report import Facts, markdown, plain, read_facts
@@ -279,7 +279,8 @@ def to_nanochat(source: str, out: Path) -> str:
         raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads byte-pair ranks in which <|bos|> begins a document, "
                          "and this is another tokenizer; export --to=hf instead")
     progress = checkpoint.trainer_state.get("progress", {})  # what came in has none
-    meta = {"step": step, "val_bpb": progress.get("val_bpb"), "model_config": asdict(config),
+    val = newest_events(run_dir, step).get("val", {})
+    meta = {"step": step, "val_bpb": val.get("bpb", progress.get("val_bpb")), "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
     with new_folder(out, "name a new folder") as folder:

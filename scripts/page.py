@@ -38,10 +38,11 @@ ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
 WATCH_EVERY_S = 10
 AXES = ("steps", "tokens", "FLOPs", "hours")
 LOSS, BPB, BUCKETS = "Loss, nats a token", "Bits per byte on validation", "Loss by bucket, smoothed"
+WAIT = "Data wait, ms a step"
 # how a number is drawn: title of the chart, factor; any other under its own name
 CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, times its peak", 1),
           "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1),
-          "mfu": ("Model FLOPs utilization, %", 100), "wait_s": ("Data wait, ms a step", 1000),
+          "mfu": ("Model FLOPs utilization, %", 100), "wait_s": (WAIT, 1000),
           "peak_memory_bytes": ("Peak memory, GB", 1e-9)}
 # numbers that the axes show, and events that are marks although they may have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
@@ -198,6 +199,14 @@ def drawn(run: Run, stride: int, several: bool) -> dict[str, Any]:
             "steps": pick(axes["steps"]), "digests": [run.facts.steps[i]["digest"] for i in kept]}
 
 
+def clip_at(values: Sequence[float]) -> float | None:
+    """Where an axis from 0 ends so that the few highest of some values do not flatten the others, such
+    as the first step of each launch; None if there are no such values."""
+    ordered = sorted(values)
+    top = 1.5 * ordered[int(0.95 * (len(ordered) - 1))]
+    return top if 0 < 2 * top < ordered[-1] else None
+
+
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All charts in order, for what is drawn of the runs: {id, title, section, wide, look of y}."""
     found = dict.fromkeys(one["chart"] for run in runs for one in run["series"])
@@ -208,6 +217,9 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                  "y": {"rangemode": "normal" if name.startswith(("Loss", BPB)) else "tozero"}}
         if name == "Gradient norm":
             chart["y"] = {"type": "log"}
+        if name == WAIT and (top := clip_at([y for run in runs for one in run["series"] if one["chart"] == WAIT
+                                             for y in one["y"] if y is not None])):
+            chart |= {"title": f"{name} (clipped)", "y": {"range": [0, top]}}
         if name in mixes:
             title = f"Mix of {runs[mixes[name]]['name']}: trained, and planned (dashed)"
             chart |= {"title": title, "section": "mix", "wide": len(runs) == 1, "run": mixes[name],
@@ -235,7 +247,7 @@ def headline(run: Run) -> str:
     state, facts = run.state, run.facts
     last = facts.steps[-1] if facts.steps else {"step": -1, "tokens": 0}
     shown, done = state["shown"] if state["status"] else facts.status, last["step"] + 1
-    total = facts.config.get("derived", {}).get("num_iterations") or done
+    total = facts.horizon or done
     val: list[float | None] = [bpb for bpb in facts.val().values() if bpb is not None] or [None]
     rate = statistics.median([step["tokens_per_s"] for step in facts.steps[-100:]] or [0.0])
     time_s, what = (state["eta_s"], "left") if run.alive else (facts.spent_s, "in steps")

@@ -38,7 +38,8 @@ STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
           "started": {"step": int, "world_size": int, "device": str, "torch": str}}
-STARTED = ("world_size", "device", "gpu", "torch", "code", "command", "typed")  # of a launch, in its first event
+# of a launch, in its first event
+STARTED = ("world_size", "device", "gpu", "torch", "code", "command", "typed", "num_iterations")
 ENDS = ("completed", "stopped", "halted", "failed")  # events: how a launch ends if nobody kills it
 
 
@@ -66,6 +67,12 @@ class Facts:
     def spent_s(self) -> float:
         """Seconds in steps."""
         return sum(step["step_s"] for step in self.steps)
+
+    @property
+    def horizon(self) -> int | None:
+        """Steps that the last launch was to reach. Older logs have only what the first was to."""
+        last = self.launches[-1]["num_iterations"] if self.launches else None
+        return last if isinstance(last, int) else self.config.get("derived", {}).get("num_iterations")
 
     def val(self) -> dict[int, float | None]:
         """{steps done: bits per byte on validation}."""
@@ -201,7 +208,7 @@ def in_words(facts: Facts) -> list[str]:
     launches, steps = facts.launches, facts.steps
     if not (launches and steps):
         return ["No step was logged."]
-    last, of_all = launches[-1], facts.config.get("derived", {}).get("num_iterations")
+    last, of_all = launches[-1], facts.horizon
     ends = {"": "has not said how it ended", **{end: end for end in ENDS}}
     reason = f" ({last['reason']})" if last["reason"] else ""
     said = [f"The run {ends[last['end']]}{reason} after {last['last']:,} steps{f' of {of_all:,}' if of_all else ''}: "
@@ -350,7 +357,8 @@ def draw_loss(facts: Facts, axes: Any) -> None:
     axes.set_ylabel("loss, nats a token")
     if val := facts.val():
         right = axes.twinx()
-        right.plot([*val], np.array([*val.values()], float), "o-", color="C1", markersize=3, label="bits per byte")
+        right.plot([*val], np.array([*val.values()], float), "o-", color="C1", markersize=5, label="bits per byte",
+                   clip_on=False)
         right.set_ylabel("bits per byte on validation")
         right.legend(loc="upper right", frameon=False)
     axes.legend(loc="upper center", frameon=False)

@@ -22,10 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, here, run_main, setup_logging, whole
+from nanochat.common import Parser, get_base_dir, here, in_store, run_main, setup_logging, whole
 from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
+from nanochat.split_report import DataFile, describe_split, last_file_validates
 from nanochat.text import Reading
 from nanochat.text_kinds import add_text_flags, read_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
@@ -68,6 +70,7 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
     """Train on the first files; what was read, and which files were opened for it, is kept in
     `.training`."""
     opened: list[dict[str, Any]] = []
+    truncated = [0, 0]  # documents, and the characters that they lost
     max_chars, reading, start = arguments["max_chars"], Reading.of(arguments, "train"), time.monotonic()
 
     def corpus() -> Iterator[str]:
@@ -76,7 +79,10 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
             for file in files:
                 opened.append(file)
                 for text in read_texts(folder / file["name"], reading):
-                    text = text[:arguments["doc_cap"]]
+                    if len(text) > arguments["doc_cap"]:
+                        truncated[0] += 1
+                        truncated[1] += len(text) - arguments["doc_cap"]
+                        text = text[:arguments["doc_cap"]]
                     left -= len(text)
                     bar.update(len(text))
                     yield text
@@ -88,10 +94,18 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
     tokenizer.training |= {"arguments": arguments, "files": opened,
                            "exhausted": characters < max_chars}
     print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with "
-          f"{characters:,} characters from {len(opened)} of {len(files)} files:")
-    for file in opened:
-        print(f"  {file['name']}  {file['bytes']:,} bytes")
+          f"{characters:,} characters from {len(opened)} of {len(files)} files, {opened[0]['name']} to "
+          f"{opened[-1]['name']}")
+    if truncated[0]:
+        print(f"warning: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
+              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters of the documents that were "
+              f"read; a larger cap keeps more of them")
     return tokenizer
+
+
+def count_documents(path: Path) -> int | None:
+    """Of a parquet file on this machine; None for any other, which would have to be read."""
+    return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and not in_store(path) else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,13 +117,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Reading.of(vars(args)).named()
     folder, found = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
-    files = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
+    files: list[dict[str, Any]] = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
              for path in found["train"][BUCKET]]
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
         print(f"training a tokenizer of {args.vocab_size:,} tokens on {data_path}")
+        val = [DataFile(path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,
+                        path.stat().st_size, count_documents(path)) for some in found["val"].values() for path in some]
+        print(*describe_split([DataFile(file["name"], file["bytes"]) for file in files], val,
+                              reads=f"at most --max-chars={args.max_chars:,} characters",
+                              shared=args.val_fraction, chosen=last_file_validates(data_path, args.val_path)), sep="\n")
         tokenizer = train(folder, files, arguments)
         tokenizer.save(output_dir, force=args.force)
     print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "

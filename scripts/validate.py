@@ -21,14 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nanochat.checkpoint import TIMED_KEPT
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
 from nanochat.run_dir import is_run_dir
-from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, tell_memory
+from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, print_split, tell_memory
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
+BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; then `final` takes the place of one
 
 
 def parser() -> Parser:
@@ -75,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
+    print_split(start, data)
     if start.settings.order == "megatron":
         ok(f"Megatron's order: {start.samples_taken():,} of {start.settings.num_samples:,} samples")
         return EXIT_FAILED if refused else 0
@@ -101,9 +104,9 @@ def check_disk(start: Start, one: int) -> None:
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
-    number = 1 + (num_steps - 1) // every if every > 0 else 1
+    number = 1 + (num_steps - 1) // every if every > 0 else BY_TIME if every < 0 else 1
     about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} "
-             f"GB, the run writes {number:,}")
+             f"GB, the run keeps {number:,}")
     if free < COPIES * one:
         raise ValueError(f"disk: {about}; free some, or move the runs with NANOCHAT_BASE_DIR")
     print(f"{'ok' if free > (number + 1) * one else 'warning'}: disk: {about}")

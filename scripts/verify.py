@@ -16,6 +16,8 @@ What else is looked at:
     checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
                   list. Nothing is unpickled
     cursors       those that a run keeps in logs/
+    data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every
+                  byte of those whose checksum is in a manifest.json (what scripts.tok_shards wrote)
 
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
 are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
@@ -41,6 +43,7 @@ from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
 SEAL_NAME = "trainer_state.json"
+DATA_NAME = "data_manifest.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
 
@@ -232,6 +235,36 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     yield f"{folder}: {good:,} of {len(files):,} files OK"
 
 
+# ---- the data of a run --------------------------------------------------------------------------
+
+def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
+    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those
+    whose checksums are in the manifest.json beside them."""
+    from nanochat.sources import check, read_manifests
+
+    try:
+        manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
+    except (ValueError, OSError) as e:
+        yield Problem(e)
+        return
+    files: dict[Path, dict[str, Any]] = {}  # its manifest, with this file alone
+    for manifest in manifests:
+        files |= {place(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
+    folders: dict[Path, list[Path]] = {}
+    for file, alone in files.items():
+        try:
+            check(alone)
+            listed = (read_manifest(file.parent) or {"shards": {}})["shards"] if file.suffix == ".bin" else {}
+            if file.stem in listed:
+                folders.setdefault(file.parent, []).append(file)
+        except (ValueError, OSError) as e:
+            yield Problem(e)
+    for folder, paths in folders.items():
+        yield from check_pairs(folder, paths, args, bar, whole=False)
+    read = sum(map(len, folders.values()))
+    yield f"{path}: {len(files):,} files compared, {read:,} of them read to the last byte"
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
@@ -255,6 +288,8 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
         elif p.name == MANIFEST_NAME and is_manifest(p):
             pairs.setdefault(p.parent, set())
+        elif p.name == DATA_NAME:
+            checks.append(partial(check_data, p, args))
         elif p.is_dir() and not in_store(p):
             parent, name = p.absolute().parts[-2:]
             named, seal = parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name), p / SEAL_NAME

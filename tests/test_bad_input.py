@@ -341,13 +341,21 @@ def test_a_lost_bin_makes_no_run_on_less_data(sharded):
 
 @pytest.mark.parametrize(("split", "value"), [("train", training.VOCAB_SIZE), ("val", 65535)])
 def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(sharded, value, split):
+    """In a step, this ends the run; in an evaluation, it is logged, and the run continues."""
     path = shard(sharded, split)
     ids = np.fromfile(path, "<u2")
     ids[7::50] = value
     ids.tofile(path)
-    told_of_shards(f"{split}/data/{path.name}: entry ", f"holds the id {value:,}", "verify",
-                   f"vocabulary of {training.VOCAB_SIZE:,}", **({"eval_every": 1} if split == "val" else {}))
-    assert checkpoints() == []
+    words = (f"{split}/data/{path.name}: entry ", f"holds the id {value:,}", "verify",
+             f"vocabulary of {training.VOCAB_SIZE:,}")
+    if split == "train":
+        told_of_shards(*words)
+        assert checkpoints() == []
+    else:
+        train_shards(num_iterations=1, save_every=-1, eval_every=1)
+        reasons = [event["reason"] for event in training.events("evaluation_failed")]
+        assert len(reasons) == 2 and all(word in reason for word in words for reason in reasons)
+        assert checkpoints() == ["final"]
 
 
 # ---- another tokenizer, another layout ------------------------------------------------------------------------------

@@ -72,6 +72,12 @@ def test_help_shows_each_flag_with_its_default():
     (["--walltime-reserve-seconds=-1"], "--walltime-reserve-seconds: got -1.0, expected at least 0"),
     (["--collective-timeout-seconds=0"], "--collective-timeout-seconds: got 0.0, expected a number above 0"),
     (["--warmup-steps=-1"], "--warmup-steps: got -1"), (["--final-lr-frac=nan"], "--final-lr-frac: got nan"),
+    (["--num-iterations=0"], "--num-iterations: got 0, expected at least 1"),
+    (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
+    *(([f"--{name}={10**15}"], f"--{name}: got {10**15}, expected at least 1 and at most") for name in (
+        "depth", "aspect-ratio", "head-dim", "max-seq-len", "device-batch-size", "total-batch-size", "num-iterations")),
+    *(([f"--{name}-lr=1e308"], f"--{name}-lr: got 1e+308, expected at least 0 and at most") for name in (
+        "matrix", "embedding", "unembedding", "scalar")),
     (["--warmdown-ratio=1.1"], "--warmdown-ratio: got 1.1, expected at least 0 and at most 1"),
     (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
     *(([f"{name}={value}"], f"{name}: got {float(value)}, expected a finite number") for value in ("inf", "nan", "-inf")

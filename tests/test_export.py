@@ -140,6 +140,8 @@ def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_p
     assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == 3
+    [meta] = (base / "nc/base_checkpoints/run").glob("meta_*.json")
+    assert json.loads(meta.read_text())["val_bpb"] == result["val_bpb"]
     assert sample.main(["back", "--max-tokens=2", "--device-type=cpu"]) == 0
     assert base_train.main(training.flags(model_tag="next", init_from="back", num_iterations=1, eval_every=1)) == 0
     assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]

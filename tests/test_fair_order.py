@@ -177,8 +177,9 @@ def test_default_lanes_follow_from_the_data(documents, mean, lanes):
     assert default_lanes(256, fed=fed) == lanes
 
 
-@pytest.mark.parametrize("R, fed, W, V", [(64, 100, 1, 64), (64, 20, 1, 16), (64, 0, 1, 8), (64, 0, 16, 16), (60, 0, 1, 10),
-                                          (60, 12, 1, 12), (4, 0, 1, 4), (7, 3, 1, 7), (500, 64, 1, 50), (64, 9, 12, 16)])
+@pytest.mark.parametrize("R, fed, W, V", [
+    (64, 100, 1, 64), (64, 20, 1, 16), (64, 0, 1, 8), (64, 0, 16, 16), (60, 0, 1, 10), (60, 12, 1, 12), (4, 0, 1, 4),
+    (7, 3, 1, 7), (500, 64, 1, 50), (64, 9, 12, 16)])
 def test_little_data_makes_no_fewer_than_eight_lanes_or_than_processes(R, fed, W, V):
     assert default_lanes(R, fed=fed, world_size=W) == V
 

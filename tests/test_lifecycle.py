@@ -104,6 +104,7 @@ def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [130]
     told = capfd.readouterr().err
+    assert "Ctrl-C again after a second: ends at once, unsaved" in told  # within it, it is the same
     assert told.count("finishing the step") == 1 and told.endswith("\nsecond SIGINT: ended at once, nothing saved\n")
 
 

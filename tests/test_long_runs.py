@@ -105,7 +105,7 @@ def test_a_real_walltime(reference):
 PLACES = {  # where a signal arrives, which it is, and the step after which the run stops at the latest
     "set-up": ("nanochat.gpt.GPT.init_weights", 1, signal.SIGTERM, 1),
     "the first batch": ("nanochat.dataloader.DataLoader.__next__", 1, signal.SIGINT, 1),
-    "an evaluation": ("scripts.base_train.evaluate_buckets", 2, signal.SIGUSR1, 6),
+    "an evaluation": ("nanochat.loss_eval.evaluate_buckets", 2, signal.SIGUSR1, 6),
     "sampling": ("nanochat.engine.Engine.generate_batch", 1, signal.SIGUSR2, 6),
     "the copy of a save": ("nanochat.trainer.to_host", 1, signal.SIGTERM, 5),
     "the writing of a save": ("nanochat.checkpoint.save_plain", 2, signal.SIGINT, STEPS),  # beside the steps

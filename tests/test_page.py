@@ -13,7 +13,7 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors, read_log
-from scripts import page
+from scripts import page, report
 from tests.test_report import T, cursors
 from tests.training import PATIENCE_S
 
@@ -97,6 +97,40 @@ def test_what_is_drawn_is_what_the_log_has(runs, tmp_path):
     shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
     for told in ("It took 2 launches (1 killed), on 1 and 2 processes", "40 / 60", "It balances", "2.125", EVIL):
         assert told in shown, told
+
+
+def test_the_horizon_is_that_of_the_last_launch(tmp_path):
+    """A run that was made longer, or shorter, when it was resumed; a log of an older program does not tell."""
+    path = make_run(tmp_path / "longer")
+    for horizon, shown in ((None, "60"), (50, "50")):
+        with open(path / "logs" / "train.jsonl", "a") as log:
+            started = {"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
+            log.write(json.dumps({**started, "num_iterations": horizon}) + "\n")
+        facts = report.read_facts(path)
+        assert f"after 40 steps of {shown}" in report.in_words(facts)[0]
+        assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]
+
+
+def test_the_wait_of_a_resume_is_clipped_and_no_other_chart_is(tmp_path):
+    path = make_run(tmp_path / "run")
+    log = path / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace(
+        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 0.05',
+        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 9.0'))
+    text, data = write([path], tmp_path / "page.html")
+    clipped = [chart for chart in data["charts"] if "range" in chart.get("y", {})]
+    assert [chart["id"] for chart in clipped] == [page.CHARTS["wait_s"][0]] and "clipped" in clipped[0]["title"]
+    assert clipped[0]["y"]["range"] == [0, pytest.approx(75)] and "(clipped)" in text
+    assert max(curves(data["runs"][0])[page.CHARTS["wait_s"][0], "wait_s"]) == 9000
+
+
+def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible(runs, tmp_path):
+    """As far as that can be seen without a browser."""
+    text, _ = write(runs[:1], tmp_path / "page.html")
+    assert ".charts { display: flex; flex-wrap: wrap" in text and ".charts .card { margin: 0; flex: 1 1" in text
+    dark = re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)
+    assert dark and float(dark[1]) >= 0.7
+    assert 'marker: { size: 8 }' in text and 'cliponaxis: series.look !== "points"' in text
 
 
 def test_two_runs_show_what_differs_between_them(runs, tmp_path):

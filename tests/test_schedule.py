@@ -56,6 +56,14 @@ def test_an_explicit_batch_counts_and_must_hold_whole_rows():
             horizon(num_iterations=1, total_batch_size=wrong)
 
 
+@pytest.mark.parametrize(("name", "value"), [("target_flops", 1e300), ("target_param_data_ratio", 1e300),
+                                             ("curriculum_tokens", 10**30)])
+def test_a_horizon_that_no_run_can_reach_is_refused(name, value):
+    flag = "--curriculum" if name == "curriculum_tokens" else "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{flag}: .* steps, expected at most 1,000,000,000"):
+        horizon(**{name: value})
+
+
 @given(T=st.integers(1, 200_000), params=st.integers(1, 10**12))
 def test_an_automatic_batch_is_a_power_of_two_rows(T, params):
     h = horizon(num_iterations=1, sequence_len=T, scaling_params=params)

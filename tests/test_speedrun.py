@@ -267,3 +267,27 @@ def test_the_lock_file_is_that_of_the_project_and_names_public_places_only():
     wanted = {Requirement(line) for lines in (project["dependencies"], *project["optional-dependencies"].values())
               for line in lines}
     assert locked == {(canonicalize_name(r.name), tuple(r.extras), str(r.specifier)) for r in wanted}
+
+
+@pytest.mark.parametrize(("cores", "warns"), [(-1, True), (10**6, False)])
+def test_speedrun_warns_on_a_machine_that_others_use(tmp_path, cores, warns):
+    """Its load is above the number of cores that nproc prints."""
+    (tmp_path / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
+    (tmp_path / "nproc").chmod(0o755)
+    result = speedrun(DRY_RUN="1", PROFILE="cpu", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0 and ("OMP_NUM_THREADS=1" in result.stdout) == warns
+    assert not warns or re.search(r"# warning: the load of this machine is [\d.]+ on -1 cores", result.stdout)
+
+
+def test_an_install_that_takes_long_shows_that_it_goes_on(tmp_path):
+    for name in ("dev/setup.sh", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text("#!/bin/sh\n[ $1 = --version ] && echo uv 1 && exit\necho Downloading torch\nsleep 0.5\n"
+                  f"mkdir -p .venv/bin && ln -sf {sys.executable} .venv/bin/python\n")
+    uv.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{uv.parent}:{os.environ['PATH']}", "SETUP_PROGRESS_S": "0.05"}
+    done = subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and re.search(r"setup: installing uv.lock, \d+ s: Downloading torch", done.stdout), done

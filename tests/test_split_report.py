@@ -1,0 +1,72 @@
+"""Before it starts, a program says which files validate and which train, and warns of a split that looks accidental."""
+
+import re
+
+import pytest
+
+from nanochat.split_report import DataFile, describe_split
+from scripts import tok_train, validate
+from tests import training
+from tests.training import flags, succeed
+
+workplace = training.in_workplace(**training.SMALL, num_iterations=2, save_every=-1)
+SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
+
+
+@pytest.mark.parametrize(("train", "val", "how", "expected"), [
+    (SHARDS[:-1], SHARDS[-1:], {"chosen": True, "reads": "about 2.0 passes"},
+     [r"validates: web/19.parquet \(10 documents\), 5.0% of all bytes",
+      "trains: 19 files, 190 documents; about 2.0 passes"]),
+    (SHARDS[:3], SHARDS[3:4], {"chosen": True}, ["25.0% of all bytes", "web/0.parquet", "25.0% .*--val-fraction"]),
+    (SHARDS[:3], SHARDS[3:4], {"chosen": False}, ["25.0% of all bytes", "web/0.parquet"]),
+    (SHARDS, [DataFile("web/z.jsonl.gz", 10)], {"chosen": True},
+     ["validates: web/z.jsonl.gz, 0.0%", "20 files", r"is .jsonl.gz, the others are .parquet.*--val-fraction"]),
+    (SHARDS, [DataFile("wiki/0.parquet", 10, 3)], {"chosen": True},
+     ["3 documents", "20 files", r"no training file is in its folder \(wiki/0.parquet\).*--val-fraction"]),
+    (SHARDS, SHARDS, {"shared": 0.01}, ["0.01 of .* each of 20 file.*, 200 documents", "the others, 200"]),
+])
+def test_a_split_in_words(train, val, how, expected):
+    lines = describe_split(train, val, **how)
+    assert len(lines) == len(expected)
+    for line, pattern in zip(lines, expected):
+        assert re.search(pattern, line), line
+
+
+def test_base_train_and_validate_report_the_split_and_the_passes(capsys):
+    told = succeed().out
+    patterns = [r"validates: shard_3.parquet \(96 documents\), 2\d.\d% of all bytes",
+                r"trains: shard_0.parquet, shard_1.parquet, shard_2.parquet \(288 documents\); "
+                r"about [\d,]+ tokens, of which this run reads 1,024: about 0.0\d passes",
+                r"warning: .*2\d.\d% of all bytes.*--val-fraction"]
+    assert all(re.search(pattern, told) for pattern in patterns), told
+    assert told.index("validates:") < told.index("step 00000")
+    capsys.readouterr()
+    assert validate.main(flags(model_tag="other")) == 0
+    told = capsys.readouterr().out
+    assert all(re.search(pattern, told) for pattern in patterns), told
+    told = succeed(model_tag="shared", val_fraction=0.25).out
+    val, train = re.search(r"each of 4 file\(s\), (\d+) documents\ntrains: the others, (\d+) doc", told).groups()
+    assert int(val) + int(train) == 384
+
+
+def test_a_run_prints_what_it_does_before_its_first_step():
+    told = succeed(eval_every=2).out
+    at = [told.index(line) for line in ("start: reading the run directory and the data files", "start: planning",
+                                        "start: building the model", "start: packing the first step",
+                                        "start: the first evaluation", "step 00000 | validation", "step 00000/00002")]
+    assert at == sorted(at)
+    assert "start: packing the first step" in succeed(eval_every=2, num_iterations=4).out
+
+
+def test_tok_train_reports_the_split_and_names_the_cap_that_truncated_documents(workplace, capsys):
+    for i in range(5):
+        training.write_shard(workplace / f"data/more_{i}.parquet", ["a text"] * 3)
+    arguments = [f"--data-path={workplace / 'data'}", f"--output-dir={workplace / 'made'}", "--vocab-size=300"]
+    assert tok_train.main([*arguments, "--doc-cap=100"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"validates: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", told)
+    assert "trains: 8 files" in told
+    assert re.search(r"warning: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of the char", told), told
+    assert told.count(".parquet") < 8, "it lists all files"
+    assert tok_train.main([*arguments, "--doc-cap=10000", "--force"]) == 0
+    assert "truncated" not in capsys.readouterr().out

@@ -1,0 +1,168 @@
+"""
+What `crop` drops beside nanochat's loader, on the same documents in the same order, and what it keeps in memory.
+
+    python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
+
+Every bucket below `--data-path` is a kind of text; four mixes of them are packed at T = 512, 1024, 2048 and 4096 with
+vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. A share is of all tokens
+that were read:
+
+    dropped    what no row has held and none can hold any more; a document that waits can still give what a row holds
+    floor      what no packer of whole rows can keep: the tokens behind the first T + 1 of a document
+
+nanochat's loader keeps the longest documents in its buffer of 1,000 for ever, so its share among the documents that left
+the buffer looks smaller at first. Memory is anonymous memory of a process with 64 lanes, over that of the bare process.
+The last line is one JSON object; the exit code is 1 where we drop more than nanochat and 0.2 points.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from dev.measure import SHARED, anonymous_mb, in_process, tell_about
+from nanochat.common import Parser, run_main, table
+from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_buckets, find_files
+from nanochat.order import StreamConfig
+from nanochat.packing import BestFit
+from nanochat.sources import open_source, scan
+from nanochat.text import TEXT_FIELD
+from nanochat.text_kinds import read_texts
+from nanochat.tokenizer import RustBPETokenizer
+
+VOCABULARIES, LENGTHS = (2048, 32_768), (512, 1024, 2048, 4096)
+BUFFER, LANES, STEPS = 128, 64, 40
+ALLOWED = 0.002  # of all tokens, beyond nanochat's share
+
+# Runs nanochat's own loader. Its files hold numbers of documents instead of text; a document's ids are zeros.
+THERE = """
+import json, sys, types
+import numpy as np
+for name in ("requests", "filelock"):  # its module imports them, and this does not need them
+    sys.modules.setdefault(name, types.ModuleType(name))
+sys.modules["filelock"].FileLock = None
+from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
+T, passes, lengths, read = int(sys.argv[1]), int(sys.argv[2]), np.load(sys.argv[3]).tolist(), 0
+class Tokenizer:
+    def get_bos_token_id(self):
+        return None
+    def encode(self, texts, prepend=None, num_threads=1):
+        global read
+        found = [[0] * lengths[int(text)] for text in texts]
+        read += sum(map(len, found))
+        return found
+batches = loader(Tokenizer(), 1, T, "train", device="cpu")
+rows = 0
+while read < passes * sum(lengths):
+    next(batches)
+    rows += 1
+inner = batches.gi_frame.f_locals  # of the loader without state: its own batches are those of the one with state
+while "doc_buffer" not in inner:
+    inner = next(v for v in inner.values() if hasattr(v, "gi_frame")).gi_frame.f_locals
+waiting = sum(min(len(doc), T + 1) for doc in inner["doc_buffer"])
+print(json.dumps({"read": read, "emitted": rows * (T + 1), "waiting": waiting}))
+"""
+
+
+def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.ndarray]:
+    """The lengths in tokens of the documents of each bucket, BOS included, kept in `work`."""
+    kept = work / f"lengths-{vocab_size}.npz"
+    if not kept.exists():
+        texts = {bucket: [text for file in files for text in read_texts(file)]
+                 for bucket, files in find_buckets(data_path).items()}
+        everything = list(itertools.chain(*texts.values()))
+        tokenizer = RustBPETokenizer.train_from_iterator(iter(everything[::4]), vocab_size)
+        tokenizer.save(work / f"tokenizer-{vocab_size}", force=True)
+        np.savez(kept, **{bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()})
+    return dict(np.load(kept))
+
+
+def mixes(buckets: Sequence[str]) -> list[tuple[str, ...]]:
+    """All buckets together, and without one of three in turn."""
+    return [tuple(buckets), *(tuple(b for b in buckets if b != out) for out in sorted(buckets)[:3])]
+
+
+def dropped_here(lengths: list[int], T: int, passes: int) -> float:
+    """The share that one lane drops."""
+    packer, number, read = BestFit(T), 0, 0
+    while number < passes * len(lengths):
+        while packer.wants(BUFFER):
+            packer.push(number, lengths[number % len(lengths)])
+            read += lengths[number % len(lengths)]
+            number += 1
+        packer.next_row()
+    waiting = sum(min(piece.length, T + 1) for piece in packer.waiting().values())
+    return 1 - (packer.row * (T + 1) + waiting) / read
+
+
+def dropped_there(args: object, lengths: list[int], T: int, passes: int, nanochat: Path, work: Path) -> float:
+    """The share that nanochat's loader drops."""
+    base = work / "there" / "base_data_climbmix"
+    base.mkdir(parents=True, exist_ok=True)
+    for i in range(2):  # the last one is for validation
+        pq.write_table(pa.table({"text": list(map(str, range(len(lengths))))}), base / f"shard_{i:05d}.parquet",
+                       row_group_size=1024)
+    np.save(work / "lengths.npy", lengths)
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(work / "there"), "PYTHONPATH": str(nanochat), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", THERE, str(T), str(passes), str(work / "lengths.npy")], env=env,
+                          cwd=nanochat, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{nanochat}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return 1 - (found["emitted"] + found["waiting"]) / found["read"]
+
+
+def memory(files: Sequence[Path], root: Path, tokenizer_dir: Path, T: int) -> float:
+    """Megabytes that our loader takes over the bare process, at most."""
+    def run() -> float:
+        tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
+        manifest, before, most = scan(root, files), anonymous_mb(), 0.0
+        with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
+                        rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
+            for _ in range(STEPS):
+                for _ in range(LANES // 16):
+                    next(loader)
+                most = max(most, anonymous_mb())
+        return most - before
+
+    return in_process(run)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pack everything on both sides, print a table; 1 where we drop more."""
+    p = Parser(description=__doc__)
+    p.add_argument("--work", type=Path, required=True, help="where tokenizers and lengths are kept")
+    p.add_argument("--data-path", type=Path, default=SHARED)
+    p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
+    p.add_argument("--passes", type=int, default=3)
+    args = p.parse_args(argv)
+    tell_about()
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows, worst = [], 0.0
+    cases = [(v, mix, T) for v in VOCABULARIES for mix in mixes(sorted(find_buckets(args.data_path))) for T in LENGTHS]
+    for vocab_size, mix, T in tqdm(cases, desc="mixes", disable=None):
+        of = lengths_of(args.work, args.data_path, vocab_size)
+        lengths = np.random.default_rng(0).permutation(np.concatenate([of[bucket] for bucket in mix])).tolist()
+        floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
+        here = dropped_here(lengths, T, args.passes)
+        there = dropped_there(args, lengths, T, args.passes, args.nanochat.resolve(), args.work)
+        files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
+        took = memory(files, args.data_path, args.work / f"tokenizer-{vocab_size}", T)
+        rows.append([vocab_size, "+".join(mix), T, *(f"{100 * share:.2f}" for share in (floor, here, there)), f"{took:.0f}"])
+        worst = max(worst, here - there)
+    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
+    print(json.dumps({"worst_points": 100 * worst, "field": TEXT_FIELD, "rows": rows}))
+    return int(worst > ALLOWED)
+
+
+if __name__ == "__main__":
+    run_main(main)

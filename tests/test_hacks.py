@@ -161,8 +161,8 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
 
 
 def test_a_metric_at_evaluation(fork):
-    fork.edit("scripts/base_train.py", 'run.journal.event("val", **found,',
-              'run.journal.event("val", perplexity_of_bytes=2**bits, **found,')
+    fork.edit("nanochat/loss_eval.py", 'run.journal.event("val", **record,',
+              'run.journal.event("val", perplexity_of_bytes=2**value, **record,')
     fork.run(eval_every=2)
     found = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]
     assert len(found) == 3 and all(r["perplexity_of_bytes"] == 2**r["bpb"] for r in found)

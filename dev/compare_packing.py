@@ -4,17 +4,18 @@ What `crop` drops beside nanochat's loader, on the same documents in the same or
     python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
 
 Every bucket below `--data-path` is a kind of text; four mixes of them are packed at T = 512, 1024, 2048 and 4096 with
-vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. A share is of all tokens
-that were read:
+vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. A share is of all
+tokens that were read:
 
     dropped    what no row has held and none can hold any more; a document that waits can still give what a row holds
     floor      what no packer of whole rows can keep: the tokens behind the first T + 1 of a document
 
-nanochat's loader keeps the longest documents in its buffer of 1,000 for ever, so its share among the documents that left
-the buffer looks smaller at first. Memory is anonymous memory of a process with 64 lanes, over that of the bare process.
-The last line is one JSON object; the exit code is 1 where we drop more than nanochat and 0.2 points.
+nanochat's loader keeps the longest documents in its buffer of 1,000 for ever, so its share among the documents that
+left the buffer looks smaller at first. Memory is anonymous memory of a process with 64 lanes, over that of the bare
+process. The last line is one JSON object; the exit code is 1 if we drop more than nanochat plus 0.2 points.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -29,13 +30,12 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dev.measure import SHARED, anonymous_mb, in_process, tell_about
-from nanochat.common import Parser, run_main, table
+from nanochat.common import Parser, run_main, table, whole
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_buckets, find_files
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
 from nanochat.sources import open_source, scan
-from nanochat.text import TEXT_FIELD
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
@@ -50,7 +50,7 @@ import numpy as np
 for name in ("requests", "filelock"):  # its module imports them, and this does not need them
     sys.modules.setdefault(name, types.ModuleType(name))
 sys.modules["filelock"].FileLock = None
-from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
+from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
 T, passes, lengths, read = int(sys.argv[1]), int(sys.argv[2]), np.load(sys.argv[3]).tolist(), 0
 class Tokenizer:
     def get_bos_token_id(self):
@@ -65,10 +65,7 @@ rows = 0
 while read < passes * sum(lengths):
     next(batches)
     rows += 1
-inner = batches.gi_frame.f_locals  # of the loader without state: its own batches are those of the one with state
-while "doc_buffer" not in inner:
-    inner = next(v for v in inner.values() if hasattr(v, "gi_frame")).gi_frame.f_locals
-waiting = sum(min(len(doc), T + 1) for doc in inner["doc_buffer"])
+waiting = sum(min(len(doc), T + 1) for doc in batches.gi_frame.f_locals["doc_buffer"])
 print(json.dumps({"read": read, "emitted": rows * (T + 1), "waiting": waiting}))
 """
 
@@ -104,8 +101,9 @@ def dropped_here(lengths: list[int], T: int, passes: int) -> float:
     return 1 - (packer.row * (T + 1) + waiting) / read
 
 
-def dropped_there(args: object, lengths: list[int], T: int, passes: int, nanochat: Path, work: Path) -> float:
+def dropped_there(args: argparse.Namespace, lengths: list[int], T: int) -> float:
     """The share that nanochat's loader drops."""
+    work, nanochat = args.work.resolve(), args.nanochat.resolve()
     base = work / "there" / "base_data_climbmix"
     base.mkdir(parents=True, exist_ok=True)
     for i in range(2):  # the last one is for validation
@@ -113,7 +111,7 @@ def dropped_there(args: object, lengths: list[int], T: int, passes: int, nanocha
                        row_group_size=1024)
     np.save(work / "lengths.npy", lengths)
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(work / "there"), "PYTHONPATH": str(nanochat), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", THERE, str(T), str(passes), str(work / "lengths.npy")], env=env,
+    done = subprocess.run([sys.executable, "-c", THERE, str(T), str(args.passes), str(work / "lengths.npy")], env=env,
                           cwd=nanochat, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{nanochat}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
@@ -121,20 +119,17 @@ def dropped_there(args: object, lengths: list[int], T: int, passes: int, nanocha
     return 1 - (found["emitted"] + found["waiting"]) / found["read"]
 
 
-def memory(files: Sequence[Path], root: Path, tokenizer_dir: Path, T: int) -> float:
+def memory(args: argparse.Namespace, vocab_size: int, mix: Sequence[str], T: int) -> float:
     """Megabytes that our loader takes over the bare process, at most."""
-    def run() -> float:
-        tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
-        manifest, before, most = scan(root, files), anonymous_mb(), 0.0
-        with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
-                        rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
-            for _ in range(STEPS):
-                for _ in range(LANES // 16):
-                    next(loader)
-                most = max(most, anonymous_mb())
-        return most - before
-
-    return in_process(run)
+    tokenizer = RustBPETokenizer.from_directory(args.work / f"tokenizer-{vocab_size}")
+    files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
+    manifest, before, most = scan(args.data_path, files), anonymous_mb(), 0.0
+    with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
+                    rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
+        for _ in range(STEPS * LANES // 16):
+            next(loader)
+            most = max(most, anonymous_mb())
+    return most - before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,9 +137,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
     p.add_argument("--work", type=Path, required=True, help="where tokenizers and lengths are kept")
     p.add_argument("--data-path", type=Path, default=SHARED)
-    p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
-    p.add_argument("--passes", type=int, default=3)
+    p.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
+    p.add_argument("--passes", type=whole(1), default=3, help="over the documents")
+    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: a process of its own
     args = p.parse_args(argv)
+    if args.memory:
+        vocab_size, T, *mix = args.memory
+        print(json.dumps({"mb": memory(args, int(vocab_size), mix, int(T))}))
+        return 0
+    if args.nanochat is None:
+        raise ValueError("--nanochat: name a checkout of https://github.com/karpathy/nanochat")
     tell_about()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
@@ -154,13 +156,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         lengths = np.random.default_rng(0).permutation(np.concatenate([of[bucket] for bucket in mix])).tolist()
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
         here = dropped_here(lengths, T, args.passes)
-        there = dropped_there(args, lengths, T, args.passes, args.nanochat.resolve(), args.work)
-        files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
-        took = memory(files, args.data_path, args.work / f"tokenizer-{vocab_size}", T)
-        rows.append([vocab_size, "+".join(mix), T, *(f"{100 * share:.2f}" for share in (floor, here, there)), f"{took:.0f}"])
+        there = dropped_there(args, lengths, T)
+        took = in_process("dev.compare_packing", f"--work={args.work}", f"--data-path={args.data_path}", "--memory",
+                          str(vocab_size), str(T), *mix)["mb"]
+        percent = [f"{100 * share:.2f}" for share in (floor, here, there)]
+        rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
         worst = max(worst, here - there)
     print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
-    print(json.dumps({"worst_points": 100 * worst, "field": TEXT_FIELD, "rows": rows}))
+    print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)
 
 

@@ -119,7 +119,8 @@ def make_foreign(base: Path, texts: list[str]) -> None:
     unigram.train_from_iterator(texts, 300, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
     (base / "foreign").mkdir()
     unigram.save(str(base / "foreign/tokenizer.json"))
-    (base / "foreign/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
+    ends = {"eos_token": {"content": "</s>"}, "bos_token": None}
+    (base / "foreign/tokenizer_config.json").write_text(json.dumps(ends))
     with open(base / "a.model", "wb") as model:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=400,
                                                  byte_fallback=True, hard_vocab_limit=False, minloglevel=2)

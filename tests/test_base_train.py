@@ -289,7 +289,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(wo
 
 
 def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace):
-    group = training.start(2, num_iterations=8, embedding_lr=1e30, save_every=-1)
+    group = training.start(2, num_iterations=8, matrix_lr=1e6, weight_decay=1e30, save_every=0)
     assert group.wait() == [1, 1]
     text = group.text()
     assert text.count("error: ") == 1 and "the loss is nan" in text and "nothing was saved before it" in text

@@ -127,7 +127,7 @@ def windows_of_lanes(source, kinds, seed, long_docs):
 
 
 def windows_of_shuffled_documents(source, kinds, seed, long_docs):
-    """The same by brute force: the documents in uniformly random order, dealt to lanes of the same packer like cards."""
+    """The same by brute force: documents in uniformly random order, dealt like cards to lanes of the same packer."""
     rng = np.random.default_rng(seed)
     documents = [(kinds[g], 1 + len(d)) for g, group in enumerate(source.documents) for d in group]
     deck = rng.permutation(len(documents)).tolist()

@@ -148,8 +148,8 @@ class DataSettings:
     buffer_size: int = setting(
         128, "documents that wait in a lane for a row they fit", fixed=STREAM)
     packer_version: int = setting(VERSION, "of the packer", flag=False, fixed=STREAM)
-    lanes: int = setting(-1, "V, virtual readers; -1: the largest divisor of the rows per step up to 64", auto=True,
-                         fixed="every lane has its own share of the data")
+    lanes: int = setting(-1, "V, virtual readers; -1: the largest divisor of the rows per step up to 64 that the data "
+                         "feeds", auto=True, fixed="every lane has its own share of the data")
     leaves: int = setting(-1, "K, blocks of a step whose gradients are added in order; -1: the next power of two >= "
                           "the number of processes", auto=True,
                           fixed="the order in which gradients are added")

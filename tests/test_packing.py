@@ -1,5 +1,7 @@
 """The packers' laws, from lengths alone."""
 
+import itertools
+from bisect import bisect_right, insort
 from collections import Counter
 
 import numpy as np
@@ -254,6 +256,39 @@ def test_crop_stays_near_the_floor_on_log_normal_lengths():
     dropped = drive.packer.cropped / (emitted + drive.packer.cropped)
     assert floor > 0.1, "the case: documents longer than a row"
     assert dropped < floor + 0.005
+
+
+def dropped(read, rows, T, waiting):
+    """The share of the tokens read that no row has held, and none can: what waits can still give a row."""
+    return 1 - (rows * (T + 1) + sum(min(length, T + 1) for length in waiting)) / read
+
+
+def dropped_by_nanochat(T, lengths, buffer_size=1000, batch=128):
+    """What nanochat's loader drops, by its rule alone: the largest document that fits, or else the shortest, cut."""
+    waiting, rows, read = [], 0, 0
+    for at in range(0, len(lengths), batch):
+        for length in lengths[at:at + batch]:
+            insort(waiting, length)
+            read += length
+        while len(waiting) >= buffer_size:
+            room, rows = T + 1, rows + 1
+            while room:
+                fitting = bisect_right(waiting, room)
+                room -= min(room, waiting.pop(max(0, fitting - 1)))
+    return dropped(read, rows, T, waiting)
+
+
+@pytest.mark.parametrize("T, median, spread", [(512, 1000, 0.8), (512, 450, 1.2), (1024, 1600, 0.7), (2048, 450, 1.2)])
+def test_crop_drops_no_more_than_nanochats_loader_does(T, median, spread):
+    """Regression: where few documents are short, rows ended with half of a document that the next row needed."""
+    rng = np.random.default_rng(T + median)
+    lengths = (rng.lognormal(np.log(median), spread, 25_000).astype(int) + 30).tolist()
+    drive = Drive(BestFit(T), lengths, 128)
+    rows = sum(1 for _ in itertools.takewhile(lambda _: drive.pushed < len(lengths), drive)) + 1
+    waiting = [piece.length for piece in drive.packer.waiting().values()]
+    ours, theirs = dropped(sum(lengths), rows, T, waiting), dropped_by_nanochat(T, lengths)
+    assert theirs > 0.05, "the case: documents longer than a row"
+    assert ours <= theirs + 0.002
 
 
 # ---- the order of lengths -------------------------------------------------------------------------------------------

@@ -166,13 +166,13 @@ class ParquetSource(Source):
         """Any documents of a group of a small bucket."""
         with self._locks[group]:  # other threads that want this group wait until it is decoded
             packed = self._groups(group)
-        return [pa.decompress(data, size, codec="zstd", asbytes=True).decode()
+        return [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
                 for size, data in (packed[row] for row in rows.tolist())]
 
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(bytes, the text compressed) of every document of a group."""
         texts = [text.encode() for text in self._decode(group, 0, int(self.groups[group]), 0).to_pylist()]
-        return [(len(text), pa.compress(text, codec="zstd", asbytes=True)) for text in texts]
+        return [(len(text), pa.compress(text, codec="lz4_raw", asbytes=True)) for text in texts]
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
         """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Those behind

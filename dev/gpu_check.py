@@ -360,7 +360,7 @@ def slots(bench: Bench) -> Iterator[Figure]:
 
 def outside() -> dict[str, str]:
     """The environment, without what `compute_init` has set for this process alone."""
-    own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
+    own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING")
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

@@ -20,6 +20,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def gather_is_right(rank: int, world_size: int, device: torch.device) -> bool:
 
 def train(num_leaves: int, rank: int, world_size: int, device: torch.device, tiny: bool) -> str:
     """The hash of all norms, losses, weights and optimizer state after some steps; on rank 0, else of its own part."""
-    shape = {"aspect_ratio": 16, "head_dim": 16} if tiny else {}
+    shape: dict[str, Any] = {"aspect_ratio": 16, "head_dim": 16} if tiny else {}
     model = GPT(GPTConfig.from_depth(2 if tiny else 4, vocab_size=512, sequence_len=32 if tiny else 512, **shape))
     model.to(device).init_weights(seed=0, compute_dtype=get_compute_dtype(device))
     optimizer = model.setup_optimizer()
@@ -85,7 +86,7 @@ def train(num_leaves: int, rank: int, world_size: int, device: torch.device, tin
                 loss.backward()
                 losses[leaf] += loss.item()
             leaves.leaf_done()
-        digest.update(repr((sum(gather_all(losses)).tolist(), optimizer.step().item())).encode())
+        digest.update(repr((torch.stack(gather_all(losses)).sum(dim=0).tolist(), optimizer.step().item())).encode())
         model.zero_grad(set_to_none=True)
     state = optimizer.gather_state().get("state", {})
     for tensor in (*model.state_dict().values(), *(t for tensors in state.values() for t in tensors.values())):

@@ -35,5 +35,5 @@ def test_bits_of_n_processes_are_compared_with_those_of_one_and_of_half_as_many(
 
 def test_one_process_is_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="started as 1 process.*torchrun"):
+    with pytest.raises(ValueError, match=r"started as 1 process.*torchrun"):
         nccl_check.main(["--device=cpu"])

@@ -4,7 +4,7 @@ Does everything that needs a GPU work on this one, and is it as fast as it shoul
     python -m dev.gpu_check --part correct     kernels, compiled code and optimizer against float64
     python -m dev.gpu_check --part speed       tokens/s, MFU, memory of three models, of nanochat with --peer DIR
     python -m dev.gpu_check --part bits        one command twice, compiled anew, killed, on two processes
-    python -m dev.gpu_check --part rest        a profile, saves, the largest batch, generation, the loader
+    python -m dev.gpu_check --part rest        a profile, the largest batch, the optimizer alone
 
 Each part takes less than eight minutes of one H100, needs no network, and makes its data from the
 Python that is installed. The last thing it prints is a table: what was measured, what is wanted,
@@ -17,8 +17,8 @@ and whether it is so. The exit code is 1 where one figure is not as wanted, or c
     --device=cpu --tiny runs the same code on a small model: it shows that this script works, and
     nothing of a GPU. Figures that only a GPU has are then "not measured here".
 
-A figure that fails for want of time is had by starting the part again: compiled code is kept, and
-most of the time of a first start is compilation.
+A run for which no time is left is "not run" and fails nothing. Start the part again to run it: compiled
+code is kept, and compilation takes most of the time of a first start.
 """
 
 import gc
@@ -36,7 +36,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -54,24 +54,21 @@ from dev.make_sample_corpus import Settings as CorpusSettings
 from dev.make_sample_corpus import make_sample_corpus
 from dev.measure import find_tokenizer, seconds, tell_about
 from nanochat.attention import attention, make_masks
-from nanochat.checkpoint import MODEL_NAME, OPTIMIZER_NAME, Saver, save_checkpoint, to_host
 from nanochat.common import Parser, run_main, table, write_json
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_files
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw_rates, adamw_update, muon_batch, muon_updates
-from nanochat.order import StreamConfig
 from nanochat.run_dir import read_config
-from nanochat.sources import open_source, scan
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs
 from scripts.export import write_tokenizer
-from scripts.infer_bench import times
 from tests import training
 
+# In each timed step. The optimizer is not sharded on one GPU: with 4 micro-batches it would take 6 %
+# of a step at d24.
+MICRO_BATCHES = 16
 MINUTES = 7.5  # of a part, after which no further run is started
 TOLD = ""  # no figure is wanted: it is only told
 
@@ -106,16 +103,13 @@ LIMITS = {
     "profile: copies of pageable memory, a step": "<= 0",
     "profile: waits for the GPU, a step": "<= 1",
     "optimizer, ms a step": "<= 25",
-    "save: the loop is held, s": TOLD,
     "largest batch over the chosen one": "= 1",
-    "generation, tokens/s": TOLD,
-    "loader with digests over d12's tokens/s": ">= 3",
 }
 ON_ANY_DEVICE = "correct", "bits"  # parts whose limits count on a CPU, too; the others ask how fast a GPU is
 SIGNS = {"<=": operator.le, ">=": operator.ge, "=": operator.eq}
 
 # How much is computed.
-NARROW = {"aspect_ratio": 16, "head_dim": 16}
+NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat has no model narrower than 24
 SMALL: dict[str, Any] = {"depth": 1, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(
     models={"d12": {"depth": 12, "device_batch_size": 32}, "d20": {"depth": 20, "device_batch_size": 16},
@@ -123,13 +117,13 @@ GPU = SimpleNamespace(
     corpus=CorpusSettings(), vocab_size=32768, T=2048,
     bits={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024}, steps=40,
     buffer=Settings().buffer_size,  # of all runs: few documents are soon tokenized
-    warm=4, timed=8,  # steps of other runs
+    warm=3, timed=5,  # steps of other runs
     tests=("attention", "gpt", "optim", "checkpoint", "dataloader"),
-    windows=(128, 256, -1), attention_T=1024, width=768, draws=20, tokens=64, batches=64)
+    windows=(128, 256, -1), attention_T=1024, width=768, draws=20, tokens=64)
 TINY = SimpleNamespace(
     models={"d12": SMALL, "d24": SMALL}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, bits={**SMALL, "max_seq_len": 64, "total_batch_size": 8 * 64}, steps=6, warm=2, timed=3,
-    buffer=8, tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8, batches=4)
+    buffer=8, tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8)
 
 
 Figure = tuple[str, str, float | None]  # the measure, of what, and how much
@@ -360,7 +354,7 @@ def slots(bench: Bench) -> Iterator[Figure]:
 
 def outside() -> dict[str, str]:
     """The environment, without what `compute_init` has set for this process alone."""
-    own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
+    own = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING")
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
@@ -389,32 +383,34 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
 
 def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterator[Figure]:
     """One model for some steps."""
-    if bench.tiny and (model != "d24" or pattern != "L"):
+    if bench.tiny and model != "d24":
         return
     sizes, flags = bench.sizes, bench.sizes.models[model]
     tag = f"speed-{model}-{pattern}-{'deterministic' if deterministic else 'any-order'}"
-    tokens = 4 * flags["device_batch_size"] * sizes.T
+    tokens = MICRO_BATCHES * flags["device_batch_size"] * sizes.T
     steps = train(bench, tag, hook=partial(training.die_after_step, sizes.warm + sizes.timed - 1), dies=True, **flags,
                   total_batch_size=tokens, window_pattern=pattern, deterministic=deterministic)
-    first, timed = steps[0], steps[sizes.warm:]
+    timed = steps[sizes.warm:]
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     rate = bench.rates[model, pattern, deterministic] = statistics.median(step["tokens_per_s"] for step in timed)
     yield "tokens/s", what, rate
-    yield f"{model}: MFU, %", what, 100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None
+    if deterministic:  # the default: its cost has a limit of its own
+        mfu = 100 * statistics.median(step["mfu"] for step in timed)
+        yield f"{model}: MFU, %", what, mfu if bench.cuda else None
     waited, spent = (sum(step[name] for step in timed) for name in ("wait_s", "step_s"))
     yield "waiting for data, %", what, 100 * waited / spent
-    yield "first step, s", what, first["step_s"]
+    yield "first step, s", what, steps[0]["step_s"]
     peak = steps[-1].get("peak_memory_bytes")
     estimate = sum(estimate_memory(Settings.from_json(read_config(training.run_dir(tag)))).values())
     yield "peak memory, % from the estimate", what, None if peak is None else 100 * abs(peak / estimate - 1)
-    if model == "d24" and not deterministic:
+    if model == "d24" and not deterministic and (model, pattern, True) in bench.rates:
         slower = bench.rates[model, pattern, True] / rate
         yield "d24: cost of determinism, %", what, 100 * (1 - slower) if bench.cuda else None
 
 
 def peer(bench: Bench, model: str) -> Iterator[Figure]:
-    """nanochat's own program, on the same data with the same shapes; full windows, as it has no
-    others without FlashAttention 3."""
+    """nanochat's own program, on the same data with the same shapes. Like is compared with like: both without
+    determinism, which it does not have, and with full windows, as it has no others without FlashAttention 3."""
     if bench.peer is None or (bench.tiny and model != "d24"):
         return
     bench.look_at_the_clock()
@@ -422,7 +418,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
     write_tokenizer(base / "tokenizer", RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
-    given = {**flags, "max_seq_len": sizes.T, "total_batch_size": 4 * flags["device_batch_size"] * sizes.T,
+    given = {**flags, "max_seq_len": sizes.T, "total_batch_size": MICRO_BATCHES * flags["device_batch_size"] * sizes.T,
              "window_pattern": "L", "num_iterations": 1000, "eval_every": -1, "core_metric_every": -1,
              "sample_every": -1, "save_every": -1, "device_type": bench.device.type, "model_tag": "peer"}
     command = [sys.executable, "-u", "-m", "scripts.base_train", *training.as_flags(given)]
@@ -441,7 +437,7 @@ def peer(bench: Bench, model: str) -> Iterator[Figure]:
         raise ValueError(f"nanochat in {bench.peer} ended after {len(rates)} steps; see peer-{model}.log")
     theirs = statistics.median(rates[sizes.warm:])
     yield "tokens/s", f"nanochat's {model} L", theirs
-    ours = bench.rates.get((model, "L", True))
+    ours = bench.rates.get((model, "L", False))
     yield "tokens/s over nanochat's", f"{model} L", None if ours is None else ours / theirs
 
 
@@ -595,60 +591,6 @@ def optimizer(bench: Bench) -> Iterator[Figure]:
     yield "optimizer, ms a step", "d12", statistics.median(took)
 
 
-def saves(bench: Bench) -> Iterator[Figure]:
-    """How long a save holds the loop: a thread writes what was copied meanwhile."""
-    job, saver = Job(bench, batch_size=1), Saver(None)
-    job.step()
-    with tempfile.TemporaryDirectory(dir=bench.base) as folder:
-        run_dir = Path(folder)
-        for made in ("logs/cursors", "checkpoints"):
-            (run_dir / made).mkdir(parents=True)
-
-        def hold(step: int) -> None:
-            states = {OPTIMIZER_NAME: job.optimizer.gather_state(), MODEL_NAME: to_host(job.model.state_dict())}
-            saver.start(partial(save_checkpoint, run_dir, f"checkpoint-{step}", step=step, states=states,
-                                model_config=asdict(job.model.config), cursors=[], trainer_state={}))
-
-        for step in (1, 2):  # the second has its host memory from the first
-            held = job.timed(partial(hold, step))
-            outcome = saver.take(wait=True)
-            if outcome is None or outcome.path is None:
-                raise ValueError(f"a save failed: {outcome}")
-        saver.close()
-    yield "save: the loop is held, s", "d12", held
-
-
-def generation(bench: Bench) -> Iterator[Figure]:
-    """How fast tokens are drawn, at lengths that no call before had."""
-    model, num = Job(bench, batch_size=1).model.eval(), bench.sizes.tokens
-    lengths = itertools.count(num, num)  # of the prompts
-    for rows in (1, 8, 32):
-        _, spent = (sum(times(model, [1] * next(lengths), rows, num)) for _ in range(2))
-        yield "generation, tokens/s", f"d12, {rows} rows", rows * num / spent
-
-
-def loader(bench: Bench) -> Iterator[Figure]:
-    """How much faster than the model the data come, digests and copies to the device included."""
-    sizes = bench.sizes
-    B = sizes.models["d12"]["device_batch_size"]
-    tokenizer = RustBPETokenizer.from_directory(bench.base / "tokenizer")
-    files, num = find_files(bench.base / "data")[:-1], sizes.batches
-    source = open_source(scan(bench.base / "data", files), tokenizer)
-    with DataLoader(StreamConfig(T=sizes.T, V=min(64, 4 * B)), {"data": source}, tokenizer=tokenizer,
-                    rows_per_step=4 * B, device_batch_size=B, device=bench.device,
-                    num_threads=Settings().tokenizer_threads) as batches:
-        def take(number: int) -> None:
-            for _ in range(number):
-                next(batches)
-            if bench.cuda:
-                torch.cuda.synchronize()
-
-        take(num)  # past the first rows, while buffers grow
-        rate = num * B * sizes.T / seconds(partial(take, num))
-    model = bench.rates["d12", "profile", True]
-    yield "loader with digests over d12's tokens/s", f"{rate:,.0f} over {model:,.0f}", rate / model
-
-
 # ---- all of it -----------------------------------------------------------------------------------
 
 MODELS = ("d12", "d20", "d24")
@@ -658,12 +600,11 @@ PARTS: dict[str, list[Callable[[Bench], Iterator[Figure]]]] = {
     # what matters most comes first, in case that time runs out
     "speed": [*(partial(speed, model=m, pattern="SSSL", deterministic=True) for m in MODELS),
               partial(speed, model="d24", pattern="SSSL", deterministic=False),
-              *(partial(speed, model=m, pattern="L", deterministic=True) for m in MODELS),
-              *(partial(peer, model=m) for m in MODELS),
-              *(partial(speed, model=m, pattern="SSSL", deterministic=False) for m in MODELS[:2]),
-              *(partial(speed, model=m, pattern="L", deterministic=False) for m in MODELS)],
+              *itertools.chain.from_iterable(
+                  (partial(speed, model=m, pattern="L", deterministic=False), partial(peer, model=m))
+                  for m in ("d24", "d12"))],
     "bits": [partial(bits, what=what) for what in BITS],
-    "rest": [profile, largest_batch, optimizer, saves, generation, loader],
+    "rest": [profile, largest_batch, optimizer],
 }
 
 
@@ -692,6 +633,9 @@ def run_part(bench: Bench, part: str) -> list[tuple[str, ...]]:
                 shown = "" if figure is None else f"{figure:.4g}"
                 rows.append((part, measured, what, shown, wanted, judge(figure, wanted)))
                 print("  " + " | ".join(rows[-1][1:]), flush=True)
+        except TimeoutError as e:
+            rows.append((part, name, str(e), "", "", "not run"))
+            print("  " + " | ".join(rows[-1][1:]), flush=True)
         except Exception as e:
             with (bench.out / "errors.log").open("a") as file:
                 traceback.print_exc(file=file)

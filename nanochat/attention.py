@@ -164,12 +164,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
 
 
 def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
-    """Where documents start, and B T behind the last: as often as makes the length a power of two,
-    so that a compiled model meets few lengths. starts: (B, T) bool."""
+    """(documents + 1,) int32: where each document starts in the B T positions, and B T at the end.
+    A compiled model treats this length as dynamic: one graph serves any number of documents.
+    starts: (B, T) bool."""
     num_docs = int(starts.sum()) if num_docs is None else num_docs
-    size = 1 << num_docs.bit_length()
     flat = starts.flatten()
-    return torch.nonzero_static(flat, size=size, fill_value=len(flat)).view(-1).int()
+    edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
+    torch._dynamo.mark_dynamic(edges, 0)
+    return edges
 
 
 # ---- flex ----------------------------------------------------------------------------------------

@@ -22,11 +22,13 @@ between collectives are the watchdog's.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -103,17 +105,36 @@ def prepare_cuda(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode forbids
+        # benchmarks: a dimension that is not a multiple of 8 would end the first compilation.
+        os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
         torch.use_deterministic_algorithms(True)
         # else every new tensor is filled, before we fill it ourselves
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """What the bits of a step depend on besides code, data and settings; plain values."""
-    cuda = device.type == "cuda"
-    return {"torch": str(torch.__version__), "gpu": torch.cuda.get_device_name(device) if cuda else None,
-            "cuda": torch.version.cuda if cuda else None,
-            "cudnn": torch.backends.cudnn.version() if cuda else None}
+    """What the bits of a step depend on besides code, data and settings; plain values, None off CUDA
+    for all but PyTorch."""
+    known: dict[str, Any] = {"torch": str(torch.__version__)}
+    names = ("gpu", "cuda", "cudnn", "nccl", "driver", "attention")
+    if device.type != "cuda":
+        return known | dict.fromkeys(names)
+    from torch.nn.attention import current_flash_attention_impl
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    return known | dict(zip(names, (
+        torch.cuda.get_device_name(device), torch.version.cuda, torch.backends.cudnn.version(), nccl,
+        driver_version(), current_flash_attention_impl() or "wheel"), strict=True))
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list it."""
+    try:
+        found = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -25,9 +25,12 @@ for one copy of the gradients.
 **Compiled** (on CUDA) each matrix shape is one graph, and AdamW is three for all groups (float32,
 bfloat16, a single element; four on a rank whose parts begin inside a message), for everything that
 differs between groups goes in as a 0-dim tensor. What is no plain multiplication, division or root
-is computed outside of them, once a group: so compiled updates have the bits of eager ones, but
-for the order in which Muon's norms and means are added up and, on a CPU, for the last bit of roots,
-which eager takes from MKL.
+is computed outside of them, once a group. AdamW's graphs round as eager code does (`EAGER_ROUNDING`):
+on CUDA, Triton would otherwise contract a product and a sum to one FMA, divide approximately and
+flush denormals. So compiled AdamW has the bits of eager AdamW but, on a CPU, for the last bit of
+roots, which eager takes from MKL. Compiled Muon does not have eager bits: it adds norms and means in
+another order, and on CUDA it contracts. No promise about W depends on this, because every rank
+compiles the same code.
 
 **Bits.** A step is the same for every W that divides the number of leaves: reduce.py adds, a matrix
 is orthogonalized alone, elementwise updates use only operations whose vectorized and scalar forms
@@ -182,6 +185,10 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
+# Inductor's options for eager's own rounding: no FMA, IEEE division, no flushed denormals. AdamW is
+# bound by memory, so this costs next to nothing.
+EAGER_ROUNDING: dict[str, Any] = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True,
+                                  "eager_numerics.disable_ftz": True}
 CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms, 211 ms whole
 NEEDED = {"adamw": ("lr", "betas", "eps", "weight_decay"),
           "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay")}
@@ -257,7 +264,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if self._device.type == "cuda" if compiled is None else compiled:
             # fullgraph: more variants than torch's recompile_limit are an error
             self._muon_updates = torch.compile(muon_updates, dynamic=False, fullgraph=True)
-            self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True)
+            self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING)
         self._messages = lay_out(self._params, self._world_size)
         self._together = in_batches(self._messages, batched)
         self._mine = [message.parts[self._rank] for message in self._messages]

@@ -17,11 +17,13 @@ from nanochat.dist import (
     autodetect_device_type,
     compute_cleanup,
     compute_init,
+    driver_version,
     gather_all,
     on_rank0,
     prepare_cuda,
     same,
     share,
+    versions,
 )
 from tests import training
 from tests.training import as_bytes
@@ -151,7 +153,8 @@ def test_ranks_that_were_started_differently_are_told_where(tmp_path):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monkeypatch):
     """The environment is what torch reads when CUDA starts; on a CPU nothing is set."""
-    names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "PYTORCH_CUDA_ALLOC_CONF")
+    names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING",
+             "PYTORCH_CUDA_ALLOC_CONF")
     seen = []
 
     def is_available():
@@ -171,7 +174,8 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monk
                 compute_init("cuda", deterministic=deterministic)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert seen == ([True, ":4096:8", "1"] if deterministic else [False, None, None]) + ["expandable_segments:True"]
+    expected = [True, ":4096:8", "1", "0"] if deterministic else [False, None, None, None]
+    assert seen == [*expected, "expandable_segments:True"]
     assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
@@ -197,13 +201,31 @@ def read_by_torch(rank):
     sys.modules.pop("torch._inductor.config", None)
     inductor = importlib.import_module("torch._inductor.config")
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "PyTorch 2.11 does not tell")
-    return inductor.deterministic, read()
+    return inductor.deterministic and not inductor.shape_padding, read()
 
 
 def test_torch_reads_what_is_set_after_it_was_imported(tmp_path):
     """Its allocator when it starts, Inductor when it is imported, which no run does (tests/test_base_train.py)."""
     [(deterministic, settings)] = values(tmp_path, 1, read_by_torch)
     assert deterministic and settings in ("expandable_segments:True", "PyTorch 2.11 does not tell")
+
+
+def test_versions_name_all_that_bits_depend_on(monkeypatch, tmp_path):
+    """Regression: NCCL, the driver and the implementation of attention were missing."""
+    names = ["torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention"]
+    assert [*versions(torch.device("cpu"))] == names
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    on_gpu = versions(torch.device("cuda"))
+    assert [*on_gpu] == names and (on_gpu["gpu"], on_gpu["nccl"], on_gpu["attention"]) == (
+        "NVIDIA H100", "2.29.7", "wheel")
+    listed = tmp_path / "version"
+    assert driver_version(listed) is None
+    for line in ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23",
+                 "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"):
+        listed.write_text(line + "\nGCC version:  gcc version 13.3.0\n")
+        assert driver_version(listed) == "580.95.05"
 
 
 SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"

@@ -310,6 +310,21 @@ def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_witho
     assert counter.frame_count == 1
 
 
+def test_one_graph_serves_any_number_of_documents_in_varlen_mode():
+    """The real operator, on the meta device: it has no kernel on a CPU."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    config = GPTConfig(sequence_len=16, vocab_size=64, n_layer=2, n_head=2, n_kv_head=2, n_embd=16)
+    with torch.device("meta"):
+        model = GPT(config, attention_mode="varlen").bfloat16()
+        x, doc_ids = torch.zeros(2, 16, dtype=torch.int64), torch.zeros(2, 16, dtype=torch.int32)
+    compiled = torch.compile(model, dynamic=False, backend=counter, fullgraph=True)
+    for num_docs in (2, 3, 5, 9, 17, 32):
+        compiled(x, x, masks=model.masks(doc_ids, num_docs)).backward()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_a_compiled_embedding_has_the_eager_ones_gradient_to_the_bit():
     """Tokens that come often, whose gradients are sums of many; both types in one graph, to save half the time."""

@@ -48,9 +48,14 @@ def test_what_is_not_as_wanted_or_breaks_fails_and_the_rest_is_still_measured(tm
     def fine(bench):
         yield "tests that fail", "those", 0.0
 
-    with mock.patch.dict(gpu_check.PARTS, correct=[bad, broken, fine]), mock.patch.object(gpu_check, "prepare"):
+    def late(bench):
+        bench.end = 0.0
+        bench.look_at_the_clock()
+
+    with mock.patch.dict(gpu_check.PARTS, correct=[bad, broken, fine, late]), mock.patch.object(gpu_check, "prepare"):
         code, rows = run(tmp_path, capsys, "--part=correct")
-    assert code == 1 and [row.split()[-1] for row in rows] == ["FAILS", "FAILS", "good"]
+    assert code == 1 and [row.split()[-1] for row in rows] == ["FAILS", "FAILS", "good", "run"]
+    assert rows[3].endswith("not run")
     assert "no such kernel" in rows[1] and "and more" in (tmp_path / "out" / "errors.log").read_text()
     assert gpu_check.judge(float("nan"), "<= 1") == "FAILS"
     with pytest.raises(ValueError, match="--tiny"):

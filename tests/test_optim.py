@@ -277,6 +277,20 @@ def test_compiled_steps_have_the_same_bits_on_one_process_and_two_and_those_of_e
         assert torch.equal(value, eager[name]), name
 
 
+def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypatch):
+    """Regression: on CUDA, compiled AdamW contracted to FMA and divided approximately."""
+    from torch._inductor import config
+
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **given: asked.setdefault(function, given) and function)
+    MuonAdamW([adamw_group([torch.nn.Parameter(torch.ones(3))])], compiled=True)
+    options = asked[optim.adamw_update]["options"]
+    assert "options" not in asked[optim.muon_updates]
+    with config.patch(options):
+        assert config.emulate_precision_casts
+        assert config.eager_numerics.division_rounding and config.eager_numerics.disable_ftz
+
+
 @pytest.mark.parametrize(("rank", "world_size", "expected"), [
     (0, 1, [9] * 4 + [12, 13, 13]), (2, 3, [9] * 4 + [13, 14, 14]), (5, 8, [9] * 2 + [13, 14, 14])])
 def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(rank, world_size, expected,
@@ -289,7 +303,7 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
     config = GPTConfig.from_depth(5, vocab_size=3000, sequence_len=16, aspect_ratio=8, head_dim=8)
     graphs = []
 
-    def count(graph, inputs):
+    def count(graph, inputs, **_):
         graphs.append(sum(node.op == "placeholder" for node in graph.graph.nodes))
         return graph.forward
 

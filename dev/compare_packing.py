@@ -79,7 +79,8 @@ def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.nda
         everything = list(itertools.chain(*texts.values()))
         tokenizer = RustBPETokenizer.train_from_iterator(iter(everything[::4]), vocab_size)
         tokenizer.save(work / f"tokenizer-{vocab_size}", force=True)
-        np.savez(kept, **{bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()})
+        lengths = {bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()}
+        np.savez(kept, **lengths)  # type: ignore[arg-type]
     return dict(np.load(kept))
 
 

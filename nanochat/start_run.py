@@ -171,7 +171,7 @@ def look(settings: Settings, device: torch.device) -> Start:
     that another launch is at work on."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
-    same({**settings.to_json(), **versions(device)})
+    same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
     at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
 
     def check_home() -> None:

@@ -16,8 +16,8 @@ order. There a lane meets one kind of document for as long as a group lasts. Tha
 lane reads many groups. In a small bucket it would not be: one lane's epoch could be all books and
 another's all notes. So the documents of a small bucket are shuffled one by one.
 
-Nobody knows the length of a text before it is tokenized. Tokens are therefore estimated from the
-mean of each file (`nanochat.sources`), and what is said here of equal tokens holds for estimates.
+The length of a text is unknown before it is tokenized. So each document counts for the estimated mean
+of its file (`nanochat.sources`), and in `crop` at most for what a row holds.
 
 Permutations sort raw words of a counter-based generator, keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
@@ -33,11 +33,11 @@ from nanochat.common import permutation, words
 from nanochat.curriculum import Curriculum
 from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
 
-UNITS = 8  # that a lane's share of an epoch has at least, where it has as many documents
-UNIT_TOKENS = 1 << 16  # about how many tokens a unit of a large bucket has at most
-MAX_LANES = 64  # of a run that does not ask for a number
-MIN_LANES = 8  # of such a run, however little data it has
-PLENTY = 10  # times what a lane keeps pending: the smallest share of an epoch that feeds it well
+UNITS = 8  # in a lane's share of an epoch, at least, if it has as many documents
+UNIT_TOKENS = 1 << 16  # in a unit of a large bucket, about, at most
+MAX_LANES = 64  # by default
+MIN_LANES = 8  # by default, however small the data is
+PLENTY = 10  # a lane's share of an epoch is at least so many times what it keeps pending
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of R that is at most 64 and that the data feeds well. Little
+    """V of a new run: the largest divisor of R that is at most 64 and at most `fed`, see `fed_lanes`. Small
     data alone never makes it smaller than 8 or than the number of processes."""
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     least = max(MIN_LANES, world_size)

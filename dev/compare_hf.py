@@ -143,7 +143,7 @@ def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], 
 
 def compare(python: str, source: str, out: Path, work: Path) -> int:
     """All of it; the exit code."""
-    from nanochat.encoders import hard_sample
+    from nanochat.integrations.fast_encoders import hard_sample
     from nanochat.tokenizer import replace_surrogates
     from scripts import export
 

@@ -30,10 +30,17 @@ import torch
 
 from dev import peers
 from dev.measure import digests_of
-from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import Parser, run_main
-from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, MockGPTDataset, Split, normalize
-from nanochat.sample_index import blend_sources
+from nanochat.integrations.megatron import (
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDatasetBuilder,
+    MockGPTDataset,
+    Split,
+    normalize,
+)
+from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
+from nanochat.integrations.megatron_tables import blend_sources
 from scripts import tok_shards
 
 SAMPLES = 24  # of each data set, compared tensor by tensor

@@ -119,7 +119,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanochat import store
+from nanochat.integrations import object_storage as store
 from nanochat.common import place
 
 path = sys.argv[1].split(",")[0] + ".bin"

@@ -53,12 +53,12 @@ from nanochat import (
     plan,
     run_dir,
     sources,
-    store,
     text,
     text_kinds,
     tokens,
 )
 from nanochat.common import Parser, begin_data, hash_bytes, place, run_main, table, whole
+from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (
     base_train,

@@ -89,7 +89,7 @@ def refuse_secrets(word: str) -> None:
 # ---- data, wherever they lie --------------------------------------------------------------------
 #
 # Data lie in folders of this machine or below a path of object storage, such as s3://bucket/train.
-# These few functions are the door to the second kind: nanochat/store.py is loaded when the first
+# These few functions are the door to the second kind: nanochat/integrations/object_storage.py is loaded when the first
 # such path is met, and never otherwise.
 
 @dataclass
@@ -112,8 +112,8 @@ LAUNCH = Launch()
 def begin_data(cache: Path | str | None = None) -> None:
     """A launch begins: what lies in stores is looked at anew. `cache`: see `Launch`."""
     LAUNCH.cache = cache
-    if "nanochat.store" in sys.modules:
-        sys.modules["nanochat.store"].forget()
+    if "nanochat.integrations.object_storage" in sys.modules:
+        sys.modules["nanochat.integrations.object_storage"].forget()
 
 
 def in_store(path: str | os.PathLike[str]) -> bool:
@@ -122,12 +122,12 @@ def in_store(path: str | os.PathLike[str]) -> bool:
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """A path of data: a pathlib.Path, or a `nanochat.store.StorePath`, which behaves like one.
+    """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.StorePath`, which behaves like one.
     ValueError for a URL that may hold credentials; it does not show them."""
     refuse_secrets(os.fspath(path))
     if not in_store(path):
         return Path(path)
-    from nanochat.store import open_path
+    from nanochat.integrations.object_storage import open_path
 
     return open_path(os.fspath(path))
 

@@ -335,7 +335,7 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
-    def boards(self) -> list[str]:
+    def trackers(self) -> list[str]:
         """What draws the values of the run: of the names in `log_to` all but a wandb without a run."""
         return [name for name in self.log_to.split(",") if name != "wandb" or self.run != "dummy"]
 

@@ -312,8 +312,8 @@ def write_csv(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def look(run: Any) -> None:
-    """Collective. The CORE metric of a model in training, a `trainer.Trainer`: told to people, to the log and, under
-    nanochat's names, to the boards. Raises Stop on all ranks, between two tasks, where one of them is asked to stop."""
+    """Collective. The CORE metric of a model in training, a `trainer.Trainer`: told to people, to the log and,
+    under nanochat's names, to the trackers. Raises Stop on all ranks, between two tasks, where one is asked to stop."""
     from nanochat.trainer import LONG_S, Stop
 
     step, settings, scores = run.progress.step, run.settings, []

@@ -45,7 +45,7 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     if pinned:
         return check_files(pinned, roots, strict=settings.strict)
     if settings.order == "megatron":
-        from nanochat.blend import find_prefixes
+        from nanochat.integrations.megatron_order import find_prefixes
 
         return find_prefixes(data_path, val_path, settings.split or "")
     mix = settings.mix
@@ -86,7 +86,7 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokeni
 def stream_config(settings: Settings) -> Any:
     """The stream of a run's resolved settings."""
     if settings.order == "megatron":
-        from nanochat.blend import SampleConfig
+        from nanochat.integrations.megatron_order import SampleConfig
 
         weights = settings.blend_weights
         return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,

@@ -152,7 +152,7 @@ def command(settings: Settings, world_size: int, device_type: str
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
-    if "tensorboard" in settings.boards and importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in settings.trackers and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
     if settings.core_metric_every > 0:
         tokenizer.encode("a prompt")  # or it says now, and not after hours, that it knows no text
@@ -342,7 +342,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
                              f"its durations, or set allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
     split = settings.split
     if settings.order == "megatron" and split is None:
-        from nanochat.blend import default_split
+        from nanochat.integrations.megatron_order import default_split
 
         split = default_split(settings.data_path or "", settings.val_path)
     return replace(settings, split=split), horizon, model.config
@@ -395,7 +395,7 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     and the rows to be skipped are packed and passed over. ValueError where that cannot be."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
     if settings.order == "megatron":
-        from nanochat.blend import open_samples
+        from nanochat.integrations.megatron_order import open_samples
 
         open_samples(config, data.train)  # says what does not fit
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):

@@ -436,6 +436,6 @@ def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int]
     Megatron's. `given`: what else `Stream` takes."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **given)
-    from nanochat.blend import SampleStream
+    from nanochat.integrations.megatron_order import SampleStream
 
     return SampleStream(config, sources, lanes, **given)  # type: ignore[return-value]

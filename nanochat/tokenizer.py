@@ -20,12 +20,13 @@ written last. A pickle of the tiktoken object would be one file less, but to loa
 code, and tiktoken's classes change.
 
 `Tokenizer` is what every command asks of a tokenizer, whoever trained it. Those of other programs
-are in nanochat/hf.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of
+are in integrations/third_party_tokenizers.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of
 ours.
 """
 
 import argparse
 import base64
+import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -308,7 +309,7 @@ class Tokenizer(metaclass=_Opens):
                                     f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:
-            from nanochat.hf import SAVED
+            from nanochat.integrations.third_party_tokenizers import SAVED
 
             if saved["kind"] not in SAVED:
                 raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
@@ -347,8 +348,11 @@ class RustBPETokenizer(Tokenizer):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What serves this tokenizer, chosen when it is first needed."""
-        from nanochat.encoders import fastest_encoder
+        """The encoder that serves this tokenizer, chosen when it is first needed: tiktoken, or a faster one where the
+        extra `fast` is installed."""
+        if importlib.util.find_spec("fastokens") is None:
+            return TiktokenEncoder(self.enc)
+        from nanochat.integrations.fast_encoders import fastest_encoder
 
         return fastest_encoder(self.enc)
 
@@ -515,7 +519,7 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     """The tokenizer that a --tokenizer names; by default the one that scripts.tok_train writes,
     get_base_dir()/"tokenizer". All commands open tokenizers here.
 
-    `name`: a folder that `Tokenizer.save` wrote, or whatever else nanochat/hf.py opens.
+    `name`: a folder that `Tokenizer.save` wrote, or whatever else integrations/third_party_tokenizers.py opens.
     `eod_token`: --eod-token, the text or the number of the token that separates documents, for a
     tokenizer whose files do not tell. `data_path`: the user's data, for the advice where there is
     no tokenizer. Raises FileNotFoundError, OSError and ValueError, in a sentence that says what to
@@ -523,7 +527,7 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     """
     folder = get_base_dir() / "tokenizer" if name is None else name
     if name is not None and not is_ours(place(name)):
-        from nanochat.hf import open_foreign
+        from nanochat.integrations.third_party_tokenizers import open_foreign
 
         return open_foreign(str(name), eod_token)
     if eod_token is not None:

@@ -135,7 +135,7 @@ def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
     if the environment names no reader."""
     if in_store(path):
-        from nanochat.store import StoreReader
+        from nanochat.integrations.object_storage import StoreReader
 
         return StoreReader(path, dtype)  # type: ignore[arg-type]
     kind = os.environ.get(READER) or "mmap"
@@ -411,7 +411,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
         raise ValueError(f"{found.idx_path}: no document in it (0 entries); delete the pair")
     if "modes" in found.tables:
         raise ValueError(f"{found.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
-                         f"only read by nanochat.megatron.IndexedDataset")
+                         f"only read by nanochat.integrations.megatron.IndexedDataset")
     return found
 
 

@@ -16,7 +16,7 @@ Python:
 
 A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step
 three times: a line for people, a line of JSON for programs, and wandb or TensorBoard for those who
-ask for it (nanochat/boards.py). On a terminal the lines scroll above a bar.
+ask for it (nanochat/integrations/trackers.py). On a terminal the lines scroll above a bar.
 """
 
 import contextlib
@@ -416,7 +416,7 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- telling people ------------------------------------------------------------------------------
 
 class Silence:
-    """Stands where ranks other than 0 have no journal and no state, and runs no boards: whatever it is
+    """Stands where ranks other than 0 have no journal and no state, and runs no trackers: whatever it is
     told, it does nothing."""
 
     def __getattr__(self, name: str) -> Any:
@@ -425,7 +425,7 @@ class Silence:
 
 class Journal:
     """For rank 0: the log of a training run, its live state, its bar on a terminal, and what it asks for of
-    nanochat/boards.py.
+    nanochat/integrations/trackers.py.
 
     The log has the id of the wandb run from the first launch on, whatever becomes of that launch.
     """
@@ -446,12 +446,12 @@ class Journal:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
-        self.boards: Any = Silence()
-        if settings.boards or settings.profiled:
-            from nanochat.boards import Boards
+        self.trackers: Any = Silence()
+        if settings.trackers or settings.profiled:
+            from nanochat.integrations.trackers import Trackers
 
-            self.boards = Boards(settings, run_dir, wandb_id=self.wandb_id, step=step)
-            self.wandb_id = self.boards.wandb_id
+            self.trackers = Trackers(settings, run_dir, wandb_id=self.wandb_id, step=step)
+            self.wandb_id = self.trackers.wandb_id
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
 
@@ -459,20 +459,20 @@ class Journal:
         """This launch is about to take its first step. `told`: what else the log should have of it."""
         self.event("started", world_size=world_size, device=self.device.type,
                    num_iterations=self.start.horizon.num_iterations, **self.versions, **told)
-        self.boards.at(self.progress.step)
+        self.trackers.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
         told = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}  # CORE as nanochat names it
-        self.boards.log({"step": step, **told})
+        self.trackers.log({"step": step, **told})
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
         self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
     def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
         """Tell of the step that was just counted: `line` to people (as --log-every says), `record`
-        to the log and to the boards, `state` to scripts.status and to the bar. ValueError if it
+        to the log and to the trackers, `state` to scripts.status and to the bar. ValueError if it
         had another digest when this run was there before."""
         p, last = self.progress, self.start.horizon.num_iterations
         logged = self.log.digest_of(p.step - 1)
@@ -484,14 +484,14 @@ class Journal:
         if (peak := peak_memory(self.device)) is not None:
             record["peak_memory_bytes"] = peak
         self.log.write(step=p.step - 1, **record)
-        for_boards = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
-        self.boards.log({"step": p.step - 1, **for_boards})
+        for_trackers = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
+        self.trackers.log({"step": p.step - 1, **for_trackers})
         self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)
         self.bar.set_postfix_str(
             f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)}, {show(state['tokens_per_s'])} tok/s, "
             f"eta {duration(state['eta_s'])}", refresh=False)
         self.bar.update()
-        self.boards.at(p.step)
+        self.trackers.at(p.step)
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""
@@ -503,8 +503,8 @@ class Journal:
         self.state.close(status, reason)
 
     def close(self) -> None:
-        """Finish boards, bar and log."""
-        self.boards.finish()
+        """Finish trackers, bar and log."""
+        self.trackers.finish()
         LAUNCH.aside = contextlib.nullcontext
         self.bar.close()
         self.log.close()

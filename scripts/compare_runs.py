@@ -34,7 +34,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanochat.boards import flat_numbers
 from nanochat.checkpoint import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -45,6 +44,7 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, show, table
+from nanochat.integrations.trackers import flat_numbers
 from nanochat.run_dir import cursor_files, find_run, is_step, read_cursors
 from scripts.report import Facts, differing, read_facts
 

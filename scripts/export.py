@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat import gpt
+from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
 from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
 from nanochat.config import Settings
@@ -54,7 +54,7 @@ from scripts.report import Facts, markdown, plain, read_facts
 
 log = logging.getLogger(__name__)
 
-CODE = "modeling_nanochat_exact"  # of nanochat/, copied into what transformers reads
+CODE = "modeling_nanochat_exact"  # of nanochat/integrations, copied into what transformers reads
 SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
 TOLD = 400  # characters that an error tells of a model that does not fit
 
@@ -130,7 +130,7 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Made
 
-    from nanochat.encoders import hard_sample
+    from nanochat.integrations.fast_encoders import hard_sample
 
     # a byte is written as a letter: itself where it can be seen, else the next one from 256 on (GPT-2's table)
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -165,7 +165,7 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     as it is."""
     from tokenizers import processors
 
-    from nanochat.hf import HuggingFaceTokenizer
+    from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
 
     if isinstance(tokenizer, RustBPETokenizer):
         made = as_tokenizers(tokenizer)
@@ -258,7 +258,7 @@ def to_hf(source: str, out: Path) -> str:
              **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
     with new_folder(out, "name a new folder") as folder:
         write_weights(folder, state)
-        shutil.copyfile(Path(gpt.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
+        shutil.copyfile(Path(integrations.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"

@@ -24,8 +24,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat import store
 from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts, whole
+from nanochat.integrations import object_storage as store
 from nanochat.tokens import pair_format
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"

@@ -51,7 +51,8 @@ def running_store():
 @pytest.fixture
 def calm_store(running_store, monkeypatch):
     """That store without faults, before a client of little patience that has seen nothing of it yet."""
-    from nanochat import common, store
+    from nanochat import common
+    from nanochat.integrations import object_storage as store
     from tests.object_store import QUICK
 
     monkeypatch.setattr(store, "PATIENCE", QUICK)

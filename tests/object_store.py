@@ -31,7 +31,7 @@ from unittest import mock
 
 import pytest
 
-from nanochat.store import Patience
+from nanochat.integrations.object_storage import Patience
 
 QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0,
                  first_answer_s=30.0, give_up_s=30.0)  # a busy machine is not a silent store

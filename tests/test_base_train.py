@@ -186,7 +186,7 @@ class Watched(type(os.environ)):
         return kept[key]
 watched = Watched(kept._data, kept.encodekey, kept.decodekey, kept.encodevalue, kept.decodevalue)
 os.environ = watched
-import nanochat.encoders, nanochat.pretokenize, nanochat.sources, nanochat.dataset, scripts.tok_shards
+import nanochat.tokenizer, nanochat.pretokenize, nanochat.sources, nanochat.dataset, scripts.tok_shards
 assert 'torch' not in sys.modules
 os.environ = kept
 import torch
@@ -203,8 +203,10 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-assert not {{'wandb', 'nanochat.store'}} & set(sys.modules)
-import nanochat.store, scripts.tok_train
+assert not {{'wandb'}} & set(sys.modules)
+loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
+assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # that one only where fastokens is installed
+import nanochat.integrations.object_storage, scripts.tok_train
 assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,

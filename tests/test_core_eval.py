@@ -192,16 +192,16 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path, monkeypatch):
         looks = {"core_metric_every": 2, "core_metric_max_per_task": 6, "num_iterations": 3, "save_every": -1}
         assert "eval_bundle/core.yaml: not there" in training.refuse(**looks)
         assert not training.run_dir().exists(), "it is missed before anything is written"
-        boards = []
+        trackers = []
         with monkeypatch.context() as patch:
-            patch.setattr(Silence, "log", lambda self, values: boards.append(values), raising=False)
+            patch.setattr(Silence, "log", lambda self, values: trackers.append(values), raising=False)
             outcome = training.succeed(**looks, eval_bundle=bundle)
         told = training.events("core")
         assert [event["step"] for event in told] == [2, 3] and len(told[0]["centered_results"]) == 3
         model, tokenizer, _ = load_model(training.final(), "cpu")
         scores = list(evaluate_core(model, tokenizer, read_bundle(bundle, 6)))
         assert told[1]["core_metric"] == core_eval.summary(scores)["core_metric"]
-        assert [v["core_metric"] for v in boards if "core_metric" in v] == [event["core_metric"] for event in told]
+        assert [v["core_metric"] for v in trackers if "core_metric" in v] == [event["core_metric"] for event in told]
         assert f"step 00003 | CORE metric {told[1]['core_metric']:.4f} (3 tasks)" in outcome.out
         assert training.digests() == digests_without(**looks), "looking moves nothing"
 

@@ -18,8 +18,14 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_file_map_lists_every_module_and_no_other():
     listed = set(re.findall(r"^\| `([^`]+\.py)` \| \S", (ROOT / "dev/ARCHITECTURE.md").read_text(), re.MULTILINE))
-    there = {f"nanochat/{path.name}" for path in (ROOT / "nanochat").glob("*.py") if path.name != "__init__.py"}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "nanochat").rglob("*.py") if path.name != "__init__.py"}
     assert len(there) > 40 and listed == there
+
+
+def test_no_core_module_imports_an_integration_when_it_is_imported():
+    core = [*(ROOT / "nanochat").glob("*.py")]
+    tops = [line for path in core for line in path.read_text().splitlines() if re.match(r"(from|import) ", line)]
+    assert len(tops) > 300 and [line for line in tops if "integrations" in line] == []
 
 
 def test_the_table_of_settings_is_the_one_in_the_code():

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import megatron, sample_index
-from nanochat.blend import BlendedMegatronDatasetBuilder
 from nanochat.common import LAUNCH
-from nanochat.megatron import (
+from nanochat.integrations import megatron, megatron_tables
+from nanochat.integrations.megatron import (
     BlendedMegatronDatasetConfig,
     DType,
     GPTDataset,
@@ -32,7 +31,8 @@ from nanochat.megatron import (
     pad_id,
     split_matrix,
 )
-from nanochat.sample_index import cached, plan_order
+from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
+from nanochat.integrations.megatron_tables import cached, plan_order
 from nanochat.tokens import open_tokens
 from tests.toy import examples
 
@@ -360,7 +360,7 @@ ARRAYS = {"x": np.arange(5000, dtype=np.uint32), "y": np.arange(8).reshape(4, 2)
 
 @pytest.fixture(autouse=True)
 def worth_storing(monkeypatch):
-    monkeypatch.setattr(sample_index, "WORTH_STORING", 1000)
+    monkeypatch.setattr(megatron_tables, "WORTH_STORING", 1000)
 
 
 def keep(folder, build=lambda: ARRAYS):
@@ -410,7 +410,7 @@ def test_other_data_have_other_indices_under_the_same_path(tmp_path, monkeypatch
     cases = [([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80), ([9] * 10 + [5, 13], 0, 40)]
     make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path))[0]
     assert not list(tmp_path.iterdir()), "too small to be worth a file"
-    monkeypatch.setattr(sample_index, "WORTH_STORING", 0)
+    monkeypatch.setattr(megatron_tables, "WORTH_STORING", 0)
     for lengths, seed, num_samples in cases * 2:
         plain = make(Memory(lengths), num_samples, T=4, seed=seed)
         kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))

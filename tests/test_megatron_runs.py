@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nanochat.blend import open_samples
 from nanochat.common import read_json, run_main
-from nanochat.megatron import GPTDataset, IndexedDatasetBuilder
+from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
+from nanochat.integrations.megatron_order import open_samples
 from nanochat.run_data import open_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, validate

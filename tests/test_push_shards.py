@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nanochat.common import hash_bytes
-from nanochat.store import find
+from nanochat.integrations.object_storage import find
 from scripts import push_shards
 from scripts.push_shards import main, sum_file
 from tests.object_store import Fault

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanochat import store as room
 from nanochat.common import begin_data, read_json
+from nanochat.integrations import object_storage as room
 from nanochat.run_dir import TrainLog
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import new_manifest

@@ -23,10 +23,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import store as room
 from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
-from nanochat.megatron import IndexedDatasetBuilder
-from nanochat.store import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
+from nanochat.integrations import object_storage as room
+from nanochat.integrations.megatron import IndexedDatasetBuilder
+from nanochat.integrations.object_storage import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
 from tests.training import PATIENCE_S
@@ -338,7 +338,8 @@ def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
 def test_a_program_ends_though_its_store_stalls(store, how):
-    code = ("from nanochat.common import place\nfrom nanochat.store import StoreReader\nimport time\n"
+    code = ("from nanochat.common import place\nfrom nanochat.integrations.object_storage import StoreReader\n"
+            "import time\n"
             f"path = place('{store.path(KEY)}')\npinned = path.pinned()\n"
             "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
             "def wait():\n    try:\n        StoreReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
@@ -433,8 +434,8 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
 WORKERS = """
 import sys
 import torch
-from nanochat.blend import BlendedMegatronDatasetBuilder
-from nanochat.megatron import GPTDataset, GPTDatasetConfig
+from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
+from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig
 
 if __name__ == "__main__":
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(sys.argv[1:], None), split="1,0,0")

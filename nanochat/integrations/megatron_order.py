@@ -37,8 +37,8 @@ import numpy as np
 
 from nanochat.common import each, hash_json, in_store, place
 from nanochat.dataset import data_folder, find_files, split_train_val
-from nanochat.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
-from nanochat.sample_index import blend_sources, cached
+from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
+from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.sources import Manifest, Source, check_format, scan
 from nanochat.stream import FORMAT, Cursor, Row, check_cursors, stream_identity
 from nanochat.tokens import TokenFile

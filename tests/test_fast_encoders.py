@@ -17,7 +17,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanochat.encoders import FastokensEncoder, checked, fastest_encoder, is_odd
+from nanochat.integrations.fast_encoders import FastokensEncoder, checked, fastest_encoder, is_odd
 from nanochat.tokenizer import LONG_RUN, SPLIT_PATTERN, RustBPETokenizer, TiktokenEncoder
 from tests.toy import examples
 

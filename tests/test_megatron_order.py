@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.blend import (
+from nanochat.dataloader import DataLoader, Dry
+from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
+from nanochat.integrations.megatron_order import (
     SPLIT,
     WHOLE,
     BlendedDataset,
@@ -21,9 +23,7 @@ from nanochat.blend import (
     find_prefixes,
     open_samples,
 )
-from nanochat.dataloader import DataLoader, Dry
-from nanochat.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
-from nanochat.sample_index import blend_sources
+from nanochat.integrations.megatron_tables import blend_sources
 from nanochat.sources import Source, open_source
 from nanochat.stream import ledger
 from tests.token_files import Tokenizer
@@ -295,7 +295,7 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
 
 
 def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanochat.sample_index.WORTH_STORING", 0)
+    monkeypatch.setattr("nanochat.integrations.megatron_tables.WORTH_STORING", 0)
     sources = sources_of(pairs)
     cursors = stream_of(config_of(), sources).cursors()
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)

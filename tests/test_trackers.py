@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(scope="module", autouse=True)
 def plain(tmp_path_factory):
     """A run that shows nothing, and what it came to."""
-    with training.workplace(tmp_path_factory.mktemp("boards"), **training.SMALL):
+    with training.workplace(tmp_path_factory.mktemp("trackers"), **training.SMALL):
         outcome = succeed(model_tag="plain", **SHORT)
         yield {"losses": losses("plain"), "state": state_of(final("plain")), "outcome": outcome}
 

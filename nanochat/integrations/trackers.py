@@ -1,7 +1,7 @@
 """
-Boards: where the values of a run are drawn elsewhere while it trains, and the profile of some steps.
+Trackers: where the values of a run are drawn elsewhere while it trains, and the profile of some steps.
 
-    trainer.Journal --{"step": 12, "train/loss": 3.1}--> Boards --> wandb        --run=NAME
+    trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
 
 The log of the run directory has everything, so a board is a comfort: where one fails, that is told
@@ -54,21 +54,21 @@ class TensorBoard:
         self._writer.close()
 
 
-class Boards:
-    """All boards that a run asks for, and its profile. `wandb_id`: that of the wandb run to go on with;
+class Trackers:
+    """All trackers that a run asks for, and its profile. `wandb_id`: that of the wandb run to go on with;
     afterwards that of the run which was begun. `step`: from which this launch goes on."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
         self._open: dict[str, Any] = {}
-        if "wandb" in settings.boards:
+        if "wandb" in settings.trackers:
             with self._guard("wandb"):
                 import wandb  # takes a second
 
                 run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
                                  id=wandb_id, resume="allow")
                 self._open["wandb"], self.wandb_id = run, run.id
-        if "tensorboard" in settings.boards:
+        if "tensorboard" in settings.trackers:
             with self._guard("tensorboard"):
                 self._open["tensorboard"] = TensorBoard(run_dir, step)
         if settings.profiled is not None:
@@ -84,13 +84,13 @@ class Boards:
             self._open.pop(name, None)
 
     def _tell(self, what: str, *args: Any) -> None:
-        """Call a method of all boards that have it."""
+        """Call a method of all trackers that have it."""
         for name, board in list(self._open.items()):
             with self._guard(name):
                 getattr(board, what, lambda *_: None)(*args)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Tell all boards some values, "step" among them."""
+        """Tell all trackers some values, "step" among them."""
         self._tell("log", values)
 
     def at(self, step: int) -> None:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanochat.common import LAUNCH, hash_bytes, hash_json, in_store
-from nanochat.sample_index import Arrays, cached, find_samples, plan_order
+from nanochat.integrations.megatron_tables import Arrays, cached, find_samples, plan_order
 from nanochat.token_writer import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
 

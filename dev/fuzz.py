@@ -52,6 +52,7 @@ from nanochat import (
     lifecycle,
     plan,
     run_dir,
+    run_reader,
     sources,
     text,
     text_kinds,
@@ -417,11 +418,11 @@ def read_verify(base: Path, _: int) -> None:
 
 def read_stop(base: Path, _: int) -> None:
     """Force the run, whose processes are gone, to end. A signal to any process is a finding."""
-    facts = status.look(base / RUN)
-    if facts["status"] is None:
-        raise ValueError(facts["reason"])
+    found = run_reader.RunReader(base / RUN).status()
+    if found["status"] is None:
+        raise ValueError(found["reason"])
     with mock.patch.object(os, "kill") as kill, mock.patch.multiple(stop, GRACE_S=0.0, KILL_S=0.0):
-        stop.force(facts)
+        stop.force(found)
     assert not kill.called, kill.mock_calls
 
 
@@ -445,7 +446,8 @@ READERS: dict[str, Reader] = {
                           (f"{RUN}/config.json",)),
     "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
-    "run state": Reader(lambda base, _: status.describe(status.look(base / RUN)), (f"{RUN}/.run_state.json",)),
+    "run state": Reader(lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
+                        (f"{RUN}/.run_state.json",)),
     "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),
     "owner": Reader(lambda base, _: lifecycle.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
     "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),

@@ -44,9 +44,8 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, show, table
-from nanochat.integrations.trackers import flat_numbers
-from nanochat.run_dir import cursor_files, find_run, is_step, read_cursors
-from scripts.report import Facts, differing, read_facts
+from nanochat.run_dir import find_run, is_step, read_cursors
+from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
 DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
@@ -125,21 +124,21 @@ def of_files(gap: Gap) -> bool:
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
-def read_series(facts: Facts, notes: list[str]) -> Series:
+def read_series(run: RunReader, notes: list[str]) -> Series:
     """What a run keeps of its steps: digests, tokens, losses, ... and the cursors of every save."""
-    found: Series = {}
-    for step, path in cursor_files(facts.run_dir).items():
+    series: Series = {}
+    for step, path in run.cursor_files.items():
         try:
             lanes = {f"lane {i}": cursor for i, cursor in enumerate(read_cursors(path)[1])}
-            found.setdefault("cursors", {})[step] = lanes
+            series.setdefault("cursors", {})[step] = lanes
         except (OSError, ValueError) as e:
-            notes.append(f"passed over: {e}")
-    for record in (*facts.steps, *facts.named("val")):
+            notes.append(f"skipped: {e}")
+    for record in (*run.steps, *run.named("val")):
         values = record if is_step(record) else dict(flat_numbers(record))
         for name, value in values.items():
             if name.partition("/")[0] in SERIES or name == SMOOTH:
-                found.setdefault(name, {})[record["step"]] = value
-    return found
+                series.setdefault(name, {})[record["step"]] = value
+    return series
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -165,26 +164,25 @@ class Side:
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """What a name means. FileNotFoundError and ValueError of `find_run`, `read_facts` and
-    `find_checkpoint`."""
+    """What a name means. FileNotFoundError and ValueError of `find_run`, `RunReader` and `find_checkpoint`."""
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
         checkpoint = find_checkpoint(name)
         path = checkpoint.path.absolute()
         return Side({}, {checkpoint.step: path}, {}, f"{name}: {path}")
-    facts = read_facts(run_dir)
+    run = RunReader(run_dir)
     saved: dict[int, Path] = {}
     for path in list_checkpoints(run_dir):
         try:
             saved.setdefault(read_seal(path)["step"], path)
         except (OSError, ValueError) as e:
-            notes.append(f"passed over: {e}")
+            notes.append(f"skipped: {e}")
     saved = dict(sorted(saved.items()))
-    about = f"steps {facts.steps[0]['step']} to {facts.steps[-1]['step']}" if facts.steps else "no step"
-    end = (facts.launches[-1]["end"] if facts.launches else "") or "unfinished"
+    about = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no step"
+    end = (run.launches[-1].end if run.launches else "") or "unfinished"
     about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
-    return Side(facts.config, saved, read_series(facts, notes), f"{name}: {about}")
+    return Side(run.config, saved, read_series(run, notes), f"{name}: {about}")
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -227,7 +225,7 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
             one = contents(load_checkpoint(a.saved[first]))
             other = contents(load_checkpoint(b.saved[second]))
         except (OSError, ValueError) as e:  # damaged, or deleted meanwhile by a run at work
-            notes.append(f"passed over: {e}")
+            notes.append(f"skipped: {e}")
             continue
         name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
         shared = one.keys() & other.keys()
@@ -244,8 +242,8 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
 
 def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     """(whether all is equal, a sentence: equal in how much, or what parts first)."""
-    damaged = sum(note.startswith("passed over") for note in notes)
-    end = f"; {damaged} damaged file(s) passed over" if damaged else ""
+    damaged = sum(note.startswith("skipped") for note in notes)
+    end = f"; {damaged} damaged file(s) skipped" if damaged else ""
     if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
         return False, "the same rows from other files: but for what cursors say of the files, all is equal" + end
     for part in parts:
@@ -279,10 +277,10 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     end = min(max(curves[0]), max(curves[1]))
     marks = sorted({mark for mark in curves[2] | curves[3] if mark < end} | {end})
     marks = marks[::-1][::-(-len(marks) // TABLE_ROWS)][::-1]
-    read = [[float(np.interp(mark, [*found], [*found.values()]))
-             if found and min(found) <= mark <= max(found) else None for mark in marks]
-            for found in curves]
-    return [list(row) for row in zip(marks, *read)]
+    values = [[float(np.interp(mark, [*points], [*points.values()]))
+               if points and min(points) <= mark <= max(points) else None for mark in marks]
+              for points in curves]
+    return [list(row) for row in zip(marks, *values)]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -294,7 +292,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and tell; 1 where something differs. ValueError, FileNotFoundError for bad input."""
+    """Compare and print; 1 if something differs. ValueError, FileNotFoundError for bad input."""
     args = parse_args(argv)
     setup_logging()
     notes: list[str] = []
@@ -303,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     equal, summary = summarize(parts, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
-    differ = differing([a.settings, b.settings]) if a.settings and b.settings else []
+    differ = differing_settings([a.settings, b.settings]) if a.settings and b.settings else []
     if differ:
         rows = [[show(value)[:WIDEST] for value in row] for row in differ]
         print("", *table(("settings that differ", "a", "b"), rows), sep="\n")

@@ -48,9 +48,10 @@ from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, newest_events, open_folders, remove_tree, run_path
+from nanochat.run_reader import RunReader
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
-from scripts.report import Facts, markdown, plain, read_facts
+from scripts.report import escape_html, markdown
 
 log = logging.getLogger(__name__)
 
@@ -201,20 +202,19 @@ def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, by
     return {"config.json": json_bytes(model), "generation_config.json": json_bytes({"do_sample": False, **ids})}
 
 
-def model_card(checkpoint: Checkpoint, facts: Facts, num_parameters: int) -> bytes:
-    """README.md: what the model is, what it was trained on and how, and how to use it. Where things lay
-    on the machine that trained it is left out."""
-    step, tag = checkpoint.step, facts.config.get("model_tag") or facts.run_dir.name
-    done = [record for record in facts.steps if record["step"] == step - 1]
-    launches = [launch for launch in facts.launches if launch["first"] <= step]
-    vals = [event for event in facts.named("val") if event["step"] <= step]
+def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
+    """README.md: what the model is, what it was trained on and how, and how to use it. Paths of the machine that
+    trained it are left out."""
+    step, tag = checkpoint.step, run.config.get("model_tag") or run.name
+    launches = [launch for launch in run.launches if launch.first <= step]
+    vals = [event for event in run.named("val") if event["step"] <= step]
     measured = "bits per byte" if not vals or vals[-1]["bpb"] is not None else "loss"
-    files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in facts.files()]
+    files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
             (f"validation {measured}", f"{vals[-1]['bpb'] or vals[-1]['loss']:.6f}" if vals else "not measured"),
-            ("digest of the last step's batch", done[0]["digest"] if done else "not known"),
+            ("digest of the last step's batch", run.digests.get(step - 1, "not known")),
             ("seal of the checkpoint", checkpoint.trainer_state["checksum"]),
-            ("code, commit", (launches[-1]["code"] if launches else None) or "not known")]
+            ("code, commit", (launches[-1].started.get("code") if launches else None) or "not known")]
     about, data = ("\n".join(markdown(*table)) for table in (
         (("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files)))
     return f"""---
@@ -222,7 +222,7 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# {plain(tag)}, step {step:,}
+# {escape_html(tag)}, step {step:,}
 
 A language model, pretrained and not tuned: it continues text.
 
@@ -253,7 +253,7 @@ def to_hf(source: str, out: Path) -> str:
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype
-    card = model_card(checkpoint, read_facts(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
+    card = model_card(checkpoint, RunReader(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
     files = {**model_files(config, dtype, tokenizer.get_bos_token_id()),
              **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
     with new_folder(out, "name a new folder") as folder:

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,10 +35,10 @@ from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table,
 from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import RunData, open_run, stream_config
-from nanochat.run_dir import cursor_files, find_run, is_run_dir, is_step, iter_log, read_cursors, read_log
+from nanochat.run_dir import find_run, is_run_dir
+from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.start_run import command, find_data, look
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
-from scripts.report import told_ledger, unbalanced
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +49,10 @@ LINES = 40  # of the table of a step's documents
 
 @dataclass(frozen=True)
 class Opened:
-    """The stream of a run, or that of some flags: then nothing is at `run_dir`. `begin`: the cursors
-    of step 0 where that is not the beginning of the data."""
+    """The stream of a run, or that of flags: then `run` has no directory. `begin`: the cursors
+    of step 0 if that is not the beginning of the data."""
 
-    run_dir: Path
+    run: RunReader
     data: RunData
     config: Any
     rows_per_step: int
@@ -65,15 +64,10 @@ class Opened:
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
-        """The stream of all lanes when `step` steps are done. A ValueError, also of what is read from
-        there on, names the kept cursors that it began with: they may be what is damaged."""
-        kept, done, cursors = cursor_files(self.run_dir), 0, self.begin
-        for saved in sorted((s for s in kept if s <= step), reverse=True):
-            try:
-                done, cursors = saved, read_cursors(kept[saved])[1]
-                break
-            except ValueError as e:  # older ones serve as well
-                log.warning("passed over: %s", e)
+        """The stream of all lanes after `step` steps. A ValueError, also of what is read from it later,
+        names the kept cursors that it began with: they may be what is damaged."""
+        saved = self.run.nearest_cursors(step)
+        done, cursors = saved or (0, self.begin)
         try:
             with closing(open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
                                      tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)) as stream:
@@ -81,10 +75,10 @@ class Opened:
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:
-            raise ValueError(f"{e} (packed from {kept[done]})" if done in kept else str(e)) from None
+            raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})" if saved else str(e)) from None
 
 
-def open_it(args: argparse.Namespace) -> Opened:
+def open_named_stream(args: argparse.Namespace) -> Opened:
     """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
     settings = from_flags(args)
     given = [flag(name) for name in settings.differing() if name != "run"]
@@ -98,7 +92,7 @@ def open_it(args: argparse.Namespace) -> Opened:
     else:
         run_dir, begin = find_run(args.run), None
         data, config, settings = open_run(run_dir)
-    return Opened(run_dir, data, config, settings.total_batch_size // config.T, begin)
+    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T, begin)
 
 
 # ---- the commands -------------------------------------------------------------------------------
@@ -116,22 +110,18 @@ def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, li
             yield step, [part % 2**64 for part in parts]
 
 
-def tell_untrained(opened: Opened, last: int) -> None:
-    """Say so where the run has not come as far as step `last`."""
-    if not is_run_dir(opened.run_dir):
-        return
-    steps = [record["step"] for record in iter_log(opened.run_dir / "logs" / "train.jsonl") if is_step(record)]
-    if last > (trained := max(steps, default=-1)):
+def warn_untrained(opened: Opened, last: int) -> None:
+    """Warn if the run has not trained step `last` yet."""
+    trained = max(opened.run.digests, default=-1)
+    if is_run_dir(opened.run.run_dir) and last > trained:
         log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
-                    opened.run_dir, f"{trained + 1:,}", f"{last:,}")
+                    opened.run.run_dir, f"{trained + 1:,}", f"{last:,}")
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
-    """One JSON line a step; exit code 1 where the run's log has another digest."""
-    records = read_log(opened.run_dir / "logs" / "train.jsonl")
-    logged = {record["step"]: record["digest"] for record in records if "digest" in record}
-    wrong = []
-    tell_untrained(opened, args.steps[-1])
+    """One JSON line per step; exit code 1 if the run's log has another digest."""
+    logged, wrong = opened.run.digests, []
+    warn_untrained(opened, args.steps[-1])
     for step, parts in step_digests(opened, args.steps, args.ranks or 1):
         line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
         if args.ranks:
@@ -141,7 +131,7 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
             wrong += [] if line["match"] else [step]
         print(json.dumps(line), flush=True)
     if wrong:
-        print(f"error: {opened.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those "
+        print(f"error: {opened.run.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those "
               f"that the run logged, first at step {wrong[0]}: code or data changed since it was "
               f"there", file=sys.stderr)
     return EXIT_FAILED if wrong else 0
@@ -170,7 +160,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if args.row is not None and args.row >= opened.rows_per_step:
         raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to "
                          f"{opened.rows_per_step - 1}")
-    tell_untrained(opened, args.step)
+    warn_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[str] = []
     with opened.stream_at(args.step) as stream:
@@ -203,13 +193,13 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
-    if args.step is None and not is_run_dir(opened.run_dir):
+    if args.step is None and not is_run_dir(opened.run.run_dir):
         raise ValueError("ledger: no run is named, whose newest save it could be of; give --step=N, the steps done")
-    step = max(cursor_files(opened.run_dir), default=0) if args.step is None else args.step
+    step = max(opened.run.cursor_files, default=0) if args.step is None else args.step
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), opened.config.T)
-    told, header, rows = told_ledger(step, accounts, opened.config.T)
-    print(told, *["(the newest save)"] * (args.step is None), *table(header, rows), sep="\n")
+    text, header, rows = ledger_table(step, accounts, opened.config.T)
+    print(text, *["(the newest save)"] * (args.step is None), *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 
 
@@ -255,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad input."""
     args = parse_args(argv)
     setup_logging()
-    return args.show(open_it(args), args)
+    return args.show(open_named_stream(args), args)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from typing import Any
 from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
 from nanochat.lifecycle import is_alive_here, request_stop
 from nanochat.run_dir import find_run, list_runs, run_path
-from scripts.status import describe, look
+from nanochat.run_reader import RunReader
+from scripts.status import describe
 
 POLL_S = 0.2
 GRACE_S = 30.0  # from SIGTERM, after which a run saves, to SIGKILL
@@ -43,7 +44,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def only_live_run() -> Path:
     """The one run under the base directory that is at work. ValueError if there is none, or several."""
-    live = [path for path in map(run_path, list_runs()) if look(path)["liveness"] == "alive"]
+    live = [path for path in map(run_path, list_runs()) if RunReader(path).status()["liveness"] == "alive"]
     if len(live) == 1:
         return live[0]
     names = f"several are at work, name one: {', '.join(path.name for path in live)}" if live else "none is at work"
@@ -63,27 +64,27 @@ def find(name: str) -> Path:
         raise
 
 
-def force(facts: dict[str, Any]) -> bool:
+def force(run: dict[str, Any]) -> bool:
     """End the run's processes on this host; report which are left here and on others. Whether all of them are gone."""
-    here = [rank for rank in facts["ranks"] if is_alive_here(rank)]
+    left = [rank for rank in run["ranks"] if is_alive_here(rank)]
     for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
-        for rank in here:
+        for rank in left:
             print(f"{number.name} to pid {rank['pid']}", flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended since, or is another user's
                 os.kill(rank["pid"], number)
         end = time.monotonic() + patience
-        while here and time.monotonic() < end:
+        while left and time.monotonic() < end:
             time.sleep(POLL_S)
-            here = [rank for rank in here if is_alive_here(rank)]
-    for rank in here:
+            left = [rank for rank in left if is_alive_here(rank)]
+    for rank in left:
         print(f"pid {rank['pid']} is still there after SIGKILL", file=sys.stderr, flush=True)
     elsewhere: dict[str, list[int]] = {}
-    for rank in facts["ranks"]:
-        if rank["host"] != socket.gethostname() and facts["liveness"] != "ended":
+    for rank in run["ranks"]:
+        if rank["host"] != socket.gethostname() and run["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
         print(f"on {host}, if they are still there: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
-    return not here and not elsewhere
+    return not left and not elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,26 +92,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     run_dir = only_live_run() if args.run is None else find(args.run)
     request_stop(run_dir)
-    facts = look(run_dir)
-    if facts["status"] is None:
-        raise ValueError(f"asked {run_dir.name} to stop, but nothing is known of its processes: {facts['reason']}")
-    if facts["liveness"] == "alive":
+    reader = RunReader(run_dir)
+    run = reader.status()
+    if run["status"] is None:
+        raise ValueError(f"asked {run_dir.name} to stop, but nothing is known of its processes: {run['reason']}")
+    if run["liveness"] == "alive":
         print(f"asked {run_dir.name} to stop: it saves after its step", flush=True)
     elif not args.force:
-        print(f"nothing to stop, except a launch that is starting now: it stops after one step\n{describe(facts)}")
+        print(f"nothing to stop, except a launch that is starting now: it stops after one step\n{describe(run)}")
         return 0
-    if args.force and not force(facts):
+    if args.force and not force(run):
         return EXIT_FAILED
-    while args.wait and look(run_dir)["liveness"] == "alive":
+    while args.wait and reader.status()["liveness"] == "alive":
         time.sleep(POLL_S)
-    facts = look(run_dir)
+    run = reader.status()
     if args.wait or args.force:
-        print(describe(facts))
-    left = args.force and facts["liveness"] == "alive"
+        print(describe(run))
+    left = args.force and run["liveness"] == "alive"
     if left:
         print("a process that is not visible here, such as one in another container, still owns the run",
               file=sys.stderr)
-    return EXIT_FAILED if left or (args.wait and facts["liveness"] == "dead") else 0
+    return EXIT_FAILED if left or (args.wait and run["liveness"] == "dead") else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import argparse
 import csv
 import io
 import math
-import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +40,8 @@ import numpy as np
 
 from nanochat.common import Parser, check_shape, hash_json, print0, run_main, table, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
+from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
-from scripts.report import read_facts
 
 COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
            "tokens_per_s", "train_time_s", "peak_memory_bytes")
@@ -69,26 +68,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
-def read_run(run_dir: Path) -> Row | None:
-    """A run's row, None where it is not completed."""
-    facts = read_facts(run_dir)
-    if facts.status != "completed":
+def read_row(run_dir: Path) -> Row | None:
+    """A run's row, None if it is not completed."""
+    run = RunReader(run_dir)
+    if run.outcome != "completed":
         return None
-    check_shape(facts.config, CONFIG, run_dir / CONFIG_NAME)
-    derived, steps, budget = facts.config["derived"], facts.steps, facts.config["target_flops"]
+    check_shape(run.config, CONFIG, run_dir / CONFIG_NAME)
+    derived, budget = run.config["derived"], run.config["target_flops"]
     files = {split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
-             for split, buckets in facts.manifest.items()}
-    looks = [*facts.val().values()] or [facts.evaluation.get("val_bpb")]
+             for split, buckets in run.manifests.items()}
     return {
-        "run": run_dir.name, "data": hash_json([files, facts.config.get("tokenizer_fingerprint")]),
-        "depth": facts.config["depth"], "flops_budget": budget if budget > 0 else None,
+        "run": run.name, "data": hash_json([files, run.config.get("tokenizer_fingerprint")]),
+        "depth": run.config["depth"], "flops_budget": budget if budget > 0 else None,
         "params": derived["params_total"],
         "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
-        "tokens": steps[-1]["tokens"], "flops": float(derived["flops_per_token"] * steps[-1]["tokens"]),
-        "val_bpb": looks[-1], "core": facts.evaluation.get("core", {}).get("core_metric"),
-        "tokens_per_s": statistics.median(step["tokens_per_s"] for step in steps),
-        "train_time_s": facts.spent_s,
-        "peak_memory_bytes": steps[-1].get("peak_memory_bytes")}
+        "tokens": run.num_tokens, "flops": float(derived["flops_per_token"] * run.num_tokens),
+        "val_bpb": next(reversed(run.val_bpb.values()), run.evaluation.get("val_bpb")),
+        "core": run.evaluation.get("core", {}).get("core_metric"), "tokens_per_s": run.median("tokens_per_s"),
+        "train_time_s": run.train_time_s, "peak_memory_bytes": run.peak_memory_bytes}
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
@@ -160,13 +157,13 @@ def power_law(points: Sequence[Row], what: str) -> Row:
             "points": len(x)}
 
 
-def in_words(law: Row) -> str:
+def describe_law(law: Row) -> str:
     """A law for people."""
     error = law["standard_error"]
-    told = "two budgets: a line through two points has no error"
+    spread = "two budgets: a line through two points has no error"
     if error is not None:
-        told = f"exponent ± {error:.2g}, one standard error"
-    return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({told})"
+        spread = f"exponent ± {error:.2g}, one standard error"
+    return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({spread})"
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: P
     for axes, (what, name) in zip(scaling.subplots(1, 3), names.items()):
         axes.plot(flops, [point[what] for point in points], "o")
         for law in (law for law in laws if law["of"] == what):
-            label = textwrap.fill(in_words(law), 36)
+            label = textwrap.fill(describe_law(law), 36)
             axes.plot(flops, law["factor"] * flops ** law["exponent"], label=label)
             axes.set_yscale("log")
             axes.legend(fontsize="small")
@@ -211,10 +208,10 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: P
 def main(argv: Sequence[str] | None = None) -> int:
     """Read, fit, tell, draw. ValueError and OSError for bad flags and what cannot be read."""
     args = parse_args(argv)
-    found = {run_dir: read_run(run_dir) for run_dir in map(find_run, dict.fromkeys(args.runs))}
-    for run_dir in [run_dir for run_dir, row in found.items() if row is None]:
-        print0(f"left out: {run_dir.name} is not completed; the command that began it goes on with it")
-    rows = sorted((row for row in found.values() if row is not None),
+    row_of = {run_dir: read_row(run_dir) for run_dir in map(find_run, dict.fromkeys(args.runs))}
+    for run_dir in [run_dir for run_dir, row in row_of.items() if row is None]:
+        print0(f"left out: {run_dir.name} is not completed; the command that began it resumes it")
+    rows = sorted((row for row in row_of.values() if row is not None),
                   key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
     if not rows:
         raise ValueError("no completed run among them; run the commands that began them to the end first")
@@ -228,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_bytes(args.out / name, to_csv(columns, lines).encode())
         print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
     paths = draw(rows, points, laws, args.out)
-    print0(*(f"{law['of']} = {in_words(law)}" for law in laws) if laws else [f"no laws: {why}"], sep="\n")
+    print0(*(f"{law['of']} = {describe_law(law)}" for law in laws) if laws else [f"no laws: {why}"], sep="\n")
     print0(f"written: {', '.join(map(str, (*(args.out / name for name in tables), *paths)))}")
     return 0
 

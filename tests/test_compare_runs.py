@@ -197,7 +197,7 @@ def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base, c
     file = copy / "checkpoints" / "final" / "model" / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     equal, summary, rest = compare("a", copy)
-    assert equal and "checkpoint 8" not in summary and summary.endswith("; 1 damaged file(s) passed over")
+    assert equal and "checkpoint 8" not in summary and summary.endswith("; 1 damaged file(s) skipped")
     assert str(file) in rest and "rotten" in rest
     with pytest.raises(ValueError, match="rotten"):
         compare("a", f"{copy}@8")
@@ -208,7 +208,7 @@ def test_what_is_damaged_is_passed_over_aloud_and_kept_cursors_tell_more(base, c
     assert compare("a", copy)[1].startswith("cursors part at step 4.lane 2.row: 8 and 9; 1 of 2 differ; 1 damaged")
     kept.write_bytes(b"torn")
     (copy / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert compare("a", copy)[1].endswith("8 losses; 3 damaged file(s) passed over")
+    assert compare("a", copy)[1].endswith("8 losses; 3 damaged file(s) skipped")
 
 
 def test_of_averaged_weights_all_but_the_optimizer_is_compared(base):

@@ -230,7 +230,7 @@ def test_rows_behind_kept_cursors_are_those_of_the_same_flags(corpus, run_dir, c
 
 def test_seeking_starts_at_the_nearest_good_cursors(corpus, run_dir, monkeypatch, caplog):
     _, cursors = batches(corpus, "crop", 8)
-    opened = inspect_data.open_it(inspect_data.parse_args(["ledger", f"{run_dir}"]))
+    opened = inspect_data.open_named_stream(inspect_data.parse_args(["ledger", f"{run_dir}"]))
     packed = []
     next_rows = inspect_data.Stream.next_rows
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))

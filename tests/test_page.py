@@ -13,6 +13,7 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors, read_log
+from nanochat.run_reader import RunReader
 from scripts import page, report
 from tests.test_report import T, cursors
 from tests.training import PATIENCE_S
@@ -106,8 +107,7 @@ def test_the_horizon_is_that_of_the_last_launch(tmp_path):
         with open(path / "logs" / "train.jsonl", "a") as log:
             started = {"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
             log.write(json.dumps({**started, "num_iterations": horizon}) + "\n")
-        facts = report.read_facts(path)
-        assert f"after 40 steps of {shown}" in report.in_words(facts)[0]
+        assert f"after 40 steps of {shown}" in report.summarize(RunReader(path))[0]
         assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]
 
 
@@ -163,7 +163,7 @@ def test_a_run_at_work_is_drawn_again_and_again(runs, tmp_path, monkeypatch):
     out, naps = tmp_path / "page.html", []
     alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
     looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
-    monkeypatch.setattr(page.status, "look", lambda path: next(looks))
+    monkeypatch.setattr(RunReader, "status", lambda self: next(looks))
     monkeypatch.setattr(page, "time", SimpleNamespace(  # not time.sleep itself, in which other threads are
         strftime=time.strftime, sleep=lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text()))))
     assert page.main([str(runs[1]), f"--out={out}", "--watch"]) == 0

@@ -9,9 +9,10 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors
+from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.stream import LEDGER
 from scripts import page, report
-from scripts.report import make_report, markdown, quoted, read_facts, told_ledger, unbalanced
+from scripts.report import fenced, make_report, markdown, read_stages
 from tests import training
 
 T, STEPS = 15, 40
@@ -73,7 +74,7 @@ def rows(text):
 
 
 def test_every_figure_is_the_one_on_disk(run):
-    text = make_report(read_facts(run, run.parent.parent / "stages.tsv"))
+    text = make_report(RunReader(run), read_stages(run.parent.parent / "stages.tsv"))
     found = rows(text)
     assert "# Run `tiny`: completed" in text
     assert found["validation bits per byte, before training"] == ["4.25"]
@@ -106,45 +107,45 @@ FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]
 
 @pytest.mark.parametrize("missing", [*FILES, "everything"])
 def test_there_is_a_report_whatever_is_missing(run, missing):
-    full = make_report(read_facts(run))
+    full = make_report(RunReader(run))
     gone = FILES if missing == "everything" else [missing]
     for name in gone:
         (run / name).rename(run.parent / Path(name).name)
-    text = make_report(read_facts(run))
+    text = make_report(RunReader(run))
     assert "python -m scripts.base_train --depth=2\n```" in full
     assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
         x for x in full.splitlines() if x.startswith("## ")]
     assert ("base_eval tiny` has not run" in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
     write_json(run / "eval.json", {**EVALUATION, "step": 20})
-    assert ("eval.json is of step 20" in make_report(read_facts(run))) == ("logs/train.jsonl" not in gone)
+    assert ("eval.json is of step 20" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
 
 
 def test_a_run_is_what_its_last_launch_was(tmp_path):
     """Logs as training writes them."""
     with training.workplace(tmp_path, **training.SMALL):
         training.succeed(num_iterations=2)
-        assert read_facts(training.run_dir()).status == "completed"
+        assert RunReader(training.run_dir()).outcome == "completed"
         training.finish(num_iterations=9, max_runtime_seconds=0.001, walltime_reserve_seconds=0)
-        assert read_facts(training.run_dir()).status.startswith("stopped, saved at step ")
+        assert RunReader(training.run_dir()).outcome.startswith("stopped, saved at step ")
         log = training.run_dir() / "logs" / "train.jsonl"
         lines = log.read_text().splitlines()
         started = max(i for i, line in enumerate(lines) if '"started"' in line)
         log.write_text("\n".join(lines[:started + 1]) + "\n")
-        assert read_facts(training.run_dir()).status == "unfinished, saved at step 2"
+        assert RunReader(training.run_dir()).outcome == "unfinished, saved at step 2"
 
 
 def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
-    facts = read_facts(run)
-    for i, step in enumerate(facts.steps):
+    reader = RunReader(run)
+    for i, step in enumerate(reader.steps):
         step |= {"tokens/a|b": i, "tokens/web": 2 * i}
-    drawn = report.pictures(facts)
+    drawn = report.pictures(reader)
     assert list(drawn) == ["loss", "mix", "throughput"]
     raw, smooth = drawn["loss"].axes[0].lines
-    assert raw.get_xydata().tolist() == [[step["step"], step["loss"]] for step in facts.steps]
-    assert smooth.get_ydata().tolist() == [step["smooth_loss"] for step in facts.steps]
+    assert raw.get_xydata().tolist() == [[step["step"], step["loss"]] for step in reader.steps]
+    assert smooth.get_ydata().tolist() == [step["smooth_loss"] for step in reader.steps]
     assert drawn["loss"].axes[1].lines[0].get_xydata().tolist() == [[0, 4.25], [STEPS, 2.125]]
-    assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in facts.steps]
+    assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in reader.steps]
     first = drawn["mix"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert first.max() == pytest.approx(1 / 3), "a third of what was trained on, in every stretch"
     report.main([f"{run}"])
@@ -158,15 +159,15 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
 def test_accounts_that_do_not_balance_are_said_not_to():
     right = dict.fromkeys(LEDGER, 0) | {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
     assert unbalanced({"data": right}) == {}
-    assert "off in code by -2." in told_ledger(1, {"data": right, "code": {**right, "read": 94}}, T)[0]
+    assert "off in code by -2." in ledger_table(1, {"data": right, "code": {**right, "read": 94}}, T)[0]
 
 
 def test_tables_and_texts_stay_whole_whatever_is_in_them():
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
-    assert quoted("a\n````") == ["`````text", "a", "````", "`````", ""]
+    assert fenced("a\n````") == ["`````text", "a", "````", "`````", ""]
     assert markdown(("a",), [("<script>&\x1b[2J",)])[2] == r"| &lt;script&gt;&amp;\u001b[2J |"
-    assert quoted("<b>\x1b[2J\rx") == ["```text", r"<b>\u001b[2J", "x", "```", ""]
+    assert fenced("<b>\x1b[2J\rx") == ["```text", r"<b>\u001b[2J", "x", "```", ""]
 
 
 def test_no_name_in_a_report_is_html(run):
@@ -177,7 +178,7 @@ def test_no_name_in_a_report_is_html(run):
     log.write_text(log.read_text().replace('"reason": ""', f'"reason": "{hostile}"').replace('"cpu"', f'"{hostile}"'))
     moved = run.rename(run.with_name(hostile))
     (moved / "eval.json").unlink()
-    text = make_report(read_facts(moved))
+    text = make_report(RunReader(moved))
     assert text.count("&lt;img src=x&gt;") >= 5 and hostile not in re.sub("(?s)```.*?```", "", text)
 
 

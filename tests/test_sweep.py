@@ -89,7 +89,7 @@ def test_a_known_law_is_found_within_its_error():
     for what in ("params_scaling", "tokens"):
         law = sweep.power_law(points, what)
         assert abs(law["exponent"] - 0.5) < max(0.01, 3 * law["standard_error"]) and law["standard_error"] < 0.01
-        assert f"(exponent ± {law['standard_error']:.2g}, one standard error)" in sweep.in_words(law)
+        assert f"(exponent ± {law['standard_error']:.2g}, one standard error)" in sweep.describe_law(law)
         [line] = csv.DictReader(sweep.to_csv(sweep.LAW_COLUMNS, [law]).splitlines())
         assert float(line["standard_error"]) == law["standard_error"], "fit.csv states it"
     assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)

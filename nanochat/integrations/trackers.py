@@ -22,17 +22,9 @@ import torch
 
 from nanochat.common import print0
 from nanochat.config import Settings
+from nanochat.run_reader import flat_numbers
 
 log = logging.getLogger(__name__)
-
-
-def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of all numbers in a nest of mappings; names of a nest are joined by "/"."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat_numbers(value, f"{prefix}{name}/")
-        elif type(value) in (int, float):
-            yield f"{prefix}{name}", float(value)
 
 
 class TensorBoard:

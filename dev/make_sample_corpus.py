@@ -37,9 +37,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.repackage_data_reference import PARQUET, new_folder
+from dev.repackage_data_reference import PARQUET, WAY_OUT
 from nanochat.common import Parser, get_base_dir, here, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
+from scripts.export import new_folder
 
 MANIFEST = "sample_corpus.json"
 FORMAT = 1                      # raise it when the same settings give another corpus
@@ -192,7 +193,7 @@ def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str,
     something else is."""
     if is_made(here(output_dir, "--output-dir"), settings):
         return False
-    with new_folder(output_dir) as folder:
+    with new_folder(output_dir, WAY_OUT) as folder:
         shards = write_corpus(collect(python_roots() if roots is None else roots, settings), folder, settings)
         write_json(folder / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
     return True

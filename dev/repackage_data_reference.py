@@ -18,11 +18,9 @@ the uncompressed text on the disk of the output (twice that for more than 100 ru
     python -m dev.repackage_data_reference --input FILE_OR_FOLDER ... --output-dir DIR
 """
 
-import contextlib
 import hashlib
 import heapq
 import itertools
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,10 +31,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, fsync_dir, here, run_main, whole
+from nanochat.common import Parser, run_main, whole
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags, read_documents
+from scripts.export import new_folder
 
 ROW_GROUP_DOCUMENTS = 1024
 KEY_BYTES = 16
@@ -45,27 +44,9 @@ PARQUET: dict[str, Any] = {
     "compression": "zstd", "use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
 RECORD_BYTES = 200  # what Python needs for a document beside its text
 RUNS_AT_ONCE = 100  # open files of a merge
+WAY_OUT = "give another --output-dir or delete it"  # where it is not empty
 
 Record = tuple[bytes, bytes]  # key, UTF-8 text
-
-
-@contextlib.contextmanager
-def new_folder(output_dir: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `output_dir` on success and goes otherwise; so does what a killed process
-    left of it. ValueError where `output_dir` is there and not empty."""
-    output_dir = here(output_dir, "--output-dir").absolute()
-    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
-    unfinished = output_dir.with_name(f".{output_dir.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        fsync_dir(unfinished)
-        unfinished.replace(output_dir)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    fsync_dir(output_dir.parent)
 
 
 def read_records(inputs: Sequence[Path], reading: Reading, seed: int, counts: Counter[str]) -> Iterator[Record]:
@@ -146,7 +127,7 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
     Raises ValueError or OSError for inputs that cannot be read; then there is no output."""
     counts: Counter[str] = Counter()
-    with new_folder(output_dir) as output:
+    with new_folder(output_dir, WAY_OUT) as output:
         records = sort_records(read_records(inputs, reading, seed, counts), output, memory_bytes)
         if counts["documents"] < 2:
             raise ValueError(f"{', '.join(map(str, inputs))}: {counts['documents']} documents, expected at least 2, "

@@ -154,6 +154,10 @@ class RunReader:
         """The events of some names, in the order of steps."""
         return [event for event in self.events if event["event"] in names]
 
+    def newest(self, name: str, step: int) -> dict[str, Any] | None:
+        """The newest event of a name at or before a step, None if there is none."""
+        return next((event for event in reversed(self.named(name)) if event["step"] <= step), None)
+
     @cached_property
     def launches(self) -> list[Launch]:
         """The launches, in order."""

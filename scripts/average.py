@@ -36,17 +36,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
     """The newest good checkpoints of so many different steps, newest first. ValueError where there are fewer."""
-    found: list[Checkpoint] = []
+    checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
-    while len(found) < number:
+    while len(checkpoints) < number:
         checkpoint = first_good(paths)
         if checkpoint is None:
-            there = ", ".join(str(c.step) for c in found) or "none"
-            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of {len(found)} step(s) ({there}); "
-                             f"give a smaller number, or train with --save-every")
-        found.append(checkpoint)
+            steps = ", ".join(str(c.step) for c in checkpoints) or "none"
+            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of {len(checkpoints)} step(s) "
+                             f"({steps}); give a smaller number, or train with --save-every")
+        checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]
-    return found
+    return checkpoints
 
 
 def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Average, write, tell. ValueError and OSError for bad flags and what cannot be opened."""
+    """Average, write, print. ValueError and OSError for bad flags and unreadable files."""
     args = parse_args(argv)
     setup_logging()
     source = find_run(args.run)

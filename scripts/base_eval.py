@@ -119,7 +119,7 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
         for name, source in data.val.items()}, token_bytes)
     if tokenizer.knows_bytes:
         return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train, "unigram_bpb": floor}
-    buckets, train = ({name: in_nats(bits) for name, bits in found.items()} for found in (buckets, train))
+    buckets, train = ({name: in_nats(bits) for name, bits in bpb.items()} for bpb in (buckets, train))
     return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor)}
 
 

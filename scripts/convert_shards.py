@@ -90,19 +90,19 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
     dtype = None
     if vocab_size is None:  # ids are kept as wide as they are
         dtype = DTYPES[TARGETS[to]][4] if pair.dtype.itemsize > 2 else np.uint16
-    found = documents(pair, eod)
+    entries = documents(pair, eod)
     with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
-        while block := list(itertools.islice(found, BLOCK_ENTRIES)):
+        while block := list(itertools.islice(entries, BLOCK_ENTRIES)):
             lengths = np.array([len(ids) for ids in block])
             writer.add(np.concatenate(block), lengths, np.zeros(len(block), np.uint16))
 
 
 def is_finished(source: Path, target: Path) -> bool:
     """Whether a pair was made, after its source was last changed."""
-    *sources, made, index = (path.with_suffix(suffix) for path in (source, target)
+    *sources, data, index = (path.with_suffix(suffix) for path in (source, target)
                              for suffix in (".bin", ".idx"))
     newest = max(path.stat().st_mtime_ns for path in sources)
-    return made.exists() and index.exists() and index.stat().st_mtime_ns >= newest
+    return data.exists() and index.exists() and index.stat().st_mtime_ns >= newest
 
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
@@ -119,8 +119,8 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
                         "bin_bytes": pair.num_bytes, "bin_hash": hash_file(pair.path),
                         "idx_hash": hash_file(pair.idx_path)}
     arguments = {**manifest["arguments"], "max_length": 0, "overlap_size": 0}
-    made = new_manifest(manifest["tokenizer"], arguments, shards, data_format=TARGETS[to])
-    write_json(target / MANIFEST_NAME, made, sort_keys=True)
+    new = new_manifest(manifest["tokenizer"], arguments, shards, data_format=TARGETS[to])
+    write_json(target / MANIFEST_NAME, new, sort_keys=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
             convert(source, target, to=args.to, eod=args.eod)
         names.setdefault(source.parent, []).append(source.stem)
-    for source_folder, made in names.items():
-        write_manifest(source_folder, out / source_folder.relative_to(folder), made, args.to)
+    for source_folder, of_folder in names.items():
+        write_manifest(source_folder, out / source_folder.relative_to(folder), of_folder, args.to)
     print(f"{out}: {len(files):,} pairs of --data-format {TARGETS[args.to]}")
     return 0
 

@@ -47,7 +47,7 @@ from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
-from nanochat.run_dir import CONFIG_NAME, newest_events, open_folders, remove_tree, run_path
+from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.run_reader import RunReader
 from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 CODE = "modeling_nanochat_exact"  # of nanochat/integrations, copied into what transformers reads
 SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
-TOLD = 400  # characters that an error tells of a model that does not fit
+ERROR_CHARS = 400  # of PyTorch's message about a model that does not fit
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,25 +84,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def new_folder(out: Path, way_out: str) -> Iterator[Path]:
-    """A hidden folder beside `out`. It takes that name when the block ends, with everything on disk;
-    where the block raises it is removed. ValueError where something is there already."""
+    """A hidden folder beside `out` to fill. It takes that name when the block ends, with everything on disk, and is
+    removed if the block raises; so is the leftover of a killed process. ValueError if `out` exists and is not an
+    empty folder."""
     out = here(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: something is there, and nothing is ever written over; {way_out}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
-    temporary.mkdir()
+        raise ValueError(f"{out}: something is there already, and nothing is ever overwritten; {way_out}")
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     try:
-        yield temporary
-        for path in sorted(temporary.rglob("*"), reverse=True):
+        yield unfinished
+        for path in sorted(unfinished.rglob("*"), reverse=True):
             if path.is_dir():
                 fsync_dir(path)
             else:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-        os.rename(temporary, out)
+        os.rename(unfinished, out)
     except BaseException:
-        remove_tree(temporary)
+        remove_tree(unfinished)
         raise
     fsync_dir(out.parent)
 
@@ -128,8 +129,7 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     each token has a merge for each way to cut it in two tokens, all of them at the place of its rank.
     ValueError where the ids differ on texts made to be hard.
     """
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Made
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     from nanochat.integrations.fast_encoders import hard_sample
 
@@ -144,20 +144,20 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     ranks, special = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens
     cuts = sorted((rank, at, token) for token, rank in ranks.items() for at in range(1, len(token))
                   if token[:at] in ranks and token[at:] in ranks)
-    made = Made(models.BPE(
+    library = Tokenizer(models.BPE(
         vocab={written(token): rank for token, rank in ranks.items()} | special,
         merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts], ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    library.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    made.encode_special_tokens = True  # as ours: "<|bos|>" in a text is seven characters
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    library.encode_special_tokens = True  # as ours: "<|bos|>" in a text is seven characters
     for text in map(replace_surrogates, [*hard_sample(), *special]):
-        if made.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
+        if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
             raise ValueError(f"tokenizer.json: `tokenizers` gives other ids than tiktoken for {text[:40]!a}, with "
                              f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported")
-    return made
+    return library
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
@@ -169,22 +169,22 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
 
     if isinstance(tokenizer, RustBPETokenizer):
-        made = as_tokenizers(tokenizer)
+        library = as_tokenizers(tokenizer)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
-        made = tokenizer.library
+        library = tokenizer.library
     else:
         file, (_, data) = tokenizer.file, tokenizer.contents()
         log.warning("transformers finds no tokenizer.json here: %s; give the model ids, with %d in front of each text",
                     f"the tokenizer is {file}" if file else "only ids are known", tokenizer.bos_token_id)
         return {file: data} if file else {}
-    bos = made.id_to_token(tokenizer.bos_token_id)
-    made.post_processor = processors.TemplateProcessing(
+    bos = library.id_to_token(tokenizer.bos_token_id)
+    library.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.bos_token_id)])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos,
               "model_max_length": sequence_len, "clean_up_tokenization_spaces": False,
               "split_special_tokens": True,  # text never turns into a special token
               "model_input_names": ["input_ids", "attention_mask"]}
-    return {"tokenizer.json": made.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
+    return {"tokenizer.json": library.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
 
 
 def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
@@ -207,11 +207,11 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     trained it are left out."""
     step, tag = checkpoint.step, run.config.get("model_tag") or run.name
     launches = [launch for launch in run.launches if launch.first <= step]
-    vals = [event for event in run.named("val") if event["step"] <= step]
-    measured = "bits per byte" if not vals or vals[-1]["bpb"] is not None else "loss"
+    val = run.newest("val", step)
+    measured = "bits per byte" if val is None or val["bpb"] is not None else "loss"
     files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
-            (f"validation {measured}", f"{vals[-1]['bpb'] or vals[-1]['loss']:.6f}" if vals else "not measured"),
+            (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
             ("digest of the last step's batch", run.digests.get(step - 1, "not known")),
             ("seal of the checkpoint", checkpoint.trainer_state["checksum"]),
             ("code, commit", (launches[-1].started.get("code") if launches else None) or "not known")]
@@ -279,7 +279,7 @@ def to_nanochat(source: str, out: Path) -> str:
         raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads byte-pair ranks in which <|bos|> begins a document, "
                          "and this is another tokenizer; export --to=hf instead")
     progress = checkpoint.trainer_state.get("progress", {})  # what came in has none
-    val = newest_events(run_dir, step).get("val", {})
+    val = RunReader(run_dir).newest("val", step) or {}
     meta = {"step": step, "val_bpb": val.get("bpb", progress.get("val_bpb")), "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
@@ -314,9 +314,9 @@ def run_of(checkpoint: Checkpoint) -> Path:
 
 # ---- from nanochat -------------------------------------------------------------------------------
 
-class Found(NamedTuple):
-    """What a folder of nanochat's checkpoints holds. `config`: fields of `GPTConfig`; `batch`:
-    settings of a step, as far as they are known."""
+class NanochatCheckpoint(NamedTuple):
+    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: settings of a step, as far as they are
+    known."""
 
     folder: Path
     step: int
@@ -325,15 +325,15 @@ class Found(NamedTuple):
     batch: dict[str, Any]
 
 
-def from_nanochat(source: str) -> Found:
+def from_nanochat(source: str) -> NanochatCheckpoint:
     """Read a folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than
     the newest. FileNotFoundError or ValueError names what is missing or of something else."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     folder = here(text, "SOURCE").expanduser()
     steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
     if not steps or (at and int(at) not in steps):
-        there = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
-        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps there: {there}")
+        known = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
+        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps there: {known}")
     step = int(at) if at else steps[-1]
     meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, way_out="copy it again")
     state = load_plain(folder / f"model_{step:06d}.pt")
@@ -345,10 +345,10 @@ def from_nanochat(source: str) -> Found:
     of_layers = torch.ones(config.get("n_layer", 0))
     state = {"resid_lambdas": of_layers, "x0_lambdas": 0 * of_layers, **state}  # and have no such scalars
     batch = {name: meta[name] for name in ("device_batch_size", "total_batch_size") if name in meta}
-    return Found(folder.absolute(), step, state, config, batch)
+    return NanochatCheckpoint(folder.absolute(), step, state, config, batch)
 
 
-def check_shapes(found: Found, shape: GPTConfig, model: gpt.GPT) -> None:
+def check_shapes(source: NanochatCheckpoint, shape: GPTConfig, model: gpt.GPT) -> None:
     """ValueError, in one sentence, where weights are not those of our model, or settings of a run
     cannot ask for its shape."""
     other = "; ".join(
@@ -356,22 +356,22 @@ def check_shapes(found: Found, shape: GPTConfig, model: gpt.GPT) -> None:
         for name, value in asdict(shape).items() if value != getattr(model.config, name))
     if not other:
         try:
-            model.load_state_dict(found.state, assign=True)
+            model.load_state_dict(source.state, assign=True)
         except RuntimeError as e:  # says what is missing, unknown or of another shape
-            other = " ".join(str(e).split())[:TOLD]
+            other = " ".join(str(e).split())[:ERROR_CHARS]
     if other:
-        raise ValueError(f"{found.folder}: another architecture than ours, which is nanochat's of July 2026: {other}; "
+        raise ValueError(f"{source.folder}: another architecture than ours, which is nanochat's of July 2026: {other}; "
                          f"it cannot be brought in")
 
 
-def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
+def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
     """The settings that a run of this model would have, resolved; its shape; its tokenizer. ValueError
     where shape, weights and tokenizer do not go together."""
     try:
-        shape = GPTConfig(**found.config)
+        shape = GPTConfig(**source.config)
     except (TypeError, ValueError) as e:
-        raise ValueError(f"{found.folder}: no shape of our model: {e}") from e
-    folder = args.tokenizer or found.folder.parent.parent / "tokenizer"
+        raise ValueError(f"{source.folder}: no shape of our model: {e}") from e
+    folder = args.tokenizer or source.folder.parent.parent / "tokenizer"
     tokenizer = get_tokenizer(folder)
     if tokenizer.get_vocab_size() != shape.vocab_size:
         raise ValueError(f"{folder}: {tokenizer.get_vocab_size():,} tokens, and the model has {shape.vocab_size:,}; "
@@ -380,22 +380,22 @@ def settings_of(found: Found, args: argparse.Namespace) -> tuple[Settings, GPTCo
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_dir()),
-        model_tag=args.model_tag or (args.out or found.folder).name, num_iterations=max(1, found.step),
-        **found.batch)
-    check_shapes(found, shape, build_model(settings))
-    narrow = found.state["transformer.wte.weight"].dtype == torch.bfloat16
+        model_tag=args.model_tag or (args.out or source.folder).name, num_iterations=max(1, source.step),
+        **source.batch)
+    check_shapes(source, shape, build_model(settings))
+    narrow = source.state["transformer.wte.weight"].dtype == torch.bfloat16
     return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
 
 
 def bring_in(args: argparse.Namespace) -> str:
     """Write a run directory of nanochat's checkpoint; a sentence that says what it is. Raises what
     `from_nanochat`, `settings_of` and, of data, `find_manifests` raise."""
-    found = from_nanochat(args.source)
-    settings, shape, tokenizer = settings_of(found, args)
+    source = from_nanochat(args.source)
+    settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
     way_out = "name a new folder" if args.out else "name another run with --model-tag"
     begin_data()
-    state = {"status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
+    state = {"status": "completed", "tokens": source.step * settings.total_batch_size, "K": settings.leaves,
              "tokenizer_fingerprint": tokenizer.fingerprint}
     with new_folder(out, way_out) as run_dir:
         open_folders(run_dir)
@@ -404,12 +404,12 @@ def bring_in(args: argparse.Namespace) -> str:
         else:
             log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path",
                         settings.data_path)
-        save_checkpoint(run_dir, "final", step=found.step, states={MODEL_NAME: found.state},
+        save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},
                         model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")
-        tell_completed(run_dir, found.step, f"brought in from {args.source}")
+        tell_completed(run_dir, source.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
-    return f"{out}: a run at step {found.step:,}, from {args.source}"
+    return f"{out}: a run at step {source.step:,}, from {args.source}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -79,15 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
               f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} a row", flush=True)
-        found = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
-                 for rows in args.batch_sizes]
+        batches = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
+                   for rows in args.batch_sizes]
         shown = [(one["rows"], one["first_token_s"] * 1e3, one["prefill_tokens_per_s"], one["decode_step_s"] * 1e3,
-                  one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in found]
+                  one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in batches]
         header = "B", "first token, ms", "prefill tok/s", "a step, ms", "decode tok/s", "cache, MB"
         print(*table(header, shown), sep="\n")
         print(json.dumps({"model": str(meta["path"]), "parameters": parameters, "device": hardware,
                           "dtype": str(dtype), "torch": torch.__version__, "prompt_tokens": prompt_tokens,
-                          "decode_tokens": args.decode_tokens, "rounds": args.rounds, "batches": found}))
+                          "decode_tokens": args.decode_tokens, "rounds": args.rounds, "batches": batches}))
     return 0
 
 

@@ -141,18 +141,18 @@ def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
     """Where each document of a row comes from. `start` and `stop` count the document's tokens, BOS
     being token 0, `of` so many; a continuation has a BOS of its own in front, which is in `tokens`
     but not in that range."""
-    source, at, found = opened.data.train[row.bucket], 0, []
+    source, at, documents = opened.data.train[row.bucket], 0, []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [ids], _ = source.read(group, np.array([number]))
         before = int(source.groups[group - local:group].sum())  # documents of its file before it
         inserted = int(start > 0 and opened.config.layout == "bestfit")
         off = 0 if row.live is None else int((row.live[at:at + length] == 0).sum())
-        found.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
-                      "document": before + number, "document_in_group": number, "epoch": epoch,
-                      "start": start, "stop": start + length - inserted, "of": len(ids)})
+        documents.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
+                          "document": before + number, "document_in_group": number, "epoch": epoch,
+                          "start": start, "stop": start + length - inserted, "of": len(ids)})
         at += length
-    return found
+    return documents
 
 
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
@@ -169,15 +169,15 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
                 continue
             head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index,
                     "bucket": row.bucket}
-            own = isinstance(stream, Stream)  # Megatron's knows its samples
-            places = describe(opened, row) if own else stream.describe(row)
-            for place in places:
-                tokens = row.tokens[place["at"]:place["at"] + place["tokens"]].tolist()
+            # Megatron's stream describes its own samples
+            documents = describe(opened, row) if isinstance(stream, Stream) else stream.describe(row)
+            for document in documents:
+                tokens = row.tokens[document["at"]:document["at"] + document["tokens"]].tolist()
                 texts.append(opened.data.tokenizer.decode(tokens))
-                lines.append(head | place)
-                place |= {"text": texts[-1]} if args.text else {}
+                lines.append(head | document)
+                document |= {"text": texts[-1]} if args.text else {}
             if args.json:
-                print(json.dumps({**head, "documents": places}))
+                print(json.dumps({**head, "documents": documents}))
     if not args.json:
         heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
         print(heading)

@@ -90,7 +90,7 @@ def sum_file(path: Path) -> tuple[str, str]:
     return f"{joined}-{len(parts)}" if parts else joined, whole.hexdigest()
 
 
-def is_there(file: Path, stat: store.Stat | None) -> bool:
+def is_stored(file: Path, stat: store.Stat | None) -> bool:
     """Whether an object is what a file is: by its ETag, or read back where that does not tell (in
     encrypted buckets, and stores other than S3). ValueError where the file is not what manifest.json
     says."""
@@ -116,7 +116,7 @@ def send(file: Path, path: str) -> int:
     which is taken away again."""
     size = file.stat().st_size
     store.write(path, file, part_bytes=part_bytes(size))
-    if not is_there(file, store.find(path)):
+    if not is_stored(file, store.find(path)):
         store.delete(path)
         raise ValueError(f"{path}: what arrived is not what was sent; run the command again")
     return size
@@ -125,41 +125,40 @@ def send(file: Path, path: str) -> int:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 def push(args: argparse.Namespace) -> int:
-    """Send what is not there yet, several files at once, and say so."""
+    """Send the files that the store lacks, several at once, and print how many."""
     files, manifests = find_files(args.folder)
-    there = {stat.path: stat for stat in store.list_files(args.target)}
+    stored = {stat.path: stat for stat in store.list_files(args.target)}
     path = {f: f"{args.target}/{f.relative_to(args.folder).as_posix()}" for f in [*files, *manifests]}
     failed: list[str] = []
 
-    def done(work: Callable[[Path], Any], files: Sequence[Path], what: str) -> list[Any]:
-        """What `work` says of each file, None where it failed."""
-        def tried(file: Path) -> Any:
+    def for_each(work: Callable[[Path], Any], files: Sequence[Path], what: str) -> list[Any]:
+        """The result of `work` for each file, None where it failed."""
+        def attempt(file: Path) -> Any:
             try:
                 return work(file)
             except (ValueError, OSError) as e:
                 failed.append(f"{file}: {e}")
             return None
 
-        told = each(tried, files, at_once=args.num_workers)
-        return list(tqdm(told, desc=what, total=len(files), unit=" files", disable=None))
+        results = each(attempt, files, at_once=args.num_workers)
+        return list(tqdm(results, desc=what, total=len(files), unit=" files", disable=None))
 
     def missing(files: Sequence[Path]) -> list[Path]:
-        known = done(lambda file: is_there(file, there.get(path[file])), files, "comparing")
-        return [file for file, same in zip(files, known) if same is False]
+        equal = for_each(lambda file: is_stored(file, stored.get(path[file])), files, "comparing")
+        return [file for file, same in zip(files, equal) if same is False]
 
     todo = missing(files)
-    if todo:  # before anything changes: no manifest may name what is missing or another
-        for stat in [stat for stat in there.values() if stat.path.endswith(LAST)]:
-            store.delete(there.pop(stat.path).path)
-    sent = done(lambda file: send(file, path[file]), todo, "sending")
+    if todo:  # before anything changes: no manifest may name a file that is missing or different
+        for stat in [stat for stat in stored.values() if stat.path.endswith(LAST)]:
+            store.delete(stored.pop(stat.path).path)
+    sent = for_each(lambda file: send(file, path[file]), todo, "sending")
     if not failed:
-        sent += done(lambda file: send(file, path[file]), missing(manifests), "manifests")
+        sent += for_each(lambda file: send(file, path[file]), missing(manifests), "manifests")
     for why in sorted(failed)[:SHOWN]:
         print(f"failed: {why}", file=sys.stderr)
     sizes = [size for size in sent if size is not None]
-    num_there = len(files if failed else path) - len(sizes) - len(failed)
-    print(f"{args.target}: {len(sizes):,} files sent and checked ({sum(sizes):,} bytes), "
-          f"{num_there:,} were there")
+    num_stored = len(files if failed else path) - len(sizes) - len(failed)
+    print(f"{args.target}: {len(sizes):,} files sent and checked ({sum(sizes):,} bytes), {num_stored:,} were there")
     if failed:
         print(f"{len(failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
         return 1

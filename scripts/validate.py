@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         ok(f"{tell_memory(estimate_memory(start.settings))}, with --device-batch-size="
            f"{start.settings.device_batch_size}")
-    told = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
     if not refused:
+        beginning = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
         ok(f"run directory {start.run_dir}: "
-           + (f"goes on from {start.checkpoint.path}" if start.checkpoint else told))
+           + (f"goes on from {start.checkpoint.path}" if start.checkpoint else beginning))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
     # weights, and two float32 of the optimizer

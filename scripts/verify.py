@@ -91,25 +91,25 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
             ids = pair.reader.read(at, min(at + BLOCK_IDS, pair.num_tokens))
             digest.update(ids.tobytes())
             bar.update(ids.nbytes)
-        found: dict[str, Any] = {
+        contents: dict[str, Any] = {
             "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
             "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path)), "documents": 0}
         wrong: dict[str, list[Any]] = {}
         try:
             for first in range(0, len(pair), BLOCK_ENTRIES):
                 lengths.update(pair.lengths(first, min(first + BLOCK_ENTRIES, len(pair))).tolist())
-                found["documents"] += check_entries(pair, first, max_length, eod, vocab_size, wrong)
+                contents["documents"] += check_entries(pair, first, max_length, eod, vocab_size, wrong)
         except ValueError as e:
-            found["documents"] = None
+            contents["documents"] = None
             yield str(e).partition("; python -m scripts.verify")[0]
         for sentence, number in wrong.values():
             yield sentence + (f", and {number - 1:,} more" if number > 1 else "")
     except (ValueError, OSError) as e:
         yield str(e)
         return
-    counts.update({"shards": 1, "documents": found["documents"] or 0, "entries": len(pair), "tokens": pair.num_tokens})
+    counts.update(shards=1, documents=contents["documents"] or 0, entries=len(pair), tokens=pair.num_tokens)
     if record is not None:
-        for key, value in found.items():
+        for key, value in contents.items():
             if value not in (None, record[key]):
                 yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
         if sum(record.get("groups") or [len(pair)]) != len(pair):
@@ -177,9 +177,9 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
             yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is "
                           f"{args.fingerprint}")
         yield from (Problem(f"{path}: {MANIFEST_NAME} does not list it") for path in paths if path.stem not in listed)
-        there = {path.stem for path in paths} if whole else listed
+        on_disk = {path.stem for path in paths} if whole else listed
         yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there")
-                    for name in listed if name not in there)
+                    for name in listed if name not in on_disk)
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
         yield from map(Problem, check_pair(path, args, counts, lengths, bar))
@@ -208,9 +208,9 @@ def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
             except (ValueError, OSError) as e:
                 problems.append(str(e))
             bar.update(record["bytes"])
-        there = {str(p.relative_to(path)) for p in below(path) if not p.is_dir() or p.is_symlink()}
+        on_disk = {str(p.relative_to(path)) for p in below(path) if not p.is_dir() or p.is_symlink()}
         problems += [f"{path / name}: {SEAL_NAME} does not list it"
-                     for name in sorted(there - state["files"].keys() - {SEAL_NAME})]
+                     for name in sorted(on_disk - state["files"].keys() - {SEAL_NAME})]
         if not problems:
             open_verified(path, state)  # says what does not fit
     except (ValueError, OSError) as e:
@@ -227,8 +227,8 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     for step, file in files.items():
         try:
             bar.update(file.stat().st_size)
-            if (found := read_cursors(file)[0]) != step:
-                raise ValueError(f"{file}: of step {found}")
+            if (written := read_cursors(file)[0]) != step:
+                raise ValueError(f"{file}: it holds the cursors of step {written}; delete it")
             good += 1
         except (ValueError, OSError) as e:
             yield Problem(e)
@@ -342,7 +342,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify and tell; 1 if anything is wrong. ValueError, OSError where nothing is to verify."""
+    """Verify and print; 1 if anything is wrong. ValueError, OSError if there is nothing to verify."""
     args = parse_args(argv)
     setup_logging()
     num_problems = 0

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
-from scripts import average, base_eval, status
+from nanochat.run_reader import RunReader
+from scripts import average, base_eval
 from tests import training
 
 
@@ -29,8 +30,8 @@ def test_the_mean_of_the_newest_good_ones(run, caplog):
     for name, tensor in found.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
-    told = status.look(run.with_name("run-average-3"))
-    assert (told["shown"], told["step"], told["reason"]) == ("completed", 8, "the mean of 3 checkpoints of run")
+    state = RunReader(run.with_name("run-average-3")).status()
+    assert (state["shown"], state["step"], state["reason"]) == ("completed", 8, "the mean of 3 checkpoints of run")
     assert base_eval.main(["run-average-3", "--device-type=cpu", "--unigram-tokens=1000"]) == 0
     assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0
 

@@ -241,7 +241,8 @@ def test_parts_that_do_not_fit_each_other_and_damaged_kept_cursors_are_told(trai
     keep_cursors(trained, 20, pack_cursors(21, []))
     assert run(capsys, trained)[:2] == (1, [
         f"{folder}/final/{lanes}: of step 10, trainer_state.json is of step 30",
-        f"{kept}/step-00000010.json.gz: torn or rotten (EOFError)", f"{kept}/step-00000020.json.gz: of step 21"])
+        f"{kept}/step-00000010.json.gz: torn or rotten (EOFError)",
+        f"{kept}/step-00000020.json.gz: it holds the cursors of step 21; delete it"])
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, capsys, monkeypatch):

@@ -25,6 +25,7 @@ from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness,
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
+    RowLosses,
     checkpoint_folders,
     cursor_files,
     is_step,
@@ -153,6 +154,13 @@ class RunReader:
     def named(self, *names: str) -> list[dict[str, Any]]:
         """The events of some names, in the order of steps."""
         return [event for event in self.events if event["event"] in names]
+
+    @property
+    def row_losses(self) -> RowLosses:
+        """The losses of the rows of each step; `read(step)` reads one."""
+        check_shape(self.config, {"total_batch_size": int}, self.run_dir / CONFIG_NAME)
+        T = self.config["max_seq_len"]
+        return RowLosses(self.run_dir, num_rows=self.config["total_batch_size"] // max(1, T), T=T)
 
     def newest(self, name: str, step: int) -> dict[str, Any] | None:
         """The newest event of a name at or before a step, None if there is none."""

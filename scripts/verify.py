@@ -16,6 +16,7 @@ What else is looked at:
     checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
                   list. Nothing is unpickled
     cursors       those that a run keeps in logs/
+    row losses    those in logs/rows: the checksum of every logged step's record
     data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every
                   byte of those whose checksum is in a manifest.json (what scripts.tok_shards wrote)
 
@@ -39,6 +40,7 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table, whole
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
+from nanochat.run_reader import RunReader
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
@@ -235,6 +237,28 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     yield f"{folder}: {good:,} of {len(files):,} files OK"
 
 
+def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
+    """Read the losses of the rows of every logged step; a step without any is no problem."""
+    run, good = RunReader(folder.absolute().parents[1]), 0
+    try:
+        if not run.digests:
+            return
+        losses = run.row_losses
+    except (ValueError, OSError) as e:
+        yield Problem(e)
+        return
+    for step in run.digests:
+        try:
+            losses.read(step)
+            good += 1
+            bar.update(losses.size)
+        except FileNotFoundError:
+            continue
+        except (ValueError, OSError) as e:
+            yield Problem(e)
+    yield f"{folder}: losses of the rows of {good:,} steps OK"
+
+
 # ---- the data of a run --------------------------------------------------------------------------
 
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
@@ -278,8 +302,8 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
     pairs: dict[Path, set[Path]] = {}
-    checks: list[Check] = []  # of checkpoints and of kept cursors
-    closed: set[Path] = set()  # folders of checkpoints: the .bin files in there are no pairs
+    checks: list[Check] = []  # of checkpoints, kept cursors, losses of rows
+    closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, losses of rows
     for p in [path, *sorted(below(path))]:
         hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
         if hidden or not closed.isdisjoint(p.parents):
@@ -299,6 +323,9 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
                     checks.append(partial(check_checkpoint, p))
             elif (parent, name) == ("logs", "cursors"):
                 checks.append(partial(check_cursors, p))
+            elif (parent, name) == ("logs", "rows"):
+                closed.add(p)
+                checks.append(partial(check_row_losses, p))
     if not (pairs or checks):
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or "
                          f"kept cursors at or below it (text has no checksums of ours); name another path")

@@ -10,6 +10,7 @@ from nanochat.run_data import open_run
 from nanochat.run_dir import RowLosses
 from nanochat.start_run import build_model
 from nanochat.stream import open_stream
+from scripts import verify
 from tests import training
 
 STEPS = 4
@@ -55,6 +56,22 @@ def test_they_are_those_of_the_rows_and_the_same_on_any_number_of_processes_thro
     for step in range(STEPS):
         nats, live = losses("one").read(step)
         assert logged[step]["loss"] == pytest.approx(float(nats.sum(dtype=np.float64)) / live.sum(), rel=1e-12)
+
+
+def test_verify_reads_those_of_every_logged_step(capsys):
+    """Regression: it took logs/rows for a folder of token files."""
+    training.succeed(model_tag="verified")
+    folder = training.run_dir("verified") / "logs" / "rows"
+    assert verify.main(["verified"]) == 0
+    assert f"{folder}: losses of the rows of {STEPS} steps OK" in capsys.readouterr().out
+    [file] = folder.iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert verify.main(["verified"]) == 1
+    out = capsys.readouterr().out
+    assert f"PROBLEM {file}: the losses of the rows of step {STEPS - 1} are corrupt" in out
+    assert f"losses of the rows of {STEPS - 1} steps OK" in out
 
 
 def test_without_them_a_run_has_the_same_weights():

@@ -3,7 +3,7 @@ Token files: the ids of many documents, written once, read where they lie.
 
 A token file is a pair. The .bin holds nothing but ids, the .idx says where in it each *entry* is.
 There are two formats of the .idx. This module reads both, and nobody above it need know which one
-a pair has; `token_writer` writes them.
+a pair has; nanochat/pretokenize.py writes them.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
@@ -38,6 +38,7 @@ while a run reads it is then an error with a sentence; a memory map ends the pro
 
 import functools
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -47,8 +48,21 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
+from nanochat.common import (
+    check_shape,
+    etag_of,
+    fetch,
+    hash_bytes,
+    hash_json,
+    in_store,
+    local,
+    place,
+    read_json,
+)
+from nanochat.dataset import Manifest
+from nanochat.sources import Source
 from nanochat.text import text_tokens
+from nanochat.tokenizer import Tokenizer
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -78,6 +92,52 @@ def pair_format(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     return next((name for name, magic in MAGICS.items() if head.startswith(magic)), None)
+
+
+# ---- which pairs a --data-path names ------------------------------------------------------------
+
+def split_weights(data_path: str) -> tuple[str, list[float] | None]:
+    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
+    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
+    parts = data_path.split(",")
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
+    if not weighted or place(data_path).exists():
+        return data_path, None
+    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
+
+
+def find_prefixes(data_path: str) -> list[Path]:
+    """The .bin files of a --data-path that names pairs by their paths without .bin and .idx, with
+    commas between them, in the order given; [] if a single path names no pair. FileNotFoundError for a
+    missing pair; ValueError for weights before them, which only --order=megatron uses."""
+    parts = data_path.split(",")
+    if split_weights(data_path)[1] is not None:
+        raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={','.join(parts[1::2])}")
+    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+        raise ValueError(f"{data_path}: prefixes in several kinds of stores, or in a store and on "
+                         f"this machine; the data of a run lie in one of them")
+    files = [place(f"{place(part)}.bin") for part in parts]
+    for prefix, file in zip(parts, files):
+        if not file.is_file() and not file.with_suffix(".idx").is_file():
+            if len(parts) == 1:
+                return []
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx is there; --data-path takes "
+                                    f"a folder, or paths without .bin and .idx with commas between them")
+    return files
+
+
+def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
+    """ValueError for a pair that is not of the format that was asked for. In a mixture it is unclear which were meant,
+    and skipping one kind would silently make the data less, so a mixture is refused, too."""
+    fetch(f.with_suffix(".idx") for f in files)
+    for file in files:
+        actual = pair_format(file)
+        if actual and actual != data_format:  # an unknown one is reported when it is opened
+            raise ValueError(f"{file}: this pair is of --data-format {actual}, not {data_format}; where {root} "
+                             f"mixes both, move one kind elsewhere, or turn it into the other (python -m "
+                             f"scripts.convert_shards)")
 
 
 # ---- readers ------------------------------------------------------------------------------------
@@ -475,3 +535,58 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
     whole, rest = divmod(entries, GROUP_ENTRIES)
     usual = [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
     return (record or {}).get("groups") or usual
+
+
+# ---- the source of a bucket ---------------------------------------------------------------------
+
+class TokenSource(Source):
+    """Pairs of .bin and .idx in either format. A document is an entry, as `[BOS] + ids` or, with `as_stored`, as it is
+    stored. Files are opened when first used. ValueError for files of another tokenizer."""
+
+    lengths_known = True
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
+        super().__init__(manifest, tokenizer)
+        self.as_stored = as_stored
+        groups = [np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]]
+        self._first_entry = np.concatenate(groups)
+        if "documents" in manifest:  # part of one pair: documents first .. end - 1
+            first, end = manifest["documents"]
+            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
+            self.groups, self._first_entry = np.diff(edges), edges[:-1]
+            self.means = np.full(len(self.groups), self.means[0])
+            self._first_group = np.array([0, len(self.groups)])
+            self.fingerprint = hash_json([self.fingerprint, first, end])
+        self._pair = functools.cache(self._open)
+        for number in {path.parent: number for number, path in enumerate(self.paths)}.values():
+            self._pair(number).refuse_other_tokenizer(tokenizer.fingerprint)
+
+    @staticmethod
+    def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
+        return open_tokens(path).pin(name)
+
+    def _open(self, number: int) -> TokenFile:
+        """The pair of a file of the manifest."""
+        path, entry = self.paths[number], self.manifest["files"][number]
+        pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
+        if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
+            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, "
+                             f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
+                             f"the old file back, or start a new run (--model-tag)")
+        return pair
+
+    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
+        """(pair, first entry, end, positions of the rows among these entries): the entries from the first to the last
+        of some rows of a group."""
+        pair, first, low = self._pair(self.file_of(group)[0]), int(self._first_entry[group]), int(rows.min())
+        return pair, first + low, first + int(rows.max()) + 1, rows - low
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        ids = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
+        return [ids[i] for i in at.tolist()], pair.prefixes(first, stop)[at].tolist()
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        lengths = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
+        return lengths[at].tolist(), pair.prefixes(first, stop)[at].tolist()

@@ -28,7 +28,7 @@ import numpy as np
 
 from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, visible, write_bytes
 from nanochat.config import FIELDS
-from nanochat.run_data import pinned_data
+from nanochat.dataset import DATA_MANIFEST, read_manifests
 from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors, read_log
 from nanochat.stream import LEDGER, ledger, share
 
@@ -171,7 +171,7 @@ def read_facts(run_dir: Path, stages: Path | None = None) -> Facts:
     evaluation = read_json(run_dir / "eval.json", EVALUATION) if (run_dir / "eval.json").is_file() else {}
     return Facts(run_dir, config,
                  steps=[r for r in records if "event" not in r],
-                 events=[r for r in records if "event" in r], manifest=pinned_data(run_dir),
+                 events=[r for r in records if "event" in r], manifest=read_manifests(run_dir / DATA_MANIFEST),
                  launches=read_launches(run_dir / "logs" / "train.jsonl"),
                  cursors=read_cursors(kept[max(kept)]) if kept else None, evaluation=evaluation,
                  stages=read_stages(stages) if stages is not None and stages.is_file() else [])

@@ -63,11 +63,11 @@ def newest_checkpoint(run_dir: Path) -> str | None:
 def bad_pair(run_dir: Path) -> str:
     """What is wrong with the token files that a run reads, empty where nothing is: who reads a memory map of a file
     that was cut short meanwhile dies of SIGBUS, and cannot say so."""
-    from nanochat.sources import read_manifests
+    from nanochat.dataset import DATA_MANIFEST, read_manifests
     from nanochat.tokens import open_tokens
 
     try:
-        for buckets in read_manifests(run_dir / "data_manifest.json").values():
+        for buckets in read_manifests(run_dir / DATA_MANIFEST).values():
             for manifest in buckets.values():
                 for entry in manifest["files"]:
                     if entry["name"].endswith(".bin") and not in_store(manifest["root"]):

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import Parser, check_shape, hash_json, print0, run_main, table, write_bytes
+from nanochat.dataset import fingerprint
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
-from nanochat.sources import fingerprint
 from scripts.report import read_facts
 
 COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",

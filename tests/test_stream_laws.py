@@ -25,12 +25,12 @@ from nanochat import sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
-from nanochat.dataset import find_files
+from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig
-from nanochat.sources import ParquetSource, TokenSource, scan
+from nanochat.pretokenize import ShardWriter
+from nanochat.sources import ParquetSource
 from nanochat.stream import Cursor, Packed, Row, Stream, ledger
-from nanochat.token_writer import ShardWriter
-from nanochat.tokens import READER, new_manifest
+from nanochat.tokens import READER, TokenSource, new_manifest
 from tests.token_files import write_megatron
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import sources
+from nanochat import dataset, sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
@@ -137,7 +137,7 @@ class World:
     def open(self, folder):
         """The sources of its buckets, written to a folder."""
         with (mock.patch.object(sources, "SMALL_TOKENS", sources.SMALL_TOKENS if self.small else -1),
-              mock.patch.object(sources, "is_blank", lambda *args: False)):  # text may be all empty here
+              mock.patch.object(dataset, "is_blank", lambda *args: False)):  # text may be all empty here
             return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
                     for name, corpus in self.corpora.items()}
 

@@ -312,8 +312,8 @@ def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data
 
         for split, buckets in files.items():
             check_format(roots[split], [file for some in buckets.values() for file in some], data_format)
-    return {split: {bucket: scan(roots[split], found, selection=selection.for_split(split))
-                    for bucket, found in buckets.items()} for split, buckets in files.items()}
+    return {split: {bucket: scan(roots[split], paths, selection=selection.for_split(split))
+                    for bucket, paths in buckets.items()} for split, buckets in files.items()}
 
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL) -> Manifest:
@@ -375,8 +375,8 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     `strict` the first that has a broken line.
     """
     folder = data_folder(root or manifest["root"])
-    here = str(folder.resolve())
-    compared = ("size", "footer", "groups", "tokens", *(["etag"] if here == manifest["root"] else []))
+    new_root = str(folder.resolve())
+    compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
 
     def compare(old: dict[str, Any]) -> dict[str, Any]:
         """The entry of a file as it is now."""
@@ -396,7 +396,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
 
     folder.is_dir()  # lists a folder of object storage once
     fetch((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
-    return {**manifest, "root": here, "files": list(each(compare, manifest["files"]))}
+    return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
 
 
 # ---- known data sets -----------------------------------------------------------------------------

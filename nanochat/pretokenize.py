@@ -12,15 +12,15 @@ A document of more than `max_length` ids is cut into windows. Each later one rep
 The tokenizer gives documents with BOS in front, and BOS and EOD are one id. Shifted by one place
 its output already is what we store, and windows are runs of it. So Python touches no single token.
 
-**Who is finished?** Whoever makes token files may be killed anywhere, and several machines may make
-them at once. A list of what is finished would need a lock, so there is none: an input is finished
-when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair
-appears) says of what it was made. Where it was made of something else, it is made again.
+**Which inputs are finished?** A process may be killed at any point, and several machines may work at
+once. A list of finished inputs would need a lock, so there is none: an input is finished when its .idx
+exists. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair appears) names
+the file and the arguments that it was made from. If these differ, the pair is made again.
 
-Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so it
-does no harm if two processes make the same pair. A manifest appears when all its pairs are there,
-and goes before one is made again. An input that cannot be read to its end has no pair. The text of
-256 documents is held at a time, or of fewer that have two million characters.
+Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so two
+processes may make the same pair. A manifest appears when all its pairs exist, and is deleted before one
+is made again. An input that cannot be read to its end has no pair. The text of at most 256 documents,
+or of two million characters, is in memory at a time.
 
 **Writing a pair.** Ids go to a temporary file as they come. When the `with` block ends without an
 exception, the .bin is renamed, and the .idx last: a pair without a good .idx does not exist. After an
@@ -157,7 +157,7 @@ class TokenWriter:
         """Let both files appear, the .idx last."""
         with self._files:
             written = self.written or self.finish()
-            with contextlib.suppress(FileNotFoundError):  # nothing is there, or not any more
+            with contextlib.suppress(FileNotFoundError):  # no old .idx, or another process deleted it
                 if hash_file(self.idx_path) != written["idx_hash"]:
                     self.idx_path.unlink()
                     fsync_dir(self.idx_path.parent)
@@ -178,8 +178,8 @@ class ShardWriter(TokenWriter):
     format = "shards"
 
     def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any = None):
-        own = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
-        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or own)
+        default = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
         self._prefixes = array("H")
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
@@ -212,8 +212,8 @@ class MegatronWriter(TokenWriter):
     format = "megatron"
 
     def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
-        own = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
-        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or own)
+        default = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
         self._boundaries = array("q", [0])
 
     def end_documents(self, counts: Iterable[int]) -> None:
@@ -389,11 +389,11 @@ class Pretokenizer:
         the input cannot be used, OSError where the pair cannot be written. Then there is none."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
-        was_there = idx_path.exists()
+        had_index = idx_path.exists()
         if record := self.finished(i):
             return record
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
-        if was_there:  # asked before the record was read: another process may just have made it
+        if had_index:  # asked before the record was read: another process may just have made it
             idx_path.unlink(missing_ok=True)
             bin_path.unlink(missing_ok=True)
         tokenizer = _load_same(self.output / TOKENIZER, self.tokenizer["fingerprint"])

@@ -2,8 +2,8 @@
 Token files: the ids of many documents, written once, read where they lie.
 
 A token file is a pair. The .bin holds nothing but ids, the .idx says where in it each *entry* is.
-There are two formats of the .idx. This module reads both, and nobody above it need know which one
-a pair has; nanochat/pretokenize.py writes them.
+There are two formats of the .idx. This module reads both, so that no other module needs to know which
+one a pair has; nanochat/pretokenize.py writes them. It is imported with the first .bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
@@ -21,19 +21,19 @@ An entry of GPTS is a document, or one of the windows that a long document was c
 window repeats some ids of the one before it. (Above, the third document is two windows, of which
 the second has a prefix of 1.) An entry of Megatron's format is a document. Its sequences may lie
 anywhere in the .bin. All numbers are little-endian. GPTS is the format of gpt-simple 0.1.2, the
-other one that of megatron-core: files of these programs are read here, and they read ours. Beside
-the pairs of a folder there may be a manifest.json, which says what tokenizer made them.
+other one that of megatron-core: this module reads files of these programs, and they read ours. A
+folder of pairs may have a manifest.json, which names the tokenizer that made them.
 
-**Opening** looks at the header, the sizes and both ends of the tables. So it takes as long for a
-billion entries as for ten. What stands between is checked where it is used.
+**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a
+billion entries as for ten. The rest is checked where it is used.
 
-**Which entries end a document?** If the manifest tells that every later window has a prefix, an
-entry ends its document when the next one has no prefix, and no id need be looked at. Otherwise the
-last id of the entry decides: it is E or it is not.
+**Which entries end a document?** If the manifest says that every later window has a prefix, an
+entry ends its document when the next one has no prefix, and no id is read. Otherwise the last id of
+the entry decides: it is E or it is not.
 
-**Three readers** give the elements of a file: a memory map (the default), plain reads, and object
-storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is cut short
-while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS.
+**Three readers** return the elements of a file: a memory map (the default), plain reads, and object
+storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is truncated
+while a run reads it is then an error with a sentence; with a memory map, SIGBUS ends the process.
 """
 
 import functools
@@ -84,8 +84,8 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
 
 
 def pair_format(path: Path) -> str | None:
-    """The format of a pair, given either file: "shards" or "megatron". None if its .idx is not
-    there, or begins with nothing that is known."""
+    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
+    neither magic."""
     try:
         with open(local(path.with_suffix(".idx")), "rb") as f:
             head = f.read(16)
@@ -287,8 +287,7 @@ class TokenFile:
         """Rows first .. last - 1 (default: all) of a table of the .idx, unchecked."""
         dtype, at, rows = self.tables[name]
         last = rows if last is None else last
-        found = self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize)
-        return found.view(dtype)
+        return self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize).view(dtype)
 
     # -- where entries lie
 
@@ -392,17 +391,17 @@ class TokenFile:
         return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
     def ends_document(self, first: int, last: int, eod: int,
-                      found: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+                      flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
-        bool, False for an empty one. Ids are looked at only where the index does not tell; `found`
-        is what `read_flat` gave, if the caller has it."""
+        bool, False for an empty one. Ids are read only if the index does not decide; `flat` is what
+        `read_flat` returned for these entries, if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
-            edges = running(self.lengths(first, last)) if found is None else found[1]
+            edges = running(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
             ends = edges[1:] > edges[:-1]
             ends[:len(following)] &= following == 0
             return ends
-        ids, edges = self.read_flat(first, last) if found is None else found
+        ids, edges = self.read_flat(first, last) if flat is None else flat
         ends = edges[1:] > edges[:-1]
         ends[ends] = ids[edges[1:][ends] - 1] == eod
         return ends
@@ -463,16 +462,15 @@ class TokenFile:
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError naming the file that is
-    not there, not whole, of no known format, without an entry, or of a type of ids that cannot hold
-    the vocabulary."""
-    found = TokenFile(path, vocab_size=vocab_size)
-    if len(found) == 0:
-        raise ValueError(f"{found.idx_path}: no document in it (0 entries); delete the pair")
-    if "modes" in found.tables:
-        raise ValueError(f"{found.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing,
+    truncated, of no known format, without an entry, or of a type of ids that cannot hold the vocabulary."""
+    pair = TokenFile(path, vocab_size=vocab_size)
+    if len(pair) == 0:
+        raise ValueError(f"{pair.idx_path}: no document in it (0 entries); delete the pair")
+    if "modes" in pair.tables:
+        raise ValueError(f"{pair.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
                          f"only read by nanochat.integrations.megatron.IndexedDataset")
-    return found
+    return pair
 
 
 def running(lengths: np.ndarray) -> np.ndarray:

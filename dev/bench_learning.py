@@ -47,11 +47,11 @@ from tqdm import tqdm
 
 from dev.measure import SHARED, tell_about
 from nanochat.common import Parser, run_main, write_json
-from nanochat.dataset import find_files
+from nanochat.dataset import find_files, scan
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
-from nanochat.sources import open_source, scan
+from nanochat.sources import open_source
 from nanochat.stream import Stream, ledger
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer

@@ -94,7 +94,7 @@ def texts_for(name: str) -> list[str]:
 
 
 def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
-    from nanochat.token_writer import ShardWriter
+    from nanochat.pretokenize import ShardWriter
     with ShardWriter(path, vocab_size=vocab_size) as writer:
         writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
 

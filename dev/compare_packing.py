@@ -32,10 +32,10 @@ from tqdm import tqdm
 from dev.measure import SHARED, anonymous_mb, in_process, tell_about
 from nanochat.common import Parser, run_main, table, whole
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_buckets, find_files
+from nanochat.dataset import find_buckets, find_files, scan
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
-from nanochat.sources import open_source, scan
+from nanochat.sources import open_source
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 

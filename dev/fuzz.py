@@ -48,12 +48,12 @@ from nanochat import (
     config,
     core_eval,
     curriculum,
+    dataset,
     download,
     lifecycle,
     plan,
     run_dir,
     run_reader,
-    sources,
     text,
     text_kinds,
     tokens,
@@ -337,7 +337,7 @@ def read_columns(base: Path, seed: int) -> None:
             if file.suffix == ".parquet":
                 pa.parquet.write_table(whole, file)
         try:
-            list(text_kinds.read_texts(file, text.Reading(rng.choice(("text", "a", "a.text", "")))))
+            list(text_kinds.read_texts(file, text.Selection(rng.choice(("text", "a", "a.text", "")))))
         except (ValueError, OSError) as e:
             assert str(file) in str(e), str(e)
             problems.append(str(e))
@@ -444,7 +444,7 @@ READERS: dict[str, Reader] = {
     "verify": Reader(read_verify, (*PAIR, "shards/train/data/manifest.json"), 2),
     "config.json": Reader(lambda base, _: config.Settings.from_json(run_dir.read_config(base / RUN)),
                           (f"{RUN}/config.json",)),
-    "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
+    "data_manifest.json": Reader(lambda base, _: dataset.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
     "run state": Reader(lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
                         (f"{RUN}/.run_state.json",)),

@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, run_main, whole
 from nanochat.dataset import data_folder, find_files, index_to_filename
-from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
-from nanochat.text_kinds import add_text_flags, read_documents
+from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
+from nanochat.text_kinds import read_documents
 from scripts.export import new_folder
 
 ROW_GROUP_DOCUMENTS = 1024
@@ -49,7 +49,7 @@ WAY_OUT = "give another --output-dir or delete it"  # where it is not empty
 Record = tuple[bytes, bytes]  # key, UTF-8 text
 
 
-def read_records(inputs: Sequence[Path], reading: Reading, seed: int, counts: Counter[str]) -> Iterator[Record]:
+def read_records(inputs: Sequence[Path], selection: Selection, seed: int, counts: Counter[str]) -> Iterator[Record]:
     """Every document of the inputs under its key. `counts` gets the numbers of "documents" and "chars", and of what was
     left out: "broken" lines, which are told, and "short" documents."""
     # a name is relative to the folder that was given; the position of the argument keeps names apart
@@ -57,7 +57,7 @@ def read_records(inputs: Sequence[Path], reading: Reading, seed: int, counts: Co
              for i, root in enumerate(inputs) for path in find_files(root)]
     for name, path in tqdm(files, unit="file", disable=None):
         skipped: dict[str, Any] = {}
-        for number, text in enumerate(read_documents(path, reading, skipped)):
+        for number, text in enumerate(read_documents(path, selection, skipped)):
             counts.update(documents=1, chars=len(text))
             key = hashlib.blake2b(f"{seed}\0{number}\0{name}".encode(), digest_size=KEY_BYTES).digest()
             yield key, text.encode()
@@ -121,14 +121,14 @@ def write_shards(texts: Iterator[str], output: Path, counts: Counter[str], shard
 
 
 def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
-              memory_bytes: int = 1 << 30, reading: Reading = ALL) -> Counter[str]:
+              memory_bytes: int = 1 << 30, selection: Selection = ALL) -> Counter[str]:
     """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`; returns the
     numbers of `read_records`, and of "shards".
 
     Raises ValueError or OSError for inputs that cannot be read; then there is no output."""
     counts: Counter[str] = Counter()
     with new_folder(output_dir, WAY_OUT) as output:
-        records = sort_records(read_records(inputs, reading, seed, counts), output, memory_bytes)
+        records = sort_records(read_records(inputs, selection, seed, counts), output, memory_bytes)
         if counts["documents"] < 2:
             raise ValueError(f"{', '.join(map(str, inputs))}: {counts['documents']} documents, expected at least 2, "
                              "since the last shard is for validation; add text")
@@ -140,15 +140,14 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="Shuffle any text data set into parquet shards.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help=f"{', '.join(SUFFIXES)}; or folders")
-    add_text_flags(parser, splits=False)
-    parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
+    add_text_flags(parser, "text_field", "min_chars", "strict")
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that is not there yet")
     parser.add_argument("--shard-chars", type=whole(1), default=250_000_000, help="characters a shard, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory-bytes", type=whole(1), default=1 << 30, help="most to sort at once: changes nothing")
     args = parser.parse_args(argv)
     told = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
-                     memory_bytes=args.memory_bytes, reading=Reading.of(vars(args)))
+                     memory_bytes=args.memory_bytes, selection=Selection.of(vars(args)))
     print(f"{args.output_dir}: {told['documents']:,} documents, {told['chars']:,} characters in "
           f"{told['shards']:,} shards, {told['broken']:,} broken lines skipped, {told['short']:,} documents too short")
 

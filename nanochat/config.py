@@ -32,14 +32,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, parse_json, setting
+from nanochat.common import Parser, check_shape, get_base_dir, parse_json, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
-from nanochat.dataset import split_weights
-from nanochat.order import LAYOUTS
+from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
-from nanochat.text import FIELD_HELP, MIN_CHARS_HELP, STRICT_HELP, TEXT_FIELD, VAL_FRACTION_HELP, Reading
+from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
 SHAPE = "the shape of the model"
@@ -122,10 +121,6 @@ class DataSettings:
         "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: what scripts.tok_shards makes | "
         "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
         "nanochat/source_xyz.py reads", fixed=STREAM)
-    text_field: str = setting(TEXT_FIELD, FIELD_HELP, metavar="NAME", fixed=STREAM)
-    min_chars: int = setting(0, MIN_CHARS_HELP, metavar="N", fixed=STREAM)
-    val_fraction: float = setting(0.0, VAL_FRACTION_HELP, metavar="F", fixed=STREAM)
-    strict: bool = setting(False, STRICT_HELP)
     tokenizer: str | None = setting(
         None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
         f"where scripts.tok_train puts it)", also=["--tokenizer-dir"], metavar="NAME")
@@ -272,7 +267,7 @@ class LongRunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
-               MegatronSettings, DataSettings, ModelSettings, RunSettings):
+               MegatronSettings, TextSettings, DataSettings, ModelSettings, RunSettings):
     """All settings of a run; a dataclass takes the fields of its last base first. Raises ValueError
     for flags that contradict each other."""
 
@@ -300,7 +295,7 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError("--init-optimizer, --init-data: they say what else comes from "
                              "another run; name it with --init-from RUN")
-        for name, value in Reading.of(asdict(self)).named().items():
+        for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in ("shards", "megatron"):
                 raise ValueError(f"{flag(name)} {value}: it is for text, and --data-format is "
                                  f"{self.data_format}; leave it out")
@@ -426,6 +421,8 @@ def from_flags(args: argparse.Namespace) -> Settings:
     what it mixes. ValueError or FileNotFoundError for what cannot be."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.order == "megatron" and args.data_path:
+        from nanochat.tokens import split_weights
+
         given["data_path"], weights = split_weights(args.data_path)
         if weights and args.blend_weights:
             raise ValueError(f"--blend-weights: got it and weights in --data-path {args.data_path}; give one of them")
@@ -474,6 +471,22 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
         raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
                          f"own (--config takes that file), or start a new run with --model-tag NAME{weights}")
     return Settings(**now), notices
+
+
+def stream_config(settings: Settings) -> Any:
+    """What decides the rows of a run, from its resolved settings: a `StreamConfig`, or a `SampleConfig` for Megatron's
+    order."""
+    if settings.order == "megatron":
+        from nanochat.integrations.megatron_order import SampleConfig
+
+        weights = settings.blend_weights
+        return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,
+                            num_samples=settings.num_samples, split=settings.split or "",
+                            weights=None if weights is None else tuple(weights), eod_mask_loss=settings.eod_mask_loss,
+                            index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+    return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
+                        long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
+                        pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)
 
 
 def settings_table() -> str:

@@ -1,55 +1,90 @@
 """
-Which files are data, which of them validate, and downloads of the data sets that we know: nanochat's.
+Which files train and which validate, and how a run pins them; downloads of nanochat's data sets.
 
-    known data set --HTTP--> folder --split_train_val--> {"train": {bucket: files},
-                                                          "val": {bucket: files}}
+    settings --split_train_val--> {"train": {bucket: [paths]},     --scan, each-->  {"train": {bucket: manifest},
+                                   "val":   {bucket: [paths]}}                       "val":   {bucket: manifest}}
+                 `pin_files` does both when a run starts: RUN/data_manifest.json
+                 `check_files` compares that file with the disk when it resumes
 
-Where a file lies says whether it trains or validates, and its suffix says its format:
+The place of a file decides whether it trains or validates, and its suffix is its format:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
-    PREFIX,PREFIX                              paths of pairs without their endings, in order
+    PREFIX,PREFIX                              token files without their endings, in order
 
-Hidden files are never data. Any of these paths may lie in object storage.
+Hidden files are never data. Any of these paths may be in object storage.
 
-A known data set is a run of parquet shards with a `text` column. Its last shard is validation and
-is pinned by name: it is always fetched, and it is an error where it is missing. Taking "the last
-file that is here" instead would turn a failed download into a silent change of every number
-computed on validation.
+**Pinned files.** A run must always see the same files. The manifest of a bucket holds for each file
+its relative name, size, a hash of its footer, the rows of its groups and, of an object, its ETag. A
+file that changed or vanished is an error that names it; files that arrive later are not in the manifest
+and so not in the stream. Hashing whole files at each start would take hours on large data sets. The
+footer holds offsets, sizes and statistics of every column chunk, so a rewritten parquet file has another
+one. ETags count only while the data is where it was: another store gives the same bytes another ETag.
+
+**Known data sets.** The last shard of a download is validation and is pinned by name: it is always
+fetched, and it is an error if it is missing. Taking "the last file that is here" instead would turn a
+failed download into a silent change of every number computed on validation.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
-    python -m nanochat.dataset --verify       # read everything that is on disk, name what is broken
+    python -m nanochat.dataset --verify       # read everything on disk and name what is broken
     python -m nanochat.dataset --eval-bundle  # the tasks of the CORE metric
 """
 
+import importlib
 import logging
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
-from nanochat.text import SUFFIXES, open_parquet, read_batches
+from nanochat.common import (
+    check_shape,
+    did_you_mean,
+    each,
+    etag_of,
+    fetch,
+    get_base_dir,
+    hash_bytes,
+    hash_json,
+    local,
+    place,
+    read_json,
+    run_main,
+)
+from nanochat.text import (
+    ALL,
+    SUFFIXES,
+    Selection,
+    as_parquet,
+    is_blank,
+    open_parquet,
+    read_batches,
+    read_footer,
+    text_tokens,
+)
+
+if TYPE_CHECKING:
+    from nanochat.curriculum import Curriculum
 
 log = logging.getLogger(__name__)
 
-FORMATS = {  # suffixes by --data-format; the two kinds of .bin are told apart where they are opened
-    "text": SUFFIXES,
-    "shards": (".bin",),
-    "megatron": (".bin",),
-}
+FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # its names of formats
 GET_DATA = ("download some with python -m nanochat.dataset -n 8, make some of what is on this machine with python -m "
             "dev.make_sample_corpus, or point --data-path at yours")
-BUCKET = "data"  # the name of the bucket where there is only one
+BUCKET = "data"  # the name of the bucket if there is only one
+
+Manifest = dict[str, Any]  # of the shape PINNED; "root" may move
+Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
+PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
+DATA_MANIFEST = "data_manifest.json"  # in the run directory
 
 HUB = "https://huggingface.co"
 MARKER = "dataset.json"  # beside downloaded shards: which data set they are
 
 
 class Dataset(NamedTuple):
-    """A known data set: shards 0 to `last_shard` lie below `base_url`, and the last one validates."""
+    """A known data set: shards 0 to `last_shard` are below `base_url`, and the last one validates."""
 
     base_url: str
     last_shard: int
@@ -59,131 +94,134 @@ DATASETS = {
     "climbmix": Dataset(f"{HUB}/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542),
     "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
-NAME = "climbmix"  # of the one that is meant where none is named
+NAME = "climbmix"  # the default
 BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed when it is asked for
 
 
-# ---- which files are data ------------------------------------------------------------------------
+# ---- the files below a path ----------------------------------------------------------------------
+
+def reader_class(name: str) -> Any:
+    """The class that pins and reads a file that is not text, by its suffix: `TokenSource` for .bin, and for .xyz the
+    class `FileSource` of nanochat/source_xyz.py, a subclass of `nanochat.sources.Source`. ValueError if there is
+    none."""
+    if name.endswith(".bin"):
+        from nanochat.tokens import TokenSource
+
+        return TokenSource
+    suffix = Path(name).suffix[1:]
+    try:
+        return importlib.import_module(f"nanochat.source_{suffix}").FileSource
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name}: no source reads .{suffix} files (nanochat/source_{suffix}.py would)") from e
+
+
+def named_files(path: Path | str) -> list[Path]:
+    """The files that a --data-path names one by one: a single file, or token files without their endings; [] for a
+    folder, and for a path that does not exist."""
+    if place(path).exists():
+        return [place(path)] if place(path).is_file() else []
+    from nanochat.tokens import find_prefixes
+
+    return find_prefixes(str(path))
+
+
+def data_folder(path: Path | str) -> Path:
+    """The folder that names of files are relative to: the --data-path, or the folder of the files that it names."""
+    folders = [file.parent for file in named_files(path)]
+    return place(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else place(path)
+
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """All files of a format below a folder in the order of their relative paths; a single file is
-    itself. Of pairs also PREFIX[,PREFIX...], see `find_prefixes`."""
-    # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
+    """The files of a format that a --data-path stands for: all below a folder, in the order of their relative paths,
+    or those that it names. FileNotFoundError or ValueError if there is none, or if one cannot be data."""
+    # a format that is not in the table is a suffix (see `reader_class`)
     path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
         hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
         raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz where "
                          f"nanochat/source_xyz.py reads .xyz files{hint}")
-    if path.is_file():
-        if not path.name.endswith(suffixes):
+    if path.is_dir():
+        below = [file for file in path.rglob("*") if file.is_file()
+                 and not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        below.sort(key=lambda file: file.relative_to(path).as_posix())
+        files = [file for file in below if file.name.endswith(suffixes)]
+        if folders := {file.parent for file in files if file.suffix == ".arrow"}:
+            from nanochat.text_kinds import saved_files
+
+            saved = {folder: saved_files(folder) for folder in folders}
+            files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
+    else:
+        below = files = named_files(path) if path.is_file() or data_format != "text" else []
+        if not files:
+            raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (of a pair of token files also without "
+                                    f".bin, with --data-format)")
+        if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
                              f"--data-format {data_format}; rename it, or take another --data-format")
-        return [path]
-    if data_format != "text" and (prefixes := find_prefixes(path)):
-        return prefixes
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (of a pair of token files also without "
-                                f".bin, with --data-format)")
-    there = [file for file in path.rglob("*") if file.is_file()
-             and not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    there.sort(key=lambda file: file.relative_to(path).as_posix())
-    files = [file for file in there if file.name.endswith(suffixes)]
-    if folders := {file.parent for file in files if file.suffix == ".arrow"}:
-        from nanochat.text_kinds import saved_files
-
-        saved = {folder: saved_files(folder) for folder in folders}
-        files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
     for file in files:
         try:
             str(file).encode()
         except UnicodeEncodeError:
             raise ValueError(f"{file}: its name is not UTF-8; rename it") from None
-    if data_format != "text":
-        known = set(there)
-        for idx in there:
-            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # must not make the data silently less
+    if ".bin" in suffixes:
+        known = set(below)
+        for idx in below:
+            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # else there would silently be less data
                 raise FileNotFoundError(f"{idx.with_suffix('.bin')}: not there, but {idx.name} needs it; bring it "
                                         f"back, or delete {idx.name} and rerun scripts.tok_shards")
     if not files:
-        others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in there)]
+        others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in below)]
         hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
     return files
 
 
-def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
-    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
-    parts = data_path.split(",")
-    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
-    if not weighted or place(data_path).exists():
-        return data_path, None
-    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
+def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
+    """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders, or
+    all files with `merge`, are the bucket BUCKET."""
+    folder, prefixes = data_folder(path), not path.exists()
+    buckets: dict[str, list[Path]] = {}
+    for file in find_files(path, data_format):
+        name = file.relative_to(folder)
+        if merge or (len(name.parts) == 1 and not prefixes):
+            bucket = BUCKET
+        else:
+            bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0]
+        buckets.setdefault(bucket, []).append(file)
+    return buckets
 
 
-def find_prefixes(path: Path | str) -> list[Path]:
-    """The .bin files of pairs that a --data-path names by their paths without .bin and .idx, with
-    commas between them, in the order given; [] for any other path. FileNotFoundError for a pair
-    that is not there; ValueError for weights before them, which --order=megatron alone has."""
-    parts = str(path).split(",")
-    if place(path).exists():
-        return []
-    if split_weights(str(path))[1] is not None:
-        raise ValueError(f"--data-path: got {path}, with a weight before each prefix, which "
-                         f"--order=lanes does not use; add --order=megatron, or write "
-                         f"--data-path={','.join(parts[1::2])}")
-    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
-        raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
-                         f"this machine; the data of a run lie in one of them")
-    files = [place(f"{place(part)}.bin") for part in parts]
-    for prefix, file in zip(parts, files):
-        if not file.is_file() and not file.with_suffix(".idx").is_file():
-            if len(parts) == 1:
-                return []
-            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx is there; --data-path takes "
-                                    f"a folder, or paths without .bin and .idx with commas between them")
-    return files
-
-
-def data_folder(path: Path | str) -> Path:
-    """What the names of files below a --data-path are relative to: itself, or the folder of a file
-    or of prefixes."""
-    path = place(path)
-    if prefixes := find_prefixes(path):
-        return place(os.path.commonpath([file.parent for file in prefixes]))
-    return path.parent if path.is_file() else path
-
+# ---- which of them train, and which validate -----------------------------------------------------
 
 def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
                     by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
-    """{"train": {bucket: files}, "val": {bucket: files}} of a data folder.
+    """{"train": {bucket: files}, "val": {bucket: files}} of a --data-path.
 
-        DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they lie; without `by_bucket` train is one bucket
+        DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
         DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket validates
         DIR/...                                      one bucket: the last of all files validates
-        PREFIX,PREFIX                                with `by_bucket`: each is a bucket, else the same
+        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; else the same
 
-    `val_path` names validation files in place of the last ones; each of its subfolders is a bucket
-    of its own. `shared`: with --val-fraction both are made of all files. ValueError or
-    FileNotFoundError where files for one of the two are missing.
+    `val_path` names validation files instead of the last ones; each of its subfolders is a bucket.
+    `shared`: with --val-fraction all files are in both. ValueError or FileNotFoundError if there are no files for one
+    of the two.
     """
     root = place(data_path)
+    has_train = (root / "train").is_dir()
     if shared:
-        if val_path is not None or (root / "train").is_dir():
+        if val_path is not None or has_train:
             raise ValueError(f"--val-fraction: the validation files have a place of their own "
                              f"({root / 'val' if val_path is None else val_path}); leave out one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
     if known_dataset(root):
-        list_parquet_files(root)  # insists on the validation shard
-    laid_out = (root / "train").is_dir()
-    if laid_out and val_path is None:
+        list_parquet_files(root)  # raises if the validation shard is missing
+    if has_train and val_path is None:
         val_path = root / "val"
         if not val_path.is_dir():
-            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data "
-                                    f"with --val-path")
-    train = find_buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
+            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
+    train = find_buckets(root / "train" if has_train else root, data_format, merge=not by_bucket)
     if val_path is not None:
         return {"train": train, "val": find_buckets(place(val_path), data_format)}
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
@@ -197,21 +235,168 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
             "val": val}
 
 
-def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files}: subfolders are buckets; files beside them, or all files with `merge`, are
-    BUCKET. Of prefixes each is a bucket."""
-    folder, prefixes = data_folder(path), find_prefixes(path)
-    buckets: dict[str, list[Path]] = {}
-    for file in find_files(path, data_format):
-        name = file.relative_to(folder)
-        if merge:
-            bucket = BUCKET
-        elif prefixes:
-            bucket = name.with_suffix("").as_posix()
-        else:
-            bucket = name.parts[0] if len(name.parts) > 1 else BUCKET
-        buckets.setdefault(bucket, []).append(file)
-    return buckets
+def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
+    """Whether, without --val-fraction, the last file validates only because nothing names the validation data."""
+    root = place(data_path)
+    return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
+
+
+class DataFile(NamedTuple):
+    """A file for `describe_split`. `name` is relative to the data path; `documents` is None if nothing counted them."""
+
+    name: str
+    num_bytes: int
+    documents: int | None = None
+
+
+def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
+    """The files of all buckets of a split."""
+    return [DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
+            for manifest in manifests.values() for file in manifest["files"]]
+
+
+def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads: str = "", shared: float = 0.0,
+                   chosen: bool = False) -> list[str]:
+    """Lines that say which files validate and which train, and a warning for a split that looks accidental.
+
+        validates: web/0007.parquet (1,024 documents), 12.1% of all bytes
+        trains: 7 files, 7,168 documents; about 9,400,000 tokens, of which this run reads 18,800,000: about 2.0 passes
+
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: see
+    `last_file_validates`. This default suits shuffled shards, and surprises the owner of a folder of a few
+    different files.
+    """
+    def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
+        known = [file.documents for file in files if file.documents is not None]
+        return f"{before}{sum(known):,} documents{after}" if len(known) == len(files) else ""
+
+    def summary(files: Sequence[DataFile]) -> str:
+        if len(files) > 3:
+            return f"{len(files):,} files{documents(files, ', ')}"
+        return ", ".join(file.name for file in files) + documents(files, " (", ")")
+
+    end = f"; {reads}" if reads else ""
+    if shared:
+        return [f"validates: {shared:.3g} of the documents of each of {len(train):,} file(s){documents(val, ', ')}",
+                f"trains: the others{documents(train, ', ')}{end}"]
+    val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
+    share = val_bytes / max(1, all_bytes)
+    lines = [f"validates: {summary(val)}, {share:.1%} of all bytes", f"trains: {summary(train)}{end}"]
+    odd = [f"it is {share:.1%} of all bytes"] if share > 0.1 else []
+    kinds, folders = {"".join(Path(f.name).suffixes) for f in train}, {Path(f.name).parent for f in train}
+    for file in val:
+        if (kind := "".join(Path(file.name).suffixes)) not in kinds:
+            odd.append(f"{file.name} is {kind}, the others are {', '.join(sorted(kinds))}")
+        elif Path(file.name).parent not in folders:
+            odd.append(f"no training file is in its folder ({file.name})")
+    if odd and chosen:
+        lines.append(f"warning: the last file validates, and {' and '.join(odd)}: name validation data with "
+                     f"--val-path, or --val-fraction=0.01 validates on 1% of the documents of every file instead")
+    return lines
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
+              mix: "Curriculum | None" = None, selection: Selection = ALL) -> Manifests:
+    """The files of a new run and what pins them. `mix`: a curriculum, for buckets of their own. FileNotFoundError or
+    ValueError names the file that is missing or bad."""
+    files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=mix is not None,
+                            shared=selection.val_fraction > 0)
+    if mix is not None:
+        mix.check_buckets(files["train"])
+        files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
+    roots = {"train": data_path, "val": data_path if val_path is None else val_path}
+    if ".bin" in FORMATS.get(data_format, ()):
+        from nanochat.tokens import check_format
+
+        for split, buckets in files.items():
+            check_format(roots[split], [file for some in buckets.values() for file in some], data_format)
+    return {split: {bucket: scan(roots[split], paths, selection=selection.for_split(split))
+                    for bucket, paths in buckets.items()} for split, buckets in files.items()}
+
+
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL) -> Manifest:
+    """The manifest of some files (default: all) below `root`. The first bad file raises."""
+    folder = data_folder(root)
+    files = find_files(root) if files is None else files
+    pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
+    if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
+           for file in files):
+        raise ValueError(f"{files[0]}: empty documents only, as in all {len(files)} file(s) of this part of the data; "
+                         f"name others with --data-path and --val-path, or another field with --text-field")
+    return {"root": str(folder.resolve()), "files": pins, **selection.named()}
+
+
+def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+    """A file's entry in a manifest. For a file that is converted to parquet, all but "own_size", which is for reports,
+    describes that parquet file."""
+    if not name.endswith(SUFFIXES):
+        return reader_class(name).scan_file(path, name, selection.text_field)
+    parquet = as_parquet(path, selection)
+    footer, counts, text_bytes = read_footer(parquet, selection.text_field)
+    own_size = {} if parquet == path else {"own_size": path.stat().st_size}
+    return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
+            "tokens": text_tokens(text_bytes, sum(counts)), **etag_of(parquet), **own_size}
+
+
+def read_manifests(path: Path) -> Manifests:
+    """What a run has pinned in its data_manifest.json; {} if there is no such file. ValueError if it is broken."""
+    if not path.exists():
+        return {}
+    way_out = "put it back, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, way_out=way_out)
+    for split in ("train", "val"):
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
+        if not all(manifest["files"] for manifest in manifests[split].values()):
+            raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+    return manifests
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """A hash of what the files hold, wherever they are."""
+    pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
+    return hash_json(pins + Selection.of(manifest).hashed())
+
+
+def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path | str | None = None,
+                val_path: Path | str | None = None, *, strict: bool = False) -> Manifests:
+    """A run's manifests, compared with the files of this machine (below other paths, if given); see `check`."""
+    roots = {"train": data_path, "val": val_path or data_path}
+    return {split: {bucket: check(manifest, roots[split], strict=strict) for bucket, manifest in buckets.items()}
+            for split, buckets in manifests.items()}
+
+
+def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
+    """Compare a manifest with the disk (under another root, if given). Returns it with the root in
+    use.
+
+    Raises FileNotFoundError or ValueError naming the first file that vanished or changed, and if
+    `strict` the first that has a broken line.
+    """
+    folder = data_folder(root or manifest["root"])
+    new_root = str(folder.resolve())
+    compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
+
+    def compare(old: dict[str, Any]) -> dict[str, Any]:
+        """The entry of a file as it is now."""
+        path = folder / old["name"]
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a "
+                                    f"new run with other data (--model-tag)")
+        if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
+            return old  # the object has not changed, so neither has its footer
+        new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
+        sampled = {"blocks"} & old.keys() & new.keys()  # older runs pinned none, and so do those in object storage
+        for key in (*compared, *sampled):
+            if old.get(key) != new.get(key):
+                raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "
+                                 f"now); bring the old file back, or start a new run (--model-tag)")
+        return new
+
+    folder.is_dir()  # lists a folder of object storage once
+    fetch((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
 
 
 # ---- known data sets -----------------------------------------------------------------------------
@@ -222,8 +407,7 @@ def index_to_filename(index: int) -> str:
 
 
 def default_data_dir(name: str = NAME) -> Path:
-    """Where a known data set is, or is downloaded to: data/NAME, or where nanochat's own downloads
-    are."""
+    """Where a known data set is or is downloaded to: data/NAME, or the folder of nanochat's own downloads."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
@@ -237,9 +421,8 @@ if not TYPE_CHECKING:
 
 
 def known_dataset(data_dir: Path | str) -> str | None:
-    """The name of the data set whose downloaded shards a folder holds, by the marker that the
-    downloader left there or by its place; None for any other folder, in which simply the last file
-    is validation."""
+    """The name of the data set whose downloaded shards a folder holds, by the downloader's marker or by its path;
+    None for any other folder, in which simply the last file is validation."""
     folder = place(data_dir)
     if not (folder / MARKER).exists():
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
@@ -251,9 +434,8 @@ def known_dataset(data_dir: Path | str) -> str | None:
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: the download's) in the order of
-    their relative paths; the last one is validation. FileNotFoundError where there is none, or
-    where the folder holds a download without its validation shard; ValueError where that shard
-    would not be the last."""
+    their relative paths; the last one is validation. FileNotFoundError if there is none, or if the
+    folder holds a download without its validation shard; ValueError if that shard is not the last."""
     root = place(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
@@ -272,9 +454,8 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
 
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
                           data_dir: Path | str | None = None) -> Iterator[list[str]]:
-    """Yield the texts of one row group after another: of all files but the last for "train", of
-    the last for "val". Rank r of W passes start=r, step=W and gets row groups r, r + W, ... of
-    each file."""
+    """Yield the texts of one row group after another: from all files but the last for "train", from the last one for
+    "val". Rank r of W passes start=r, step=W and gets row groups r, r + W, ... of each file."""
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     paths = list_parquet_files(data_dir)
@@ -287,11 +468,10 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
                 yield [text for column in read_batches(file, group, path) for text in column.to_pylist()]
 
 
-# ---- downloads, behind a door: nobody who trains loads an HTTP library ---------------------------
+# ---- downloads: a lazy import, so that training loads no HTTP library ----------------------------
 
 def download_single_file(index: int) -> bool:
-    """Fetch one shard of climbmix unless it is here; True when it is. The reason for a False is
-    logged."""
+    """Fetch one shard of climbmix unless it exists; True when it does. The reason for a False is logged."""
     from nanochat.download import make_downloader
 
     try:

@@ -1,17 +1,16 @@
 """
-Downloads: the shards of a known data set over HTTP, and whether those that are here are whole; and
+Downloads: the shards of a known data set over HTTP, and whether the existing ones are whole; and
 the tasks of the CORE metric.
 
-    shard_00007.parquet.part   grows; whatever breaks off begins again
+    shard_00007.parquet.part   grows; a broken transfer starts over
       -> as long as the server said -> the footer opens, `text` is there -> fsync, rename
     shard_00007.parquet        whole, or not there
 
-urllib3's own adapter asks a busy server again (429, 5xx), when its Retry-After says or after a pause
-that grows. One loop does what the adapter does not see: no answer, and a body that breaks off. Each
-wait is told. A shard is some 100 MB, so going on in the middle of one, and the proof that it is still
-the same object, is not worth its code.
+One loop asks again if the server is busy (429, 5xx), does not answer, or breaks off: after a growing
+pause, or when its Retry-After says. Each wait is logged. A shard is some 100 MB, so resuming in the
+middle of one, with the proof that it is still the same object, is not worth its code.
 
-HF_ENDPOINT stands in for the hub. HF_TOKEN is sent to that endpoint alone, and never printed.
+HF_ENDPOINT replaces the hub. HF_TOKEN is sent to that endpoint alone, and never printed.
 """
 
 import fcntl
@@ -28,7 +27,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter
 from tqdm import tqdm
 from urllib3.util import Retry
 
@@ -64,8 +62,7 @@ class Downloader:
     token: str = field(default="", repr=False)  # for that server alone
 
     def fetch(self, index: int) -> None:
-        """Bring shard `index` here unless it is. Raises OSError, and then leaves nothing under the
-        final name."""
+        """Fetch shard `index` unless it exists. Raises OSError, and then leaves nothing under the final name."""
         final = self.data_dir / index_to_filename(index)
         part, url = Path(f"{final}.part"), f"{self.base_url}/{final.name}"
         if final.exists():
@@ -85,9 +82,8 @@ class Downloader:
 
 
 def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
-    """A Downloader of a known data set, which makes and marks its folder. It honours HF_ENDPOINT and
-    HF_TOKEN. ValueError where one of these is unusable, for what is no address, and for a folder
-    that holds another data set."""
+    """A Downloader of a known data set; its folder is created and marked. It honours HF_ENDPOINT and HF_TOKEN.
+    ValueError if one of these is unusable, for an invalid address, and for a folder that holds another data set."""
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     url = (base_url or DATASETS[name].base_url).rstrip("/")
     if url.startswith(f"{HUB}/"):
@@ -98,58 +94,47 @@ def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: 
     if not re.fullmatch(r"[!-~]*", token):  # the HTTP library's own complaint would print it
         raise ValueError("HF_TOKEN: has characters that a header cannot carry; set it again")
     data_dir = data_dir or default_data_dir(name)
-    if (there := known_dataset(data_dir) or name) != name:
-        raise ValueError(f"{data_dir}: holds {there}, not {name}; use another --data-dir, or --dataset={there}")
+    if (held := known_dataset(data_dir) or name) != name:
+        raise ValueError(f"{data_dir}: holds {held}, not {name}; use another --data-dir, or --dataset={held}")
     data_dir.mkdir(parents=True, exist_ok=True)
     write_json(data_dir / MARKER, {"name": name, "validation": index_to_filename(DATASETS[name].last_shard)})
     return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
 
 
-class _Told(Retry):
-    """Says why and for how long it waits."""
-
-    def sleep(self, response: Any = None) -> None:
-        status, pause = self.history[-1].status, self.get_retry_after(response) or self.get_backoff_time()
-        path = urlsplit(self.history[-1].url or "").path  # without the signature that may stand behind it
-        log.warning("%s: got HTTP %s, a busy server; attempt %d of %d in %.0f s", path, status, len(self.history) + 1,
-                    ATTEMPTS, pause)
-        super().sleep(response)
-
-
 def open_session(token: str) -> requests.Session:
-    """A session that asks busy servers again, and sends the token to the first server only."""
+    """A session that sends the token to the first server only."""
     def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # a plain header would lose against an entry in ~/.netrc; requests drops this when it is sent elsewhere
+        # an entry in ~/.netrc would override a plain header; requests drops this one on a redirect elsewhere
         request.headers["Authorization"] = f"Bearer {token}"
         return request
 
     session = requests.Session()
     session.auth = sign if token else None
-    retry = _Told(None, connect=0, read=0, other=0, status=ATTEMPTS - 1, status_forcelist=(429, *range(500, 600)),
-                  backoff_factor=BACKOFF_S, raise_on_status=False)
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
     return session
 
 
 def copy(url: str, part: Path, token: str = "") -> None:
-    """Copy what lies at `url` whole. OSError after an answer that another try will not change, or
-    after the last try; each try but the first is told before it."""
+    """Copy the whole of `url`. OSError after an answer that another attempt will not change, or after the last
+    attempt; each further attempt is logged before it starts."""
     for attempt in range(1, ATTEMPTS + 1):
         pause = BACKOFF_S * 2**(attempt - 1)
         try:
             with open_session(token) as session, session.get(url, stream=True, timeout=TIMEOUT_S) as response:
-                if response.status_code != 200:
-                    raise OSError(f"got HTTP {response.status_code} {response.reason}")
-                with open(part, "wb") as f:
-                    chunks = response.iter_content(1 << 20)
-                    f.writelines(tqdm(chunks, part.name, unit="MiB", leave=False, disable=None))
-                    f.flush()
-                    os.fsync(f.fileno())
-                return
+                status = response.status_code
+                if status == 200:
+                    with open(part, "wb") as f:
+                        chunks = response.iter_content(1 << 20)
+                        f.writelines(tqdm(chunks, part.name, unit="MiB", leave=False, disable=None))
+                        f.flush()
+                        os.fsync(f.fileno())
+                    return
+                if status != 429 and status < 500:
+                    raise OSError(f"got HTTP {status} {response.reason}")
+                problem = f"got HTTP {status}, a busy server"
+                pause = Retry().get_retry_after(response.raw) or pause
         except requests.RequestException as e:
             cause: BaseException = e
-            while cause.__context__ is not None:  # what happened first says it best
+            while cause.__context__ is not None:  # the first error says most
                 cause = cause.__context__
             problem = f"no whole answer ({public(str(cause))})"
         if attempt < ATTEMPTS:
@@ -159,7 +144,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
 
 
 def check_url(given_by: str, url: str) -> None:
-    """ValueError unless it is an address of HTTP without user information and a query."""
+    """ValueError unless `url` is an HTTP address without user information and query."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError(f"{given_by}: got {public(url)!r}, expected an address such as {HUB}")
     if public(url) != url:
@@ -167,8 +152,7 @@ def check_url(given_by: str, url: str) -> None:
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
-    """Why `call` of each item failed, '' where it did not; several at once, under a progress
-    bar."""
+    """Why `call` failed for each item, '' if it did not; several run at once, under a progress bar."""
     def problem_of(item: Any) -> str:
         try:
             call(item)
@@ -176,21 +160,21 @@ def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers
             return str(e)
         return ""
 
-    found = each(problem_of, items, at_once=num_workers)
-    return list(tqdm(found, total=len(items), unit="shard", disable=None))
+    answers = each(problem_of, items, at_once=num_workers)
+    return list(tqdm(answers, total=len(items), unit="shard", disable=None))
 
 
 def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> list[str]:
-    """Fetch shards in parallel; waits while another process does so in the same folder. Returns why
-    each could not be had, or ''."""
+    """Fetch shards in parallel; waits while another process downloads to the same folder. Returns why each one
+    failed, or ''."""
     with open(job.data_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return problems(job.fetch, indices, num_workers=num_workers)
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a .zip file. ValueError for one that is damaged or would fill the disk: the sizes that it states are the
-    most that `zipfile` writes."""
+    """Unpack a .zip file. ValueError for one that is damaged or would fill the disk: `zipfile` never writes more than
+    the sizes that it states."""
     if archive.stat().st_size > BUNDLE_BYTES:
         raise ValueError(f"{archive.name}: it has {archive.stat().st_size:,} bytes, expected at most {BUNDLE_BYTES:,}")
     try:
@@ -206,10 +190,9 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def fetch_bundle(base_url: str | None, folder: Path) -> None:
-    """Bring the tasks of the CORE metric into `folder`, or read those that are there already.
-    Nobody publishes a checksum of the archive: it is good if its own sums are right and all its
-    items can be read. OSError, and then there is no folder, for what does not arrive or is no
-    good."""
+    """Fetch the tasks of the CORE metric into `folder`, or read those that it already holds. There is no published
+    checksum of the archive: it is good if its own checksums are right and all its items can be read. OSError, and
+    then no folder, if it does not arrive or is damaged."""
     from nanochat.core_eval import read_bundle
 
     url = f"{(base_url or BUNDLE_URL).rstrip('/')}/{BUNDLE_NAME}.zip"

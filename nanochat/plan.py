@@ -32,8 +32,8 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import check_shape, print0, read_json, table
+from nanochat.config import stream_config
 from nanochat.order import Order, StreamConfig
-from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
 from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger, share

@@ -12,19 +12,32 @@ A document of more than `max_length` ids is cut into windows. Each later one rep
 The tokenizer gives documents with BOS in front, and BOS and EOD are one id. Shifted by one place
 its output already is what we store, and windows are runs of it. So Python touches no single token.
 
-**Who is finished?** Whoever makes token files may be killed anywhere, and several machines may make
-them at once. A list of what is finished would need a lock, so there is none: an input is finished
-when its .idx is there. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair
-appears) says of what it was made. Where it was made of something else, it is made again.
+**Which inputs are finished?** A process may be killed at any point, and several machines may work at
+once. A list of finished inputs would need a lock, so there is none: an input is finished when its .idx
+exists. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair appears) names
+the file and the arguments that it was made from. If these differ, the pair is made again.
 
-Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so it
-does no harm if two processes make the same pair. A manifest appears when all its pairs are there,
-and goes before one is made again. An input that cannot be read to its end has no pair. The text of
-256 documents is held at a time, or of fewer that have two million characters.
+Names and bytes of pairs and manifests depend on RAW, the tokenizer and the arguments alone, so two
+processes may make the same pair. A manifest appears when all its pairs exist, and is deleted before one
+is made again. An input that cannot be read to its end has no pair. The text of at most 256 documents,
+or of two million characters, is in memory at a time.
+
+**Writing a pair.** Ids go to a temporary file as they come. When the `with` block ends without an
+exception, the .bin is renamed, and the .idx last: a pair without a good .idx does not exist. After an
+exception nothing is left, and an older pair is unchanged or has lost its .idx.
+
+    with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
+        writer.add(ids, lengths, prefixes)                          ...
+    writer.written                                                  web.bin, then web.idx
+
+Several processes may write the same pair at once, since they write the same bytes. An old .idx is
+deleted before the new .bin appears, so that the two never belong to different data. If it is the same
+it stays, so the pair never seems to be missing.
 
 Rejected: jsonl through the cached parquet that streaming reads. The text would be written twice.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -32,39 +45,206 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import etag_of, read_json, remove_leftovers, write_json
-from nanochat.text import ALL, Reading, read_footer
+from nanochat.common import atomic_open, etag_of, fsync_dir, hash_file, read_json, remove_leftovers, write_json
+from nanochat.text import ALL, Selection, read_footer
 from nanochat.text_kinds import no_document, read_documents
-from nanochat.token_writer import WRITERS, TokenWriter
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
+    DTYPES,
+    HEADERS,
+    MAGICS,
     MANIFEST_NAME,
     RECORD_SHAPE,
     TokenFile,
     new_manifest,
     pair_paths,
     record_groups,
+    running,
 )
 
 log = logging.getLogger(__name__)
 
 BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # tokenized at once: until one of them is reached
+MAX_SEQUENCE = 2**31 - 1  # ids of a sequence in Megatron's format
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 Record = dict[str, Any]
 RECORDED = {"made_with": dict, "source": {"name": str},
             "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
+
+
+# ---- writing a pair -------------------------------------------------------------------------------
+
+class TokenWriter:
+    """What both formats have in common: the .bin, and how a pair appears. Memory: some 10 bytes an
+    entry. ValueError for ids outside the vocabulary or beyond the type: they never wrap around."""
+
+    format: ClassVar[str]  # one of `tokens.HEADERS`
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any):
+        self.bin_path, self.idx_path = pair_paths(prefix)
+        self.dtype, codes = np.dtype(dtype), DTYPES[self.format]
+        self.code = next((code for code, known in codes.items() if known == self.dtype), 0)
+        if not self.code:
+            raise ValueError(f"{self.bin_path}: ids of type {self.dtype.name}, expected one of "
+                             f"{', '.join(codes.values())}")
+        self.limit = min(vocab_size, int(np.iinfo(self.dtype).max) + 1)
+        self.written: dict[str, Any] = {}  # what a finished pair holds, as manifest.json has it
+        self.lengths = array("q")
+        self._hash, self._num_bytes = blake2b(digest_size=16), 0
+        self._files = contextlib.ExitStack()  # ends with what was opened last: the .idx appears last
+        self._idx = self._files.enter_context(atomic_open(self.idx_path))
+        self._bin = self._files.enter_context(atomic_open(self.bin_path))
+
+    def append(self, ids: Any, lengths: Any) -> None:
+        """Append ids, one stretch after another (sum of lengths,), and the lengths (n,)."""
+        ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
+        if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
+            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, and lengths that add up to "
+                             f"{lengths.sum():,}, expected as many")
+        lowest, highest = (ids.min(), ids.max()) if len(ids) else (0, 0)
+        whole = len(ids) == 0 or ids.dtype.kind in "iu"
+        if not whole or lowest < np.iinfo(self.dtype).min or highest >= self.limit:
+            raise ValueError(f"{self.bin_path}: got {ids.dtype.name} ids {lowest} .. {highest}, "
+                             f"expected integers below {self.limit:,} that fit {self.dtype.name}; "
+                             f"is it the tokenizer that they come from?")
+        data = np.ascontiguousarray(ids, self.dtype).data
+        self._bin.write(data)
+        self._hash.update(data)
+        self._num_bytes += data.nbytes
+        self.lengths.frombytes(lengths.tobytes())
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,),
+        and how many first ids of each repeat the entry before (n,)."""
+        raise NotImplementedError
+
+    def index(self) -> tuple[int, list[Any]]:
+        """(number of entries, the .idx, in parts)."""
+        raise NotImplementedError
+
+    def finish(self) -> dict[str, Any]:
+        """Write the index. Nothing has appeared yet: a full disk shows here, while an old pair is
+        untouched, and whatever is to be on disk before the pair counts can still be written."""
+        entries, parts = self.index()
+        digest = blake2b(digest_size=16)
+        for part in parts:
+            self._idx.write(part)
+            digest.update(part)
+        for f in (self._bin, self._idx):
+            f.flush()
+            os.fsync(f.fileno())
+        self.written = {
+            "entries": entries, "tokens": self._num_bytes // self.dtype.itemsize,
+            "bin_bytes": self._num_bytes, "bin_hash": self._hash.hexdigest(),
+            "idx_hash": digest.hexdigest()}
+        return self.written
+
+    def commit(self) -> None:
+        """Let both files appear, the .idx last."""
+        with self._files:
+            written = self.written or self.finish()
+            with contextlib.suppress(FileNotFoundError):  # no old .idx, or another process deleted it
+                if hash_file(self.idx_path) != written["idx_hash"]:
+                    self.idx_path.unlink()
+                    fsync_dir(self.idx_path.parent)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.commit()
+        else:
+            self._files.__exit__(kind, error, trace)
+
+
+class ShardWriter(TokenWriter):
+    """Writes GPTS. `dtype`: in place of uint16, or uint32 for more than 65,535 ids."""
+
+    format = "shards"
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int, dtype: Any = None):
+        default = DTYPES["shards"][2 if vocab_size <= 65535 else 4]
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
+        self._prefixes = array("H")
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        prefixes = np.asarray(prefixes)
+        fits = prefixes.min(initial=0) >= 0 and prefixes.max(initial=0) < 1 << 16
+        if len(lengths) != len(prefixes) or not fits:
+            raise ValueError(f"{self.bin_path}: got {len(prefixes):,} prefixes for "
+                             f"{len(lengths):,} entries, expected one for each, of 0 .. 65,535")
+        self.append(ids, lengths)
+        self._prefixes.frombytes(prefixes.astype(np.uint16).tobytes())
+
+    def index(self) -> tuple[int, list[Any]]:
+        n = len(self.lengths)
+        if not 0 < n < 1 << 32:
+            raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; "
+                             f"leave out an input without documents, cut one with too many")
+        header = HEADERS["shards"].pack(MAGICS["shards"], 1, self.code, n)
+        offsets = running(np.frombuffer(self.lengths, np.int64))
+        return n, [header, offsets.data, self._prefixes]
+
+
+class MegatronWriter(TokenWriter):
+    """Writes Megatron's format. `dtype`: in place of uint16, or int32 from 65,500 ids on, which is
+    Megatron's own choice.
+
+    `add` makes each entry a document of one sequence. For documents of several, `append` their
+    sequences, then `end_documents`.
+    """
+
+    format = "megatron"
+
+    def __init__(self, prefix: Path | str, *, vocab_size: int = 1 << 63, dtype: Any = None):
+        default = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
+        super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
+        self._boundaries = array("q", [0])
+
+    def end_documents(self, counts: Iterable[int]) -> None:
+        """End documents, of so many sequences each, behind the last one that was ended."""
+        for count in counts:
+            self._boundaries.append(self._boundaries[-1] + int(count))
+
+    def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
+        if np.count_nonzero(prefixes):
+            raise ValueError(f"{self.bin_path}: entries that repeat others, but Megatron's format "
+                             f"holds whole documents only")
+        self.append(ids, lengths)
+        self.end_documents([1] * len(lengths))
+
+    def index(self) -> tuple[int, list[Any]]:
+        """See `TokenWriter.index`; ValueError where sequences lie behind the last document."""
+        n, documents = len(self.lengths), len(self._boundaries) - 1
+        if self._boundaries[-1] != n:
+            raise ValueError(f"{self.bin_path}: {n - self._boundaries[-1]:,} sequence(s) behind "
+                             f"the last document; call end_document() before finalize()")
+        lengths = np.frombuffer(self.lengths, np.int64)
+        if lengths.max(initial=0) > MAX_SEQUENCE:
+            raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, "
+                             f"which Megatron's format cannot hold; cut it into several")
+        pointers = running(lengths * self.dtype.itemsize)[:-1]
+        header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
+        return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
+
+
+WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
+    "shards": ShardWriter, "megatron": MegatronWriter}
 
 
 # ---- windows ------------------------------------------------------------------------------------
@@ -176,13 +356,13 @@ class Pretokenizer:
     windows: Windows
     tokenizer: dict[str, Any]  # as `describe_tokenizer` gives it; it lies in output/tokenizer
     data_format: str = "shards"
-    reading: Reading = ALL
+    selection: Selection = ALL
 
     @property
     def made_with(self) -> Record:
-        """What all pairs have in common; format and reading are named where they are not the usual ones."""
+        """What all pairs have in common; format and selection are named if they are not the defaults."""
         named = {} if self.data_format == "shards" else {"data_format": self.data_format}
-        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.reading.named()}
+        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.selection.named()}
 
     def prepare(self) -> None:
         """Make the folders, and take away what killed processes left."""
@@ -201,7 +381,7 @@ class Pretokenizer:
         shard = record["shard"]
         same = record["made_with"] == self.made_with and record["source"] == _source(i)
         whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        broken = self.reading.strict and shard["skipped"]["count"]
+        broken = self.selection.strict and shard["skipped"]["count"]
         return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
@@ -209,11 +389,11 @@ class Pretokenizer:
         the input cannot be used, OSError where the pair cannot be written. Then there is none."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
-        was_there = idx_path.exists()
+        had_index = idx_path.exists()
         if record := self.finished(i):
             return record
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
-        if was_there:  # asked before the record was read: another process may just have made it
+        if had_index:  # asked before the record was read: another process may just have made it
             idx_path.unlink(missing_ok=True)
             bin_path.unlink(missing_ok=True)
         tokenizer = _load_same(self.output / TOKENIZER, self.tokenizer["fingerprint"])
@@ -222,9 +402,9 @@ class Pretokenizer:
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair, which has not appeared yet, and the record, which is returned."""
-        documents, text_bytes, source, reading = 0, 0, _source(i), Reading.of(asdict(self.reading), i.split)
+        documents, text_bytes, source, selection = 0, 0, _source(i), self.selection.for_split(i.split)
         skipped: Record = {}
-        texts_of_input = read_documents(i.path, reading, skipped)
+        texts_of_input = read_documents(i.path, selection, skipped)
         while texts := _batch(texts_of_input):
             try:
                 ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
@@ -237,14 +417,14 @@ class Pretokenizer:
             raise ValueError(f"{i.path}: it changed while it was read; run the same command again "
                              f"when it is whole")
         if not documents:
-            raise no_document(i.path, reading, skipped)
-        if not reading.min_chars:
+            raise no_document(i.path, selection, skipped)
+        if not selection.min_chars:
             del skipped["short"]
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0:  # what text training estimates and counts, so that rows are the same
-            if i.path.name.endswith(".parquet") and not reading.selects:
-                _, counts, text_bytes = read_footer(i.path, reading.text_field)
+            if i.path.name.endswith(".parquet") and not selection.skips_some:
+                _, counts, text_bytes = read_footer(i.path, selection.text_field)
                 if (groups := [n for n in counts if n]) != record_groups(None, documents):
                     shard["groups"] = groups
             shard["text_bytes"] = text_bytes
@@ -304,7 +484,7 @@ class Pretokenizer:
         for folder, records in buckets.items():
             shards = {stem: record["shard"] for stem, record in records.items() if record}
             if len(shards) == len(records):
-                read = {name: value for name, value in self.reading.named().items() if name != "text_field"}
+                read = {name: value for name, value in self.selection.named().items() if name != "text_field"}
                 manifest = new_manifest(self.tokenizer, asdict(self.windows) | read, shards,
                                         data_format=self.data_format)
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)

@@ -105,9 +105,9 @@ class RunReader:
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
-        from nanochat.sources import read_manifests
+        from nanochat.dataset import DATA_MANIFEST, read_manifests
 
-        return read_manifests(self.run_dir / "data_manifest.json")
+        return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are those of

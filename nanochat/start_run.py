@@ -32,22 +32,25 @@ import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
-from nanochat.config import Settings, flag, go_on
+from nanochat.config import Settings, flag, go_on, stream_config
 from nanochat.dataloader import Layout, default_leaves
-from nanochat.dataset import data_folder, default_data_dir
+from nanochat.dataset import (
+    DATA_MANIFEST,
+    Manifest,
+    Manifests,
+    check_files,
+    data_folder,
+    default_data_dir,
+    describe_split,
+    files_of,
+    last_file_validates,
+    pin_files,
+    read_manifests,
+)
 from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
-from nanochat.run_data import (
-    MANIFEST_NAME,
-    RunData,
-    check_files,
-    find_manifests,
-    open_data,
-    pinned_data,
-    stream_config,
-)
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -61,9 +64,9 @@ from nanochat.run_dir import (
     set_aside,
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
-from nanochat.sources import Manifest, counts_and_means
-from nanochat.split_report import describe_split, files_of, last_file_validates
+from nanochat.sources import RunData, counts_and_means, open_data
 from nanochat.stream import carry_on, open_stream, stream_identity
+from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,7 +97,7 @@ class Start:
     skip: int
     notices: tuple[str, ...]
     last_owner: bytes
-    manifests: dict[str, dict[str, Manifest]]
+    manifests: Manifests
     events: dict[str, dict[str, Any]]
 
     @property
@@ -211,7 +214,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         origin = _find_origin(settings.init_from, config.get("origin"))
     if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
         settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
-    manifests = {} if config or settings.order == "megatron" else find_manifests({}, settings)
+    manifests = {} if config or settings.order == "megatron" else pin_data(settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
                                               device_memory(device), manifests.get("train"))
     if (begun_with := checkpoint or origin) is not None:
@@ -368,13 +371,29 @@ def _settle_samples(start: Start) -> Start:
 
 # ---- data ----------------------------------------------------------------------------------------
 
+def pin_data(settings: Settings) -> Manifests:
+    """The files that a new run trains and validates on, and what pins them. FileNotFoundError or ValueError names the
+    file that is missing or bad."""
+    if settings.order == "megatron":
+        from nanochat.integrations.megatron_order import find_prefixes
+
+        return find_prefixes(settings.data_path or "", settings.val_path, settings.split or "")
+    return pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format, mix=settings.mix,
+                     selection=Selection.of(settings.to_json()))
+
+
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
-    """Collective. The files of a run, found (or, where it has pinned them, compared) by rank 0,
-    and opened by every rank; and the start as it is when the rows to be skipped are passed over.
-    FileNotFoundError or ValueError names what is bad, changed or gone."""
+    """Collective. Rank 0 pins the files of a new run, or compares those that the run has pinned; then every rank
+    opens them. Returns the start with the cursors behind the rows to skip, and the data. FileNotFoundError or
+    ValueError names the file that is bad, changed or gone."""
     settings = start.settings
-    manifests = start.manifests or on_rank0(
-        lambda: find_manifests(pinned_data(start.run_dir) if start.config else {}, settings))
+
+    def pinned() -> Manifests:
+        if start.config and (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
+            return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
+        return pin_data(settings)
+
+    manifests = start.manifests or on_rank0(pinned)
 
     def opened() -> RunData:
         try:
@@ -418,6 +437,19 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
         return stream.cursors()
 
 
+def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
+    """(data, stream settings, resolved settings) of a run, from its directory alone. The pinned files are compared
+    with the disk first. FileNotFoundError if the run never pinned any."""
+    settings, manifests = Settings.from_json(read_config(run_dir)), read_manifests(run_dir / DATA_MANIFEST)
+    begin_data(settings.object_storage_cache)
+    if not manifests:
+        raise FileNotFoundError(f"{run_dir / DATA_MANIFEST}: missing, so this run never read any "
+                                f"data; start it first")
+    check_files(manifests)
+    tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
+    return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
+
+
 # ---- from here on files are written --------------------------------------------------------------
 
 def own(start: Start, data: RunData) -> Owner:
@@ -440,7 +472,7 @@ def own(start: Start, data: RunData) -> Owner:
         owner = claim(run_dir, b"")
     try:
         open_folders(run_dir)
-        write_json(run_dir / MANIFEST_NAME, data.manifests)
+        write_json(run_dir / DATA_MANIFEST, data.manifests)
         data.tokenizer.save(run_dir / "tokenizer")
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())

@@ -1,25 +1,22 @@
 """
 The documents of any text file, one by one, and how a file that is not parquet becomes parquet.
 
-    .jsonl, .jsonl.gz, .jsonl.zst    a document a line; broken lines are told and passed over, or fatal (--strict)
+    .jsonl, .jsonl.gz, .jsonl.zst    one document per line; broken lines are skipped or, with --strict, an error
     .txt                             one document
     .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
-    .parquet                         of nanochat/text.py
+    .parquet                         read by nanochat/text.py
 
-Training never comes here but once for each file: what it reads is the parquet that
-`nanochat.text.as_parquet` keeps. Tokenizing and training a tokenizer read documents from here.
+Training uses this module once per file: it reads the cached parquet that `nanochat.text.as_parquet`
+keeps. Tokenizing ahead of training and training a tokenizer read documents from here.
 """
 
-import argparse
 import contextlib
 import functools
 import io
 import itertools
 import json
 import logging
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +28,16 @@ from nanochat.common import atomic_open, get_base_dir, hash_json, local, place, 
 from nanochat.text import (
     ALL,
     CONVERTED,
-    FIELD_HELP,
     MAX_DOCUMENT_BYTES,
-    MIN_CHARS_HELP,
     TEXT_BYTES,
-    TEXT_FIELD,
-    VAL_FRACTION_HELP,
-    Reading,
+    Selection,
     as_parquet,
     checked,
     flat,
     misfit,
+    named_in_errors,
     open_parquet,
     read_batches,
-    told_of,
 )
 
 log = logging.getLogger(__name__)
@@ -56,51 +49,24 @@ GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 
 # ---- documents -----------------------------------------------------------------------------------
 
-def read_documents(path: Path, reading: Reading = ALL, skipped: dict[str, Any] | None = None) -> Iterator[str]:
-    """The documents of a text file of any kind that are to be read. ValueError names the file and
-    what is wrong.
+def read_documents(path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None) -> Iterator[str]:
+    """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
-    A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of
-    millions, so it is passed over, unless `reading` is strict. `skipped` gets to know what was: the
-    "count" of broken lines, (number, what is wrong) of the first "lines", and how many documents
-    were too "short". Of two parts of a file training's tells the broken lines, validation's none. A
-    torn compressed file has lost nobody knows how many documents, so it is an error, and so are a
-    line that is larger than any document and a .txt file that is not UTF-8.
+    A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of millions, so it is
+    skipped, unless `selection` is strict. `skipped` is filled with the "count" of broken lines, (number, problem) of
+    the first "lines", and the number of documents that were too "short". If a file is divided between training and
+    validation, only the training part counts its broken lines. A truncated compressed file has lost an unknown number
+    of documents, so it is an error, and so are a line larger than any document and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
-    texts: Iterable[str]
     if path.name.endswith(".txt"):
-        texts = [cut(reading, _read_txt(path))]
-        reading = replace(reading, part="")
-    elif path.name.endswith(CONVERTED) and path.suffix != ".arrow":
-        texts = _read_jsonl(path, reading, skipped)
-    else:
-        read = _read_arrow if path.suffix == ".arrow" else _read_parquet
-        texts = (text for column in read(path, reading.text_field) for text in column.to_pylist())
-    for number, text in enumerate(texts):
-        if not takes(reading, number):
-            continue
-        if len(text) >= reading.min_chars:
-            yield text
-        else:
-            skipped["short"] += 1
-
-
-def takes(reading: Reading, number: int) -> bool:
-    """Whether the document of this number in its file, from 0, is in the part that is read."""
-    share = reading.val_fraction
-    validates = math.floor((number + 1) * share) > math.floor(number * share)
-    return reading.part == "" or validates == (reading.part == "val")
-
-
-def cut(reading: Reading, text: str) -> str:
-    """The part that is read of a file that is one document."""
-    if not reading.part:
-        return text
-    at = math.ceil(len(text) * (1 - reading.val_fraction))
-    at = text.find("\n", at) + 1 or at
-    return text[:at] if reading.part == "train" else text[at:]
+        return selection.of_one_document(_read_txt(path), skipped)
+    if path.name.endswith(CONVERTED) and path.suffix != ".arrow":
+        return selection.documents(_read_jsonl(path, selection, skipped), skipped)
+    read = _read_arrow if path.suffix == ".arrow" else _read_parquet
+    columns = read(path, selection.text_field)
+    return selection.documents((text for column in columns for text in column.to_pylist()), skipped)
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
@@ -111,8 +77,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a stream of Arrow's record batches, the file that `datasets` saves."""
-    with told_of(path, "not a whole stream of Arrow's"), path.open("rb") as file:
+    """The texts of a stream of Arrow's record batches, which is what `datasets` saves."""
+    with named_in_errors(path, "not a whole stream of Arrow's"), path.open("rb") as file:
         batches = pa.ipc.open_stream(file)
         if problem := misfit(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
@@ -122,8 +88,8 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def saved_files(folder: Path) -> set[str]:
-    """Names of the .arrow files that are data: where Hugging Face's `datasets` saved them those
-    that its state.json lists, for caches may lie beside them; else all of the folder."""
+    """Names of the .arrow files of a folder that are data. If Hugging Face's `datasets` saved them, these are the ones
+    that its state.json lists, for caches may lie beside them; otherwise all of them."""
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
@@ -136,7 +102,7 @@ def saved_files(folder: Path) -> set[str]:
 
 
 def _read_txt(path: Path) -> str:
-    """The document that a .txt file is."""
+    """The text of a .txt file."""
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
@@ -148,13 +114,14 @@ def _read_txt(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 ({e}); convert it (iconv does), or take it away") from e
 
 
-def _read_jsonl(path: Path, reading: Reading, skipped: dict[str, Any]) -> Iterator[str]:
-    """The documents of a .jsonl file, which may be compressed; broken lines are noted in
-    `skipped`, or the first is an error."""
+def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[str]:
+    """All documents of a .jsonl file, which may be compressed. Broken lines are noted in `skipped`, or the first one
+    is an error."""
     codec = CODECS.get(path.suffix)
     with contextlib.ExitStack() as files:
         lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
-        files.enter_context(told_of(path, f"not a whole {codec} file" if codec else "it cannot be read to its end"))
+        problem = f"not a whole {codec} file" if codec else "it cannot be read to its end"
+        files.enter_context(named_in_errors(path, problem))
         if codec:
             lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
         for number in itertools.count(1):
@@ -167,23 +134,19 @@ def _read_jsonl(path: Path, reading: Reading, skipped: dict[str, Any]) -> Iterat
             if not line.strip():
                 continue
             try:
-                text = _document(line, reading.text_field)
+                yield _document(line, selection.text_field)
             except (ValueError, RecursionError) as e:
                 problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON of a document'}: {e}"[:200]
-                if reading.strict:
+                if selection.strict:
                     raise ValueError(f"{path}: line {number}: {problem}; mend it, or leave out --strict to skip "
                                      f"such lines") from None
-                if reading.part == "val":  # the other part of the file tells it
-                    continue
-                skipped["count"] += 1
-                if len(skipped["lines"]) < LISTED_LINES:
-                    skipped["lines"].append((number, problem))
-            else:
-                yield text
+                if selection.part != "val":  # else the training part of the file counts it
+                    skipped["count"] += 1
+                    skipped["lines"] += [(number, problem)] if len(skipped["lines"]) < LISTED_LINES else []
 
 
 def _document(line: bytes, field: str) -> str:
-    """The text in a line of jsonl. ValueError or RecursionError where there is none."""
+    """The text in a line of jsonl. ValueError or RecursionError if there is none."""
     value = json.loads(line.decode("utf-8-sig"))
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -195,70 +158,60 @@ def _document(line: bytes, field: str) -> str:
 
 # ---- cached parquet ------------------------------------------------------------------------------
 
-def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
-    """The documents of a text file of any kind, by way of the cached parquet; broken lines are
-    told."""
-    return read_documents(as_parquet(place(path), reading), Reading(reading.text_field))
+def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
+    """The selected documents of a text file of any kind, read from the cached parquet; warns about broken lines."""
+    return read_documents(as_parquet(place(path), selection), Selection(selection.text_field))
 
 
-def converted(path: Path, reading: Reading) -> Path:
-    """The cached parquet of the documents of a file that are read, made once for its size, time of
-    change and `reading`. What was passed over is told once a launch."""
+def converted(path: Path, selection: Selection) -> Path:
+    """The cached parquet file of the selected documents of a file, made once for its size, modification time and
+    `selection`. Warns about skipped lines and documents once per process."""
     path = local(path)
     stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *selection.hashed()]
     folder = get_base_dir() / "converted" / hash_json(key)
     target, report = folder / "text.parquet", folder / "report.json"
-    there = target.exists() and report.exists()
-    if not there or (reading.strict and read_json(report).get("count")):  # again, to be told of the first broken line
+    exists = target.exists() and report.exists()
+    if not exists or (selection.strict and read_json(report).get("count")):  # again: raises at the first broken line
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(report, {"source": str(path), **convert(path, target, reading), **reading.named()})
-    _tell_skipped(path, report)
+        write_json(report, {"source": str(path), **convert(path, target, selection), **selection.named()})
+    _warn_of_skipped(path, report)
     return target
 
 
-def convert(path: Path, target: Path, reading: Reading) -> dict[str, Any]:
-    """Write the documents of a file as parquet; returns what was skipped, see `read_documents`."""
+def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
+    """Write the selected documents of a file as parquet. Returns `skipped`, see `read_documents`."""
     skipped: dict[str, Any] = {}
-    texts = iter(tqdm(read_documents(path, reading, skipped), desc=f"converting {path.name}", unit=" documents",
+    texts = iter(tqdm(read_documents(path, selection, skipped), desc=f"converting {path.name}", unit=" documents",
                       delay=1, disable=None))
-    schema = pa.schema([(reading.text_field, pa.string())])
-    num_groups = text_bytes = 0
+    schema = pa.schema([(selection.text_field, pa.string())])
+    text_bytes = None
     with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
         while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
-            writer.write_table(pa.table({reading.text_field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
-            num_groups += 1
-            text_bytes += sum(len(text.encode()) for text in group)
-        if not num_groups:
-            raise no_document(path, reading, skipped)
+            writer.write_table(pa.table({selection.text_field: group}, schema=schema), row_group_size=GROUP_DOCUMENTS)
+            text_bytes = (text_bytes or 0) + sum(len(text.encode()) for text in group)
+        if text_bytes is None:
+            raise no_document(path, selection, skipped)
         writer.add_key_value_metadata({TEXT_BYTES: str(text_bytes)})
     return skipped
 
 
-def no_document(path: Path, reading: Reading, skipped: dict[str, Any]) -> ValueError:
-    """The error of a file that gives no document."""
+def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> ValueError:
+    """The error about a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
-    part = f" of the {reading.part} part with --val-fraction {reading.val_fraction}" if reading.part else ""
+    part = f" of the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
     return ValueError(f"{path}: no document in it ({skipped['count']:,} broken line(s){why}){part}, and "
                       f"{skipped['short']:,} shorter than --min-chars; mend it, or leave the file out")
 
 
 @functools.cache
-def _tell_skipped(path: Path, report: Path) -> None:
-    """Warn of a file's broken lines and short documents, once in a process."""
-    told = read_json(report)
-    if told.get("short"):
-        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, told["short"], told["min_chars"])
-    if told.get("lines"):
-        number, why = told["lines"][0]
-        log.warning("%s: %d broken line(s) skipped, the first is line %d: %s (%s names more)", path, told["count"],
+def _warn_of_skipped(path: Path, report: Path) -> None:
+    """Warn of a file's broken lines and short documents, once per process."""
+    skipped = read_json(report)
+    if skipped.get("short"):
+        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, skipped["short"],
+                    skipped["min_chars"])
+    if skipped.get("lines"):
+        number, why = skipped["lines"][0]
+        log.warning("%s: %d broken line(s) skipped, the first is line %d: %s (%s names more)", path, skipped["count"],
                     number, why, report)
-
-
-def add_text_flags(parser: argparse.ArgumentParser, *, splits: bool = True) -> None:
-    """Give the parser of a script that reads text its flags; `Reading.of(vars(args))` is what they
-    say. `splits`: whether it takes training and validation data apart."""
-    parser.add_argument("--text-field", default=TEXT_FIELD, metavar="NAME", help=FIELD_HELP)
-    parser.add_argument("--min-chars", type=int, default=0, metavar="N", help=MIN_CHARS_HELP)
-    if splits:
-        parser.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help=VAL_FRACTION_HELP)

@@ -2,8 +2,8 @@
 Token files: the ids of many documents, written once, read where they lie.
 
 A token file is a pair. The .bin holds nothing but ids, the .idx says where in it each *entry* is.
-There are two formats of the .idx. This module reads both, and nobody above it need know which one
-a pair has; `token_writer` writes them.
+There are two formats of the .idx. This module reads both, so that no other module needs to know which
+one a pair has; nanochat/pretokenize.py writes them. It is imported with the first .bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
@@ -21,23 +21,24 @@ An entry of GPTS is a document, or one of the windows that a long document was c
 window repeats some ids of the one before it. (Above, the third document is two windows, of which
 the second has a prefix of 1.) An entry of Megatron's format is a document. Its sequences may lie
 anywhere in the .bin. All numbers are little-endian. GPTS is the format of gpt-simple 0.1.2, the
-other one that of megatron-core: files of these programs are read here, and they read ours. Beside
-the pairs of a folder there may be a manifest.json, which says what tokenizer made them.
+other one that of megatron-core: this module reads files of these programs, and they read ours. A
+folder of pairs may have a manifest.json, which names the tokenizer that made them.
 
-**Opening** looks at the header, the sizes and both ends of the tables. So it takes as long for a
-billion entries as for ten. What stands between is checked where it is used.
+**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a
+billion entries as for ten. The rest is checked where it is used.
 
-**Which entries end a document?** If the manifest tells that every later window has a prefix, an
-entry ends its document when the next one has no prefix, and no id need be looked at. Otherwise the
-last id of the entry decides: it is E or it is not.
+**Which entries end a document?** If the manifest says that every later window has a prefix, an
+entry ends its document when the next one has no prefix, and no id is read. Otherwise the last id of
+the entry decides: it is E or it is not.
 
-**Three readers** give the elements of a file: a memory map (the default), plain reads, and object
-storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is cut short
-while a run reads it is then an error with a sentence; a memory map ends the process by SIGBUS.
+**Three readers** return the elements of a file: a memory map (the default), plain reads, and object
+storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is truncated
+while a run reads it is then an error with a sentence; with a memory map, SIGBUS ends the process.
 """
 
 import functools
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -47,8 +48,21 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
+from nanochat.common import (
+    check_shape,
+    etag_of,
+    fetch,
+    hash_bytes,
+    hash_json,
+    in_store,
+    local,
+    place,
+    read_json,
+)
+from nanochat.dataset import Manifest
+from nanochat.sources import Source
 from nanochat.text import text_tokens
+from nanochat.tokenizer import Tokenizer
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -70,14 +84,60 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
 
 
 def pair_format(path: Path) -> str | None:
-    """The format of a pair, given either file: "shards" or "megatron". None if its .idx is not
-    there, or begins with nothing that is known."""
+    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
+    neither magic."""
     try:
         with open(local(path.with_suffix(".idx")), "rb") as f:
             head = f.read(16)
     except FileNotFoundError:
         return None
     return next((name for name, magic in MAGICS.items() if head.startswith(magic)), None)
+
+
+# ---- which pairs a --data-path names ------------------------------------------------------------
+
+def split_weights(data_path: str) -> tuple[str, list[float] | None]:
+    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
+    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
+    parts = data_path.split(",")
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
+    if not weighted or place(data_path).exists():
+        return data_path, None
+    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
+
+
+def find_prefixes(data_path: str) -> list[Path]:
+    """The .bin files of a --data-path that names pairs by their paths without .bin and .idx, with
+    commas between them, in the order given; [] if a single path names no pair. FileNotFoundError for a
+    missing pair; ValueError for weights before them, which only --order=megatron uses."""
+    parts = data_path.split(",")
+    if split_weights(data_path)[1] is not None:
+        raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={','.join(parts[1::2])}")
+    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+        raise ValueError(f"{data_path}: prefixes in several kinds of stores, or in a store and on "
+                         f"this machine; the data of a run lie in one of them")
+    files = [place(f"{place(part)}.bin") for part in parts]
+    for prefix, file in zip(parts, files):
+        if not file.is_file() and not file.with_suffix(".idx").is_file():
+            if len(parts) == 1:
+                return []
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx is there; --data-path takes "
+                                    f"a folder, or paths without .bin and .idx with commas between them")
+    return files
+
+
+def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
+    """ValueError for a pair that is not of the format that was asked for. In a mixture it is unclear which were meant,
+    and skipping one kind would silently make the data less, so a mixture is refused, too."""
+    fetch(f.with_suffix(".idx") for f in files)
+    for file in files:
+        actual = pair_format(file)
+        if actual and actual != data_format:  # an unknown one is reported when it is opened
+            raise ValueError(f"{file}: this pair is of --data-format {actual}, not {data_format}; where {root} "
+                             f"mixes both, move one kind elsewhere, or turn it into the other (python -m "
+                             f"scripts.convert_shards)")
 
 
 # ---- readers ------------------------------------------------------------------------------------
@@ -227,8 +287,7 @@ class TokenFile:
         """Rows first .. last - 1 (default: all) of a table of the .idx, unchecked."""
         dtype, at, rows = self.tables[name]
         last = rows if last is None else last
-        found = self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize)
-        return found.view(dtype)
+        return self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize).view(dtype)
 
     # -- where entries lie
 
@@ -332,17 +391,17 @@ class TokenFile:
         return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
     def ends_document(self, first: int, last: int, eod: int,
-                      found: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+                      flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
         """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
-        bool, False for an empty one. Ids are looked at only where the index does not tell; `found`
-        is what `read_flat` gave, if the caller has it."""
+        bool, False for an empty one. Ids are read only if the index does not decide; `flat` is what
+        `read_flat` returned for these entries, if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
-            edges = running(self.lengths(first, last)) if found is None else found[1]
+            edges = running(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
             ends = edges[1:] > edges[:-1]
             ends[:len(following)] &= following == 0
             return ends
-        ids, edges = self.read_flat(first, last) if found is None else found
+        ids, edges = self.read_flat(first, last) if flat is None else flat
         ends = edges[1:] > edges[:-1]
         ends[ends] = ids[edges[1:][ends] - 1] == eod
         return ends
@@ -403,16 +462,15 @@ class TokenFile:
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError naming the file that is
-    not there, not whole, of no known format, without an entry, or of a type of ids that cannot hold
-    the vocabulary."""
-    found = TokenFile(path, vocab_size=vocab_size)
-    if len(found) == 0:
-        raise ValueError(f"{found.idx_path}: no document in it (0 entries); delete the pair")
-    if "modes" in found.tables:
-        raise ValueError(f"{found.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing,
+    truncated, of no known format, without an entry, or of a type of ids that cannot hold the vocabulary."""
+    pair = TokenFile(path, vocab_size=vocab_size)
+    if len(pair) == 0:
+        raise ValueError(f"{pair.idx_path}: no document in it (0 entries); delete the pair")
+    if "modes" in pair.tables:
+        raise ValueError(f"{pair.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
                          f"only read by nanochat.integrations.megatron.IndexedDataset")
-    return found
+    return pair
 
 
 def running(lengths: np.ndarray) -> np.ndarray:
@@ -475,3 +533,58 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
     whole, rest = divmod(entries, GROUP_ENTRIES)
     usual = [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
     return (record or {}).get("groups") or usual
+
+
+# ---- the source of a bucket ---------------------------------------------------------------------
+
+class TokenSource(Source):
+    """Pairs of .bin and .idx in either format. A document is an entry, as `[BOS] + ids` or, with `as_stored`, as it is
+    stored. Files are opened when first used. ValueError for files of another tokenizer."""
+
+    lengths_known = True
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
+        super().__init__(manifest, tokenizer)
+        self.as_stored = as_stored
+        groups = [np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]]
+        self._first_entry = np.concatenate(groups)
+        if "documents" in manifest:  # part of one pair: documents first .. end - 1
+            first, end = manifest["documents"]
+            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
+            self.groups, self._first_entry = np.diff(edges), edges[:-1]
+            self.means = np.full(len(self.groups), self.means[0])
+            self._first_group = np.array([0, len(self.groups)])
+            self.fingerprint = hash_json([self.fingerprint, first, end])
+        self._pair = functools.cache(self._open)
+        for number in {path.parent: number for number, path in enumerate(self.paths)}.values():
+            self._pair(number).refuse_other_tokenizer(tokenizer.fingerprint)
+
+    @staticmethod
+    def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
+        return open_tokens(path).pin(name)
+
+    def _open(self, number: int) -> TokenFile:
+        """The pair of a file of the manifest."""
+        path, entry = self.paths[number], self.manifest["files"][number]
+        pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
+        if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
+            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, "
+                             f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
+                             f"the old file back, or start a new run (--model-tag)")
+        return pair
+
+    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
+        """(pair, first entry, end, positions of the rows among these entries): the entries from the first to the last
+        of some rows of a group."""
+        pair, first, low = self._pair(self.file_of(group)[0]), int(self._first_entry[group]), int(rows.min())
+        return pair, first + low, first + int(rows.max()) + 1, rows - low
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        ids = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
+        return [ids[i] for i in at.tolist()], pair.prefixes(first, stop)[at].tolist()
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        pair, first, stop, at = self._entries(group, rows)
+        lengths = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
+        return lengths[at].tolist(), pair.prefixes(first, stop)[at].tolist()

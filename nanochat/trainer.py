@@ -54,9 +54,9 @@ from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_data import RunData
 from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.schedule import Schedule
+from nanochat.sources import RunData
 from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
 from nanochat.start_run import Start, build_model
 

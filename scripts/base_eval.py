@@ -28,11 +28,13 @@ from nanochat.checkpoint import find_checkpoint
 from nanochat.common import Parser, get_dist_info, print0, run_main, table, visible, whole, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataset import DATA_MANIFEST, read_manifests
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
-from nanochat.run_data import RunData, open_data, open_run, pinned_data
+from nanochat.sources import RunData, open_data
+from nanochat.start_run import open_run
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of, own_prompts
 
@@ -93,7 +95,7 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
-    data = stored if config.framed else open_data(pinned_data(run_dir), tokenizer)
+    data = stored if config.framed else open_data(read_manifests(run_dir / DATA_MANIFEST), tokenizer)
     model.attention_mode = settings.attention_mode
     token_bytes = tokenizer.token_bytes()
     B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size

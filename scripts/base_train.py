@@ -32,7 +32,7 @@ import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
-from nanochat.config import add_flags, from_flags
+from nanochat.config import add_flags, from_flags, stream_config
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     agree,
@@ -46,8 +46,8 @@ from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import look as evaluate
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_data import RunData, stream_config
 from nanochat.schedule import Schedule
+from nanochat.sources import RunData
 from nanochat.start_run import (
     WAY_ON,
     Start,

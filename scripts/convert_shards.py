@@ -29,9 +29,8 @@ from tqdm import tqdm
 
 from nanochat.common import Parser, hash_file, here, run_main, write_json
 from nanochat.dataset import data_folder, find_files
-from nanochat.sources import check_format
-from nanochat.token_writer import WRITERS
-from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, new_manifest, open_tokens, read_manifest
+from nanochat.pretokenize import WRITERS
+from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, check_format, new_manifest, open_tokens, read_manifest
 
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of what is made
 BLOCK_ENTRIES = 1 << 12

@@ -42,14 +42,13 @@ from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
 from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
 from nanochat.config import Settings
+from nanochat.dataset import DATA_MANIFEST, default_data_dir
 from nanochat.dataset import NAME as DATASET_NAME
-from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import tell_completed
-from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.run_reader import RunReader
-from nanochat.start_run import build_model, resolve
+from nanochat.start_run import build_model, pin_data, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.report import escape_html, markdown
 
@@ -389,7 +388,7 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
 
 def bring_in(args: argparse.Namespace) -> str:
     """Write a run directory of nanochat's checkpoint; a sentence that says what it is. Raises what
-    `from_nanochat`, `settings_of` and, of data, `find_manifests` raise."""
+    `from_nanochat`, `settings_of` and, of data, `pin_data` raise."""
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
@@ -400,7 +399,7 @@ def bring_in(args: argparse.Namespace) -> str:
     with new_folder(out, way_out) as run_dir:
         open_folders(run_dir)
         if args.data_path or Path(settings.data_path or "").is_dir():
-            write_json(run_dir / MANIFEST_NAME, find_manifests({}, settings))
+            write_json(run_dir / DATA_MANIFEST, pin_data(settings))
         else:
             log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path",
                         settings.data_path)

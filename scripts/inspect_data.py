@@ -32,12 +32,12 @@ import torch
 from tqdm import tqdm
 
 from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, visible, whole
-from nanochat.config import add_flags, flag, from_flags
+from nanochat.config import add_flags, flag, from_flags, stream_config
 from nanochat.dataloader import Layout
-from nanochat.run_data import RunData, open_run, stream_config
 from nanochat.run_dir import find_run, is_run_dir
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.start_run import command, find_data, look
+from nanochat.sources import RunData
+from nanochat.start_run import command, find_data, look, open_run
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
 
 log = logging.getLogger(__name__)

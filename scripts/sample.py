@@ -22,7 +22,8 @@ from nanochat.common import Parser, run_main, setup_logging, visible, whole
 from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
-from nanochat.run_data import RunData, open_run
+from nanochat.sources import RunData
+from nanochat.start_run import open_run
 
 log = logging.getLogger(__name__)
 

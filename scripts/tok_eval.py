@@ -16,8 +16,8 @@ from pathlib import Path
 
 from nanochat.common import Parser, run_main, setup_logging, table
 from nanochat.dataset import FORMATS, split_train_val
-from nanochat.text import ALL, Reading
-from nanochat.text_kinds import add_text_flags, read_texts
+from nanochat.text import ALL, Selection, add_text_flags
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, add_tokenizer_flags, get_tokenizer
 
 PEERS = ("gpt2", "cl100k_base")
@@ -48,9 +48,9 @@ assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]
 }
 
 
-def first_texts(paths: list[Path], max_chars: int, reading: Reading = ALL) -> Iterator[str]:
+def first_texts(paths: list[Path], max_chars: int, selection: Selection = ALL) -> Iterator[str]:
     """The first documents of some files, until they have `max_chars` characters."""
-    for text in itertools.chain.from_iterable(read_texts(path, reading) for path in paths):
+    for text in itertools.chain.from_iterable(read_texts(path, selection) for path in paths):
         if max_chars <= 0:
             return
         yield text
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
     add_tokenizer_flags(parser)
     parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
-    add_text_flags(parser)
+    add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
     parser.add_argument("--max-chars", type=int, default=5_000_000, help="of each split")
     args = parser.parse_args(argv)
@@ -86,10 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
-        shared = args.val_fraction > 0
-        for split, buckets in split_train_val(args.data_path, args.val_path, shared=shared).items():
+        selection = Selection.of(vars(args))
+        found = split_train_val(args.data_path, args.val_path, shared=selection.val_fraction > 0)
+        for split, buckets in found.items():
             files = list(itertools.chain.from_iterable(buckets.values()))
-            samples[split] = list(first_texts(files, args.max_chars, Reading.of(vars(args), split)))
+            samples[split] = list(first_texts(files, args.max_chars, selection.for_split(split)))
     peers = load_peers()
     rows: list[list[str | int]] = []
     for name, texts in samples.items():

@@ -32,8 +32,7 @@ from nanochat.pretokenize import (
     Windows,
     describe_tokenizer,
 )
-from nanochat.text import STRICT_HELP, SUFFIXES, Reading
-from nanochat.text_kinds import add_text_flags
+from nanochat.text import SUFFIXES, Selection, add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
@@ -44,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Tokenize text files into token files.")
     parser.add_argument("--input-dir", type=Path, required=True,
                         help=f"folder of {', '.join(SUFFIXES)} files, here or in a store (s3://BUCKET/KEY)")
-    add_text_flags(parser)
+    add_text_flags(parser, "text_field", "min_chars", "val_fraction", "strict")
     parser.add_argument("--output-dir", type=Path, required=True)
     add_tokenizer_flags(parser)
     parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
@@ -54,7 +53,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                              f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
                         help="ids that a window repeats of the one before; more than half of --max-length is lowered")
-    parser.add_argument("--strict", action="store_true", help=STRICT_HELP)
     parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; changes no output")
     parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
     parser.add_argument("--num-tasks", type=int, default=1, help="parts the inputs are dealt into")
@@ -181,12 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the pairs of a task; the exit code."""
     args = parse_args(argv)
     windows = check_args(args)
-    reading = Reading.of(vars(args))
-    inputs = find_inputs(args.input_dir, shared=reading.val_fraction > 0)
+    selection = Selection.of(vars(args))
+    inputs = find_inputs(args.input_dir, shared=selection.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # says so where it knows ids only
     job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),
-                       OUTPUTS[args.format], reading)
+                       OUTPUTS[args.format], selection)
     job.refuse_others()
     if args.finish:
         return 0 if finish(job) else 1

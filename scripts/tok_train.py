@@ -26,10 +26,19 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.common import Parser, get_base_dir, here, in_store, run_main, setup_logging, whole
-from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
-from nanochat.split_report import DataFile, describe_split, last_file_validates
-from nanochat.text import Reading
-from nanochat.text_kinds import add_text_flags, read_texts
+from nanochat.dataset import (
+    BUCKET,
+    FORMATS,
+    NAME,
+    DataFile,
+    data_folder,
+    default_data_dir,
+    describe_split,
+    last_file_validates,
+    split_train_val,
+)
+from nanochat.text import Selection, add_text_flags
+from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
 
 
@@ -41,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {NAME} download)")
-    add_text_flags(parser)
+    add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="files not to train on (default: the last one)")
     parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
     parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, and replace another")
@@ -71,14 +80,15 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
     `.training`."""
     opened: list[dict[str, Any]] = []
     truncated = [0, 0]  # documents, and the characters that they lost
-    max_chars, reading, start = arguments["max_chars"], Reading.of(arguments, "train"), time.monotonic()
+    max_chars, start = arguments["max_chars"], time.monotonic()
+    selection = Selection.of(arguments).for_split("train")
 
     def corpus() -> Iterator[str]:
         left = max_chars
         with tqdm(total=left, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
             for file in files:
                 opened.append(file)
-                for text in read_texts(folder / file["name"], reading):
+                for text in read_texts(folder / file["name"], selection):
                     if len(text) > arguments["doc_cap"]:
                         truncated[0] += 1
                         truncated[1] += len(text) - arguments["doc_cap"]
@@ -115,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     data_path = args.data_path or default_data_dir()
     output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
-    arguments |= Reading.of(vars(args)).named()
+    arguments |= Selection.of(vars(args)).named()
     folder, found = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
     files: list[dict[str, Any]] = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
              for path in found["train"][BUCKET]]

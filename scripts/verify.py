@@ -39,13 +39,13 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table, whole
+from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
 
 SEAL_NAME = "trainer_state.json"
-DATA_NAME = "data_manifest.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
 
@@ -264,8 +264,6 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
     """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those
     whose checksums are in the manifest.json beside them."""
-    from nanochat.sources import check, read_manifests
-
     try:
         manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
     except (ValueError, OSError) as e:
@@ -312,7 +310,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
         elif p.name == MANIFEST_NAME and is_manifest(p):
             pairs.setdefault(p.parent, set())
-        elif p.name == DATA_NAME:
+        elif p.name == DATA_MANIFEST:
             checks.append(partial(check_data, p, args))
         elif p.is_dir() and not in_store(p):
             parent, name = p.absolute().parts[-2:]

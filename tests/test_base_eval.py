@@ -14,8 +14,8 @@ import torch
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
-from nanochat.run_data import open_run
 from nanochat.run_dir import find_run, read_log
+from nanochat.start_run import open_run
 from nanochat.stream import open_stream
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_eval, base_train, infer_bench, sample, validate

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import optim, run_data, start_run, trainer
+from nanochat import optim, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
@@ -169,8 +169,8 @@ def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch):
 
 def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace):
     """In a process of its own: what touches files and text alone starts without torch; the files that an import makes,
-    the environment it reads, and what a run imports: no wandb, no store, no package of a store, no trainer of
-    tokenizers."""
+    the environment it reads, and what a run from text imports: no wandb, no module for token files, no object storage
+    or package for it, no trainer of tokenizers."""
     program = f"""
 import os, runpy, sys
 from pathlib import Path
@@ -188,10 +188,12 @@ watched = Watched(kept._data, kept.encodekey, kept.decodekey, kept.encodevalue, 
 os.environ = watched
 import nanochat.tokenizer, nanochat.pretokenize, nanochat.sources, nanochat.dataset, scripts.tok_shards
 assert 'torch' not in sys.modules
+for name in [name for name in sys.modules if name.startswith(('nanochat', 'scripts'))]:
+    del sys.modules[name]  # a run from text does not need all of them
 os.environ = kept
 import torch
 os.environ = watched
-import scripts.base_train
+import nanochat.common, scripts.base_train
 os.environ = kept
 assert nanochat.common.autodetect_device_type is nanochat.dist.autodetect_device_type, 'which comes when asked for'
 assert not [key for key in read if key.startswith(('NANOCHAT', 'RANK', 'WORLD', 'LOCAL', 'HF_', 'WANDB'))], read
@@ -203,7 +205,7 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-assert not {{'wandb'}} & set(sys.modules)
+assert not {{'wandb', 'nanochat.tokens'}} & set(sys.modules)
 loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
 assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # that one only where fastokens is installed
 import nanochat.integrations.object_storage, scripts.tok_train
@@ -218,7 +220,7 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 
 def live_targets(W, steps):
     """(steps, W): live targets of each rank in each of the first steps of a run that was made."""
-    data, config, _ = run_data.open_run(training.run_dir())
+    data, config, _ = start_run.open_run(training.run_dir())
     counts = np.zeros((steps, W), np.int64)
     for rank in range(W):
         with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=8, device_batch_size=4, rank=rank,
@@ -254,7 +256,7 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     """The oracle: one forward and backward over the whole batch, its mean over live targets."""
     succeed(long_docs="split", max_seq_len=160, total_batch_size=160 * 8, overlap=120, num_iterations=8, save_every=7,
             device_batch_size=3, buffer_size=2)
-    data, config, _ = run_data.open_run(training.run_dir())
+    data, config, _ = start_run.open_run(training.run_dir())
     saved = load_checkpoint(training.run_dir() / "checkpoints" / "checkpoint-7")
     model, _, _ = load_model(saved.path, "cpu")
     with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=8, device_batch_size=8, num_threads=1,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.token_writer import ShardWriter
+from nanochat.pretokenize import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify

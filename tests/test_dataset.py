@@ -16,15 +16,18 @@ from nanochat import text, text_kinds
 from nanochat.config import Settings
 from nanochat.dataset import (
     DATASETS,
+    check_files,
     default_data_dir,
     find_files,
     list_parquet_files,
     parquets_iter_batched,
+    scan,
     split_train_val,
 )
-from nanochat.run_data import find_manifests, open_data
-from nanochat.sources import check_format, scan
+from nanochat.sources import open_data
+from nanochat.start_run import pin_data
 from nanochat.text import as_parquet, open_parquet, read_batches
+from nanochat.tokens import check_format
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
@@ -165,17 +168,17 @@ def test_an_idx_without_its_bin_is_found_without_comparing_all_files_with_all(tm
 def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     prefixes = ",".join(str(tiny(tmp_path / "old" / name)) for name in ("web/one", "code/two"))
     settings = Settings(data_path=prefixes, val_path=str(tiny(tmp_path / "old" / "val")), data_format="megatron")
-    pinned = find_manifests({}, settings)
+    pinned = pin_data(settings)
     assert [e["name"] for e in pinned["train"]["data"]["files"]] == ["web/one.bin", "code/two.bin"]
     assert pinned["train"]["data"]["root"] == str((tmp_path / "old").resolve())
     (tmp_path / "old").rename(tmp_path / "new")
     settings = replace(settings, data_path=prefixes.replace("old", "new"), val_path=str(tmp_path / "new" / "val"))
-    moved = find_manifests(pinned, settings)
+    moved = check_files(pinned, settings.data_path, settings.val_path)
     assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
     assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))[0]) == 3
     tiny(tmp_path / "new" / "web" / "one", n=4)
     with pytest.raises(ValueError, match=r"web/one\.bin: changed since this run began \(size"):
-        find_manifests(moved, settings)
+        check_files(moved, settings.data_path, settings.val_path)
 
 
 @pytest.mark.parametrize("make, path, data_format, message", [

@@ -128,7 +128,7 @@ class FileSource(Source):
                 "groups": [data.count(b"\\n")]}
 
     def read(self, group, rows, keep=0):
-        lines = self.paths[self.place(group)[0]].read_text().split("\\n")
+        lines = self.paths[self.file_of(group)[0]].read_text().split("\\n")
         ids, edges = self.tokenizer.encode_flat([lines[row] for row in rows], num_threads=1)
         return [ids[a:b].copy() for a, b in zip(edges[:-1], edges[1:])], [0] * len(rows)
 ''')

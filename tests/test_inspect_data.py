@@ -11,11 +11,11 @@ import pytest
 from nanochat.common import write_json
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
-from nanochat.dataset import BUCKET, split_train_val
+from nanochat.dataset import BUCKET, DATA_MANIFEST, scan, split_train_val
 from nanochat.order import StreamConfig
-from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import TrainLog, keep_cursors, pack_cursors
-from nanochat.sources import ParquetSource, scan
+from nanochat.sources import ParquetSource
+from nanochat.start_run import pin_data
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, sample
 from tests.toy import digest_of_row, some_texts, write_parquet
@@ -93,7 +93,7 @@ def make_run(path, corpus, shape):
     write_json(path / "config.json", {
         "max_seq_len": T, "lanes": V, "seed": 42, "packing": config.layout, "long_docs": config.long_docs,
         "overlap": config.overlap, "buffer_size": 8, "pack": True, "curriculum": None, "total_batch_size": R * T})
-    write_json(path / MANIFEST_NAME, find_manifests({}, Settings(data_path=str(corpus[0]))))
+    write_json(path / DATA_MANIFEST, pin_data(Settings(data_path=str(corpus[0]))))
     RustBPETokenizer.from_directory(corpus[1]).save(path / "tokenizer")
     return path
 

@@ -11,7 +11,7 @@ import pytest
 from nanochat.common import read_json, run_main
 from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
 from nanochat.integrations.megatron_order import open_samples
-from nanochat.run_data import open_run
+from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, validate
 from tests import training

@@ -212,7 +212,7 @@ def test_a_machine_that_lacks_something_is_named(workplace, lacks, told):
 # ---- what one rank alone comes upon ---------------------------------------------------------------------------------
 
 def fail_in(bad, error):
-    """Reading the data fails on one rank, from some unit of documents on."""
+    """Selection the data fails on one rank, from some unit of documents on."""
     read, calls = ParquetSource.read, iter(range(1000))
 
     def watched(self, *args, **kwargs):

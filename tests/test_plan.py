@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.dataset import find_files
+from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
-from nanochat.sources import open_source, scan
+from nanochat.pretokenize import ShardWriter
+from nanochat.sources import open_source
 from nanochat.stream import Stream, ledger
-from nanochat.token_writer import ShardWriter
 from tests.token_files import Tokenizer
 from tests.toy import examples, some_texts, write_parquet
 

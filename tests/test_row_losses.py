@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.run_data import open_run
 from nanochat.run_dir import RowLosses
-from nanochat.start_run import build_model
+from nanochat.start_run import build_model, open_run
 from nanochat.stream import open_stream
 from scripts import verify
 from tests import training

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import sources, text, text_kinds
-from nanochat.sources import ParquetSource, as_parquet, check, fingerprint, scan
+from nanochat.dataset import check, fingerprint, scan
+from nanochat.sources import ParquetSource
+from nanochat.text import as_parquet
 from tests.token_files import patch
 from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_jsonl, write_parquet
 
@@ -234,7 +236,7 @@ def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
     rows = [{"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}} for t in documents]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifests = [scan(tmp_path / name, reading=text.Reading(field)) for name in ("a.parquet", "b.jsonl")]
+    manifests = [scan(tmp_path / name, selection=text.Selection(field)) for name in ("a.parquet", "b.jsonl")]
     found = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
     assert [all_texts(source) for source in found] == [[["one", "two"], ["three"]], [documents]]
     assert [check(manifest) for manifest in manifests] == manifests
@@ -242,10 +244,10 @@ def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
     assert fingerprint(scan(tmp_path / "a.parquet")) != found[0].fingerprint
     for name in ("a.parquet", "b.jsonl"):
         with pytest.raises(ValueError, match=rf"{name}: .*`meta\.none`.*--text-field"):
-            scan(tmp_path / name, reading=text.Reading("meta.none"))
+            scan(tmp_path / name, selection=text.Selection("meta.none"))
     pq.write_table(pa.table({"meta": [{"body": "x"}, None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"1 null\(s\) in column `meta\.body` of row group 0"):
-        scan(tmp_path / "null.parquet", reading=text.Reading("meta.body"))
+        scan(tmp_path / "null.parquet", selection=text.Selection("meta.body"))
 
 
 def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
@@ -268,24 +270,24 @@ def test_broken_jsonl_lines_are_told_at_every_launch_but_once_in_each(tmp_path, 
     path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
     for _ in range(2):
         caplog.clear()
-        text_kinds._tell_skipped.cache_clear()  # what a new process begins with
+        text_kinds._warn_of_skipped.cache_clear()  # what a new process begins with
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
         assert caplog.text.count("s.jsonl.gz: 2 broken line(s) skipped, the first is line 2: not JSON") == 1
 
 
 def test_strict_makes_a_broken_line_fatal_also_when_it_was_converted_before(tmp_path, base_dir):
-    path, strict = tmp_path / "s.jsonl", text.Reading(strict=True)
+    path, strict = tmp_path / "s.jsonl", text.Selection(strict=True)
     path.write_bytes(b"\n".join(BROKEN))
     with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
-        scan(path, reading=strict)
+        scan(path, selection=strict)
     assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
     manifest = scan(path)
-    for again in (lambda: scan(path, reading=strict), lambda: check(manifest, strict=True)):
+    for again in (lambda: scan(path, selection=strict), lambda: check(manifest, strict=True)):
         with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
             again()
     path.write_bytes(BROKEN[0])
-    assert scan(path, reading=strict) == scan(path), "it changes nothing else"
+    assert scan(path, selection=strict) == scan(path), "it changes nothing else"
 
 
 @pytest.mark.parametrize("name, content, said", [

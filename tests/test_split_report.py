@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from nanochat.split_report import DataFile, describe_split
+from nanochat.dataset import DataFile, describe_split
 from scripts import tok_train, validate
 from tests import training
 from tests.training import flags, succeed

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.dataset import find_files
+from nanochat.dataset import find_files, scan
 from nanochat.order import Order, StreamConfig, default_lanes
-from nanochat.sources import ParquetSource, scan
+from nanochat.sources import ParquetSource
 from nanochat.stream import Packed, Row, Stream, carry_on, stream_identity
 from tests.toy import (
     BOS,

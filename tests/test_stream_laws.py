@@ -21,16 +21,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import sources
+from nanochat import dataset, sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
-from nanochat.dataset import find_files
+from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig
-from nanochat.sources import ParquetSource, TokenSource, scan
+from nanochat.pretokenize import ShardWriter
+from nanochat.sources import ParquetSource
 from nanochat.stream import Cursor, Packed, Row, Stream, ledger
-from nanochat.token_writer import ShardWriter
-from nanochat.tokens import READER, new_manifest
+from nanochat.tokens import READER, TokenSource, new_manifest
 from tests.token_files import write_megatron
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
@@ -137,7 +137,7 @@ class World:
     def open(self, folder):
         """The sources of its buckets, written to a folder."""
         with (mock.patch.object(sources, "SMALL_TOKENS", sources.SMALL_TOKENS if self.small else -1),
-              mock.patch.object(sources, "is_blank", lambda *args: False)):  # text may be all empty here
+              mock.patch.object(dataset, "is_blank", lambda *args: False)):  # text may be all empty here
             return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
                     for name, corpus in self.corpora.items()}
 

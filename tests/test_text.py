@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import text_kinds
-from nanochat.dataset import find_files, split_train_val
-from nanochat.sources import ParquetSource, check, fingerprint, scan
-from nanochat.text import Reading
+from nanochat.dataset import check, find_files, fingerprint, scan, split_train_val
+from nanochat.sources import ParquetSource
+from nanochat.text import Selection
 from nanochat.text_kinds import read_documents, read_texts
 from scripts import tok_eval, tok_shards, tok_train
 from tests import training
@@ -53,9 +53,9 @@ def test_parts_are_disjoint_and_whole_and_follow_the_rule(tmp_path_factory, num,
     write_jsonl(path, DOCUMENTS[:num])
     found = {}
     for part in ("train", "val"):
-        every, long, skipped = Reading.of({"val_fraction": fraction}, part), {"min_chars": min_chars}, {}
+        every, long, skipped = Selection(val_fraction=fraction).for_split(part), {"min_chars": min_chars}, {}
         found[part] = list(read_documents(path, every))
-        some = list(read_documents(path, Reading.of({"val_fraction": fraction, **long}, part), skipped))
+        some = list(read_documents(path, Selection(val_fraction=fraction, **long).for_split(part), skipped))
         assert some == [t for t in found[part] if len(t) >= min_chars]
         assert skipped == {"count": 0, "lines": [], "short": len(found[part]) - len(some)}
     if fraction:
@@ -71,13 +71,13 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
     write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
     write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
     write_saved(tmp_path / "arrow", [DOCUMENTS])
-    reading = Reading(min_chars=10, val_fraction=0.3, part="train")
+    selection = Selection(min_chars=10, val_fraction=0.3, part="train")
     want = [t for i, t in enumerate(DOCUMENTS) if math.floor((i + 1) * 0.3) == math.floor(i * 0.3) and len(t) >= 10]
     groups = []
     for kind in ("jsonl", "parquet", "arrow"):
         caplog.clear()
-        text_kinds._tell_skipped.cache_clear()
-        manifest = scan(tmp_path / kind, reading=reading)
+        text_kinds._warn_of_skipped.cache_clear()
+        manifest = scan(tmp_path / kind, selection=selection)
         assert check(manifest) == manifest and manifest["min_chars"] == 10 and manifest["part"] == "train"
         source = ParquetSource(manifest, ByteTokenizer())
         found = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
@@ -86,7 +86,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
         assert "shorter than --min-chars 10 left out" in caplog.text
         groups.append(source.groups.tolist())
     assert groups[0] == groups[1] == groups[2] and len(groups[0]) > 3
-    prints = {fingerprint(scan(tmp_path / "jsonl", reading=Reading(**changed))) for changed in (
+    prints = {fingerprint(scan(tmp_path / "jsonl", selection=Selection(**changed))) for changed in (
         {}, {"min_chars": 10}, {"min_chars": 11}, {"val_fraction": 0.3, "part": "train"},
         {"val_fraction": 0.3, "part": "val"}, {"val_fraction": 0.31, "part": "val"})}
     assert len(prints) == 6, "what decides the data is in the fingerprint"
@@ -95,7 +95,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
 @pytest.mark.parametrize("content", ["one line\nanother\nthe third\nthe last\n" * 9, "no line at all " * 9])
 def test_one_txt_file_is_cut_at_a_line(tmp_path, content):
     (tmp_path / "book.txt").write_text(content)
-    train, val = (list(read_texts(tmp_path / "book.txt", Reading(val_fraction=0.2, part=part)))
+    train, val = (list(read_texts(tmp_path / "book.txt", Selection(val_fraction=0.2, part=part)))
                   for part in ("train", "val"))
     assert train[0] + val[0] == content and len(train) == len(val) == 1
     assert 0.1 < len(val[0]) / len(content) < 0.21 and ("\n" not in content or train[0].endswith("\n"))
@@ -108,11 +108,11 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     folder = write_saved(tmp_path / "saved", files)
     assert [path.name for path in find_files(folder)] == [f"data-0000{i}-of-00003.arrow" for i in range(3)]
     assert [list(read_texts(path)) for path in find_files(folder)] == files
-    assert list(read_texts(find_files(folder)[0], Reading("meta.text"))) == files[0]
+    assert list(read_texts(find_files(folder)[0], Selection("meta.text"))) == files[0]
     split = split_train_val(folder)
     assert [len(split[part]["data"]) for part in ("train", "val")] == [2, 1]
     with pytest.raises(ValueError, match=r"00000-of-00003\.arrow: no `body` column.*--text-field"):
-        list(read_texts(find_files(folder)[0], Reading("body")))
+        list(read_texts(find_files(folder)[0], Selection("body")))
     path = folder / "data-00001-of-00003.arrow"
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(ValueError, match=r"data-00001-of-00003\.arrow: not a whole stream"):
@@ -125,7 +125,7 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
 def test_a_broken_line_of_a_file_that_trains_and_validates_is_told_once(tmp_path, caplog):
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:40])
     path.write_text("broken\n" + path.read_text())
-    parts = [list(read_texts(path, Reading(val_fraction=0.5, part=part))) for part in ("train", "val")]
+    parts = [list(read_texts(path, Selection(val_fraction=0.5, part=part))) for part in ("train", "val")]
     assert sorted(parts[0] + parts[1]) == sorted(DOCUMENTS[:40])
     assert sum("1 broken line(s) skipped, the first is line 1" in line for line in caplog.messages) == 1
 
@@ -136,13 +136,13 @@ def test_flags_that_make_no_sense_are_one_sentence(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
     for values, said in (({"val_fraction": 1.0}, "--val-fraction 1.0"), ({"min_chars": -1}, "--min-chars -1")):
         with pytest.raises(ValueError, match=said):
-            Reading.of(values)
+            Selection.of(values)
     with pytest.raises(ValueError, match="--val-fraction: the validation files have a place of their own"):
         split_train_val(path, path, shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*--val-fraction 0\.1"):
-        scan(path, reading=Reading(val_fraction=0.1, part="val"))
+        scan(path, selection=Selection(val_fraction=0.1, part="val"))
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*and 2 shorter than --min-chars"):
-        scan(path, reading=Reading(min_chars=5))
+        scan(path, selection=Selection(min_chars=5))
     with pytest.raises(ValueError, match="or share out its documents with --val-fraction"):
         split_train_val(path)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nanochat import tokens
 from nanochat.common import hash_file
-from nanochat.token_writer import MegatronWriter, ShardWriter
+from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.tokens import TokenFile, open_tokens, read_manifest
 from tests import faults
 from tests.token_files import GOLDEN, E, patch, truncate, windowed, write_folder, write_megatron, write_pair

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from nanochat.common import write_json
-from nanochat.token_writer import MegatronWriter, ShardWriter
+from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.tokens import new_manifest
 from tests.toy import BOS, ByteTokenizer
 

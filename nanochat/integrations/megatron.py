@@ -34,7 +34,7 @@ import numpy as np
 
 from nanochat.common import LAUNCH, hash_bytes, hash_json, in_store
 from nanochat.integrations.megatron_tables import Arrays, cached, find_samples, plan_order
-from nanochat.token_writer import MegatronWriter
+from nanochat.pretokenize import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
 
 if TYPE_CHECKING:

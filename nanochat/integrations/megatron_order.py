@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from nanochat.common import each, hash_json, in_store, place
-from nanochat.dataset import data_folder, find_files, split_train_val
+from nanochat.dataset import Manifest, data_folder, find_files, scan, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
-from nanochat.sources import Manifest, Source, check_format, scan
+from nanochat.sources import Source
 from nanochat.stream import FORMAT, Cursor, Row, check_cursors, stream_identity
-from nanochat.tokens import TokenFile
+from nanochat.tokens import TokenFile, check_format
 
 if TYPE_CHECKING:
     import torch

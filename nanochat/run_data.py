@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import begin_data, get_base_dir, place
+from nanochat.common import begin_data, place
 from nanochat.config import Settings
 from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
@@ -45,9 +45,9 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     if pinned:
         return check_files(pinned, roots, strict=settings.strict)
     if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import find_prefixes
+        from nanochat.integrations.megatron_order import find_pairs
 
-        return find_prefixes(data_path, val_path, settings.split or "")
+        return find_pairs(data_path, val_path, settings.split or "")
     mix = settings.mix
     files = split_train_val(data_path, val_path, data_format=settings.data_format, by_bucket=mix is not None,
                             shared=settings.val_fraction > 0)
@@ -86,13 +86,9 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokeni
 def stream_config(settings: Settings) -> Any:
     """The stream of a run's resolved settings."""
     if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import SampleConfig
+        from nanochat.integrations.megatron_order import sample_config
 
-        weights = settings.blend_weights
-        return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,
-                            num_samples=settings.num_samples, split=settings.split or "",
-                            weights=None if weights is None else tuple(weights), eod_mask_loss=settings.eod_mask_loss,
-                            index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+        return sample_config(settings)
     return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
                         long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
                         pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)

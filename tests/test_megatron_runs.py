@@ -110,7 +110,7 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
 def test_a_new_run_goes_on_with_the_data_of_another(workplace):
     more = {"init_from": "whole@4", "init_data": "continue"}
     said = training.refuse(**{**workplace, "num_iterations": 7}, **more)
-    assert "would take 88 samples and has 80" in said and "end at --num-iterations 6" in said
+    assert "would take 88 samples, but it began with 80" in said and "end at --num-iterations 6" in said
     succeed(**{**workplace, "num_iterations": 3}, **more)
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
@@ -123,9 +123,8 @@ def test_a_new_run_goes_on_with_the_data_of_another(workplace):
 def test_a_run_cannot_be_made_longer_and_says_why(workplace):
     take_over(run_dir("whole"), "final")
     said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
-    assert said == ("--num-iterations: the run would take 120 samples and has 80, as many as it asked for when it "
-                    "began: another number would shuffle all of Megatron's order anew; end at --num-iterations 10, or "
-                    "start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
+    assert said == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
+                    "of samples is another order; end at --num-iterations 10, or start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()

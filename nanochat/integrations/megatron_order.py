@@ -28,14 +28,14 @@ number of samples asked for.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import each, hash_json, in_store, place
+from nanochat.common import each, get_base_dir, hash_json, in_store, place
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
@@ -45,6 +45,9 @@ from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
     import torch
+
+    from nanochat.config import Settings
+    from nanochat.start_run import Start
 
 SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has files of its own
 
@@ -193,12 +196,41 @@ def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     return val_path is not None or (place(data_path) / "train").is_dir()
 
 
-def default_split(data_path: Path | str, val_path: Path | str | None) -> str:
-    """The --split of a run that names none."""
-    return WHOLE if has_own_val(data_path, val_path) else SPLIT
+def sample_config(settings: "Settings") -> SampleConfig:
+    """The stream of a run's resolved settings."""
+    weights = settings.blend_weights
+    return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,
+                        num_samples=settings.num_samples, split=settings.split or "",
+                        weights=None if weights is None else tuple(weights), eod_mask_loss=settings.eod_mask_loss,
+                        index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
 
 
-def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
+def samples_needed(start: "Start") -> int:
+    """How many samples a run will have read when it ends, including those of another run whose data it continues."""
+    before = start.cursors[0]["samples"] if start.cursors else 0
+    rows = start.settings.total_batch_size // start.settings.max_seq_len
+    return before + (start.horizon.num_iterations - start.step + start.skip) * rows
+
+
+def settle(start: "Start") -> "Settings":
+    """The settings of a run in Megatron's order, with the --split and the number of samples that the user left to
+    the program. A new run has as many samples as its steps need, or as many as the run whose data it continues, and
+    keeps that number. ValueError if its steps need more."""
+    settings, horizon, needed = start.settings, start.horizon, samples_needed(start)
+    split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
+    number = settings.num_samples
+    if number == -1:
+        number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
+    if needed > number:
+        too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but it began with {number:,}, and "
+                         f"another number of samples is another order; end at --num-iterations "
+                         f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (with "
+                         f"--order lanes runs can be made longer)")
+    return replace(settings, split=split, num_samples=number)
+
+
+def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str
                   ) -> dict[str, dict[str, Manifest]]:
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of
     a manifest says from which to which of them belong to that part. ValueError or FileNotFoundError
@@ -287,9 +319,9 @@ class SampleRow(Row):
 
 
 class SampleStream:
-    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`.
-    Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of another
-    stream, and for data that have too few samples."""
+    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. It shuffles, or
+    opens the tables in the index cache, when it is made, unless it has no lanes. ValueError for cursors of another
+    stream, and for data with too few samples."""
 
     mixer = None
 
@@ -316,7 +348,8 @@ class SampleStream:
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
-            _ = part.shuffle_index  # before the first step, where nobody waits with a time-out
+            if self.lanes:  # before the first step, where nobody waits with a time-out
+                _ = part.shuffle_index
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are

@@ -86,9 +86,9 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokeni
 def stream_config(settings: Settings) -> Any:
     """The stream of a run's resolved settings."""
     if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import sample_config
+        from nanochat.integrations.megatron_order import SampleConfig
 
-        return sample_config(settings)
+        return SampleConfig.of(settings)
     return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
                         long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
                         pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)

@@ -124,7 +124,8 @@ def test_a_run_cannot_be_made_longer_and_says_why(workplace):
     take_over(run_dir("whole"), "final")
     said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
     assert said == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
-                    "of samples is another order; end at --num-iterations 10, or start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
+                    "of samples is another order; end at --num-iterations 10, or start a new run with "
+                    "--model-tag NAME (with --order lanes runs can be made longer)")
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()
@@ -163,7 +164,7 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
     ({"blend_weights": "1,2,3"}, r"--order megatron: blend: got weights \[1.0, 2.0, 3.0\] for 2 prefixes, expected"),
     ({"blend_weights": "0,2"}, r"--blend-weights: got \[0\.0, 2\.0\], expected numbers above 0"),
-    ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
+    ({"blend_weights": None, "num_iterations": 500}, "one pass over each prefix, which gives .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
     ({"split": "none"}, "--split: got 'none', expected shares of"),
     ({"seed": -3}, r"--seed \(random_seed\): got -3, expected 0 to")])

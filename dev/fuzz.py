@@ -399,7 +399,7 @@ def read_store(_: Path, seed: int) -> None:
         bucket = store.open_bucket("s3", "b", patience.silence_s, patience.first_answer_s)
         bucket.obs = obs
         try:
-            store.list_files("s3://b/x")
+            store.list_objects("s3://b/x")
             pinned = store.Stat("s3://b/x/a.bin", len(whole), "tag")
             assert store.read_range(pinned, 100, 900) == whole[100:900], "other bytes than asked for"
         except (ValueError, OSError) as e:

@@ -122,7 +122,7 @@ def in_store(path: str | os.PathLike[str]) -> bool:
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.StorePath`, which behaves like one.
+    """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
     ValueError for a URL that may hold credentials; it does not show them."""
     refuse_secrets(os.fspath(path))
     if not in_store(path):
@@ -144,7 +144,7 @@ def here(path: str | os.PathLike[str], what: str) -> Path:
 
 def local(path: Path) -> Path:
     """A file itself, or a local copy of an object. FileNotFoundError if the object is not there."""
-    return path.local() if in_store(path) else path  # type: ignore[attr-defined]
+    return path.local_copy() if in_store(path) else path  # type: ignore[attr-defined]
 
 
 def fetch(paths: Iterable[Path]) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, get_base_dir, parse_json, setting
+from nanochat.common import Parser, check_shape, parse_json, setting
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
@@ -479,11 +479,7 @@ def stream_config(settings: Settings) -> Any:
     if settings.order == "megatron":
         from nanochat.integrations.megatron_order import SampleConfig
 
-        weights = settings.blend_weights
-        return SampleConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed,
-                            num_samples=settings.num_samples, split=settings.split or "",
-                            weights=None if weights is None else tuple(weights), eod_mask_loss=settings.eod_mask_loss,
-                            index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+        return SampleConfig.of(settings)
     return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
                         long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
                         pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)

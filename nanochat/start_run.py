@@ -129,13 +129,6 @@ class Start:
             return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {way_on}"
         return None
 
-    def samples_taken(self) -> int:
-        """Of a run in Megatron's order: samples that it will have taken in the end, those of
-        another run that it goes on with included."""
-        before = self.cursors[0]["samples"] if self.cursors else 0
-        rows = self.settings.total_batch_size // self.settings.max_seq_len
-        return before + (self.horizon.num_iterations - self.step + self.skip) * rows
-
 
 # ---- the command on this machine -----------------------------------------------------------------
 
@@ -226,7 +219,11 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         cursors=None if goes_on_from is None else goes_on_from.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), last_owner=last_owner,
         manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
-    return start if settings.order == "lanes" else _settle_samples(start)
+    if settings.order == "megatron":
+        from nanochat.integrations.megatron_order import settle
+
+        return replace(start, settings=settle(start))
+    return start
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
@@ -343,30 +340,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
                              f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
                              f"leave out --num-iterations to train as long as the curriculum, mend "
                              f"its durations, or set allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
-    split = settings.split
-    if settings.order == "megatron" and split is None:
-        from nanochat.integrations.megatron_order import default_split
-
-        split = default_split(settings.data_path or "", settings.val_path)
-    return replace(settings, split=split), horizon, model.config
-
-
-def _settle_samples(start: Start) -> Start:
-    """A run in Megatron's order has as many samples as its steps take when it starts, and its own
-    number ever after; what goes on with another run's data has that one's. ValueError for a
-    horizon that takes more."""
-    settings, horizon, needed = start.settings, start.horizon, start.samples_taken()
-    number = settings.num_samples
-    if number == -1:
-        number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
-    if needed > number:
-        too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
-        raise ValueError(f"--num-iterations: the run would take {needed:,} samples and has "
-                         f"{number:,}, as many as it asked for when it began: another number "
-                         f"would shuffle all of Megatron's order anew; end at --num-iterations "
-                         f"{horizon.num_iterations - too_many}, or start a new run with "
-                         f"--model-tag NAME (with --order lanes runs can be made longer)")
-    return replace(start, settings=replace(settings, num_samples=number))
+    return settings, horizon, model.config
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -375,9 +349,9 @@ def pin_data(settings: Settings) -> Manifests:
     """The files that a new run trains and validates on, and what pins them. FileNotFoundError or ValueError names the
     file that is missing or bad."""
     if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import find_prefixes
+        from nanochat.integrations.megatron_order import find_pairs
 
-        return find_prefixes(settings.data_path or "", settings.val_path, settings.split or "")
+        return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
     return pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format, mix=settings.mix,
                      selection=Selection.of(settings.to_json()))
 
@@ -413,15 +387,12 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     """Where the data of a run begin or go on, in all lanes: those of another run are carried on,
     and the rows to be skipped are packed and passed over. ValueError where that cannot be."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
-    if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import open_samples
-
-        open_samples(config, data.train)  # says what does not fit
+    open_stream(config, data.train, [], tokenizer=fingerprint)  # an error if the data does not fit the settings
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
         return start.cursors
     cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
     try:
-        if cursors is not None and settings.order == "lanes":
+        if cursors is not None:
             cursors = carry_on(cursors, stream_identity(config, data.train, fingerprint))
         stream = open_stream(config, data.train, range(config.V), tokenizer=fingerprint, cursors=cursors,
                              drop_dry=settings.allow_bucket_exhaustion)
@@ -463,8 +434,8 @@ def own(start: Start, data: RunData) -> Owner:
 
         print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
-    if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
-        open_stream(stream_config(settings), data.train, [0], tokenizer="")
+    # Megatron's order is shuffled here, once for all ranks: they find the tables in the index cache
+    open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         set_aside(run_dir)
@@ -525,7 +496,7 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
 def print_split(start: Start, data: RunData) -> None:
     """Print which files validate, which train, and about how often this run reads them."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
-    if settings.order == "megatron" and settings.val_path is None:
+    if any("documents" in manifest for manifest in val.values()):  # parts of the same files
         print0(f"data: {len(files_of(train))} pair(s) of files; --split={settings.split} of their documents train, "
                f"validate and test")
         return

@@ -527,9 +527,9 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     """
     folder = get_base_dir() / "tokenizer" if name is None else name
     if name is not None and not is_ours(place(name)):
-        from nanochat.integrations.third_party_tokenizers import open_foreign
+        from nanochat.integrations.third_party_tokenizers import open_third_party
 
-        return open_foreign(str(name), eod_token)
+        return open_third_party(str(name), eod_token)
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave it out")
     return RustBPETokenizer.from_directory(folder, data_path=data_path)

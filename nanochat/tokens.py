@@ -195,9 +195,9 @@ def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
     if the environment names no reader."""
     if in_store(path):
-        from nanochat.integrations.object_storage import StoreReader
+        from nanochat.integrations.object_storage import RemoteReader
 
-        return StoreReader(path, dtype)  # type: ignore[arg-type]
+        return RemoteReader(path, dtype)  # type: ignore[arg-type]
     kind = os.environ.get(READER) or "mmap"
     if kind not in ("mmap", "pread"):
         raise ValueError(f"{READER}={kind}: expected mmap or pread")

@@ -106,7 +106,7 @@ def is_stored(file: Path, stat: store.Stat | None) -> bool:
     if stat.etag.strip('"') == etag:
         return True
     back = blake2b(digest_size=16)
-    for data in store.read_pieces(stat, 0, stat.size):
+    for data in store.read_whole(stat):
         back.update(data)
     return back.hexdigest() == digest
 
@@ -115,7 +115,7 @@ def send(file: Path, path: str) -> int:
     """Have an object be what a file is; its bytes. ValueError where something else has arrived,
     which is taken away again."""
     size = file.stat().st_size
-    store.write(path, file, part_bytes=part_bytes(size))
+    store.upload(path, file, part_bytes=part_bytes(size))
     if not is_stored(file, store.find(path)):
         store.delete(path)
         raise ValueError(f"{path}: what arrived is not what was sent; run the command again")
@@ -127,7 +127,7 @@ def send(file: Path, path: str) -> int:
 def push(args: argparse.Namespace) -> int:
     """Send the files that the store lacks, several at once, and print how many."""
     files, manifests = find_files(args.folder)
-    stored = {stat.path: stat for stat in store.list_files(args.target)}
+    stored = {stat.path: stat for stat in store.list_objects(args.target)}
     path = {f: f"{args.target}/{f.relative_to(args.folder).as_posix()}" for f in [*files, *manifests]}
     failed: list[str] = []
 

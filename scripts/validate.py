@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok("files")
     print_split(start, data)
     if start.settings.order == "megatron":
-        ok(f"Megatron's order: {start.samples_taken():,} of {start.settings.num_samples:,} samples")
+        from nanochat.integrations.megatron_order import samples_needed
+
+        ok(f"Megatron's order: {samples_needed(start):,} of {start.settings.num_samples:,} samples")
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(start, data)
     print("\n".join(describe(plan)))

@@ -316,7 +316,7 @@ def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     outcome = succeed(run="name", num_iterations=2, save_every=1, eval_every=2)
     assert len(steps()) == 2 and checkpoints() == ["checkpoint-1", "final"]
-    told = [line for line in outcome.err.splitlines() if "going on without it" in line]
+    told = [line for line in outcome.err.splitlines() if "continuing without it" in line]
     assert len(told) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in told)
     logged = sum(name.startswith('["log"') for name in calls)  # steps, val, saved: 2 each; 2 others
     assert logged == {"init": 0, "log": 1}.get(fail_at, 8)

@@ -19,8 +19,8 @@ from nanochat.integrations.megatron_order import (
     BlendedMegatronDatasetBuilder,
     SampleConfig,
     SampleStream,
-    default_split,
-    find_prefixes,
+    find_pairs,
+    has_own_val,
     open_samples,
 )
 from nanochat.integrations.megatron_tables import blend_sources
@@ -173,7 +173,7 @@ def pairs(tmp_path_factory):
 
 
 def sources_of(data_path, split=SPLIT, part="train"):
-    manifests = find_prefixes(data_path, None, split)[part]
+    manifests = find_pairs(data_path, None, split)[part]
     return {bucket: open_source(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
 
 
@@ -202,7 +202,7 @@ def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
     tokenizer = Tokenizer()
     tokenizer.get_bos_token_id = lambda: golden["config"]["eod"]  # type: ignore[method-assign]
     tokenizer.get_vocab_size = lambda: 32768  # type: ignore[method-assign]
-    manifests = find_prefixes(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
+    manifests = find_pairs(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
     sources = {name: open_source(manifest, tokenizer) for name, manifest in manifests.items()}
     asked = expected.get("num_samples_asked") or expected["size"]
     config = SampleConfig(T=128, V=4, seed=1234, num_samples=asked, split="98,1,1", weights=weights)
@@ -376,20 +376,20 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
 
 def test_validation_may_have_files_of_its_own(pairs, tmp_path):
     own = write_pair(tmp_path / "own", [5, 6])
-    found = find_prefixes(pairs, own, WHOLE)
+    found = find_pairs(pairs, own, WHOLE)
     assert list(found["val"]) == ["own"] and "documents" not in found["val"]["own"]
     for name in ("train/x/b", "train/a", "val/x/v"):
         (tmp_path / "dir" / name).parent.mkdir(parents=True, exist_ok=True)
         write_pair(tmp_path / "dir" / name, [9, 9])
-    found = find_prefixes(tmp_path / "dir", None, WHOLE)
+    found = find_pairs(tmp_path / "dir", None, WHOLE)
     assert {k: [m["files"][0]["name"] for m in v.values()] for k, v in found.items()} == {
         "train": ["train/a.bin", "train/x/b.bin"], "val": ["val/x/v.bin"]}
     assert list(found["train"]) == ["a", "x/b"]
-    assert default_split(tmp_path / "dir", None) == default_split(pairs, own) == WHOLE
-    assert default_split(pairs, None) == SPLIT
+    assert has_own_val(tmp_path / "dir", None) and has_own_val(pairs, own)
+    assert not has_own_val(pairs, None)
 
 
 def test_a_prefix_that_is_named_twice_is_refused(pairs):
     a = pairs.split(",")[0]
     with pytest.raises(ValueError, match="--data-path: it names a twice"):
-        find_prefixes(f"{a},{a}", None, SPLIT)
+        find_pairs(f"{a},{a}", None, SPLIT)

@@ -110,7 +110,7 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
 def test_a_new_run_goes_on_with_the_data_of_another(workplace):
     more = {"init_from": "whole@4", "init_data": "continue"}
     said = training.refuse(**{**workplace, "num_iterations": 7}, **more)
-    assert "would take 88 samples and has 80" in said and "end at --num-iterations 6" in said
+    assert "would take 88 samples, but it began with 80" in said and "end at --num-iterations 6" in said
     succeed(**{**workplace, "num_iterations": 3}, **more)
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
@@ -123,9 +123,9 @@ def test_a_new_run_goes_on_with_the_data_of_another(workplace):
 def test_a_run_cannot_be_made_longer_and_says_why(workplace):
     take_over(run_dir("whole"), "final")
     said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
-    assert said == ("--num-iterations: the run would take 120 samples and has 80, as many as it asked for when it "
-                    "began: another number would shuffle all of Megatron's order anew; end at --num-iterations 10, or "
-                    "start a new run with --model-tag NAME (with --order lanes runs can be made longer)")
+    assert said == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
+                    "of samples is another order; end at --num-iterations 10, or start a new run with "
+                    "--model-tag NAME (with --order lanes runs can be made longer)")
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()
@@ -164,7 +164,7 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
     ({"blend_weights": "1,2,3"}, r"--order megatron: blend: got weights \[1.0, 2.0, 3.0\] for 2 prefixes, expected"),
     ({"blend_weights": "0,2"}, r"--blend-weights: got \[0\.0, 2\.0\], expected numbers above 0"),
-    ({"blend_weights": None, "num_iterations": 500}, "each prefix is gone over once, which makes .* takes 4,000"),
+    ({"blend_weights": None, "num_iterations": 500}, "one pass over each prefix, which gives .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
     ({"split": "none"}, "--split: got 'none', expected shares of"),
     ({"seed": -3}, r"--seed \(random_seed\): got -3, expected 0 to")])

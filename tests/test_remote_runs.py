@@ -91,8 +91,9 @@ def command(kind, base, **changed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, kind, capsys):
     ending = "parquet" if kind == "text" else "bin"
+    # how long a stall lasts: test_object_storage.py
     bucket.proxy.faults += [Fault(status=503, code="SlowDown", times=3), Fault(name=ending, cut=1000, times=1),
-                            Fault(name=ending, cut=0, stall=kind == "text")]  # how long a stall lasts: test_store.py
+                            Fault(name=ending, cut=0, stall=kind == "text")]
     outcome = succeed(**command(kind, "s3://bucket"))
     assert training.digests() == made[2][kind]
     assert not any(fault.times for fault in bucket.proxy.faults), "a fault that nobody met"

@@ -1,33 +1,31 @@
 """
-Encoders: from texts to flat token ids, several times as fast as tiktoken and always exactly its ids.
+Fast encoders: fastokens (an optional package) turns texts into flat token ids several times as fast as tiktoken, and
+always into exactly tiktoken's ids. `RustBPETokenizer.encoder` loads this module if fastokens is installed.
 
     texts ["ab ab", "  U+180E", "U+D800"]
             |          |           |
             fastokens  |           fastokens raises, so tiktoken
-            |          tiktoken: a character about which the two disagree
+            |          tiktoken: a character on which the two disagree
             v          v           v
     (ids of all, back to back, lengths [2, 3, 3])
 
-tiktoken is the definition and is always there. Where fastokens (the extra `fast`) is installed,
-the pattern is this project's and it passes the check, `fastest_encoder` takes it. On one core tiktoken encodes 4
-million tokens a second and fastokens 13 million. Every encoder gives tiktoken's ids for every text,
-so which one served is in no fingerprint and never changes a row. Calls may come from many threads
-at once; encoding releases the GIL and starts no threads of its own.
+tiktoken defines the ids and is always installed. `fastest_encoder` takes fastokens if it is installed (the extra
+`fast`), the pattern is this project's, and the check passes. On one core tiktoken encodes 4 million tokens a second and
+fastokens 13 million. Both give the same ids for every text, so the choice is in no fingerprint and never changes a row.
+Many threads may encode at once; encoding releases the GIL and starts no threads of its own.
 
-Before fastokens is used it encodes a built-in hard sample: that finds a broken build. Where 0.3.5
-differs from tiktoken 0.14.0 a full comparison found, of every character in 16 contexts with a
-vocabulary of all pairs of bytes (so that every edge between pieces shows), of long runs, shared
-prefixes and vocabularies of few letters:
-- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does
-  not. tiktoken fails at about a million spaces in a row and is then given the run in parts, which
-  may make other tokens. Texts that hold the one, or may hold 65,536 spaces, go to tiktoken. So does
-  a lone surrogate, for which fastokens raises.
-- A few patterns fastokens recognizes and cuts by hand, and not quite as written. So the pattern is
-  handed over as "(?:...)", in which it recognizes none. Other patterns than this project's may hold
-  classes of characters that mean something else to PCRE2, and are left to tiktoken.
+Before fastokens is used it encodes a built-in hard sample, which finds a broken build. A full comparison of fastokens
+0.3.5 with tiktoken 0.14.0 (every character in 16 contexts with a vocabulary of all pairs of bytes, so that every edge
+between pieces shows; long runs, shared prefixes and vocabularies of few letters) found these differences:
+- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does not. tiktoken fails
+  at about a million spaces in a row and then gets the run in parts, which may make other tokens. Texts that hold the
+  one, or may hold 65,536 spaces, go to tiktoken. So does a lone surrogate, for which fastokens raises.
+- fastokens recognizes a few patterns and cuts them with code of its own, not quite as written. So it gets our pattern
+  as "(?:...)", in which it recognizes none. Other patterns may hold classes of characters that mean something else to
+  PCRE2, and are left to tiktoken.
 
-Rejected: gigatoken, faster still, whose patterns are built in, and ours is none of them; splintr,
-which is slower and either holds the GIL or uses a pool whose size no caller decides.
+Rejected: gigatoken, faster still, whose built-in patterns do not include ours; splintr, which is slower and either
+holds the GIL or uses a pool whose size no caller decides.
 """
 
 import functools
@@ -51,8 +49,7 @@ _SAMPLED_SPACE = re.compile(rf"\s{{{LONG_RUN // _STRIDE}}}")  # in every 1,024th
 
 @functools.lru_cache(maxsize=1)  # to load and check a fast one takes 0.4 s
 def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
-    """fastokens where it is installed and gives the ids of `encoding` on the hard sample, else
-    tiktoken."""
+    """fastokens if it is installed and gives the ids of `encoding` on the hard sample, else tiktoken."""
     oracle = TiktokenEncoder(encoding)
     try:
         import fastokens  # noqa: F401  # an optional dependency, loaded by `_native`
@@ -70,7 +67,7 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
 # ---- fastokens -----------------------------------------------------------------------------------
 
 class FastokensEncoder:
-    """fastokens, with tiktoken for texts about which they would differ, and those beside them."""
+    """fastokens; but tiktoken for a batch with a text on which they might differ."""
 
     def __init__(self, oracle: TiktokenEncoder):
         self.oracle = oracle
@@ -83,30 +80,25 @@ class FastokensEncoder:
                 return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
             except (KeyboardInterrupt, SystemExit, MemoryError):
                 raise
-            except BaseException:  # a panic in Rust is no Exception
+            except BaseException:  # a panic in Rust is not an Exception
                 log.debug("fastokens cannot encode one of %d texts", len(texts), exc_info=True)
         return self.oracle(texts)
 
 
 def is_odd(text: str) -> bool:
-    """Whether fastokens may differ from tiktoken on a text: U+180E, or perhaps a long run of white
-    space.
+    """Whether fastokens may differ from tiktoken on a text: it contains U+180E, or perhaps a long run of white space.
 
-    Costs next to nothing: a run of 65,536 spaces covers 64 neighbours among every 1,024th
-    character.
+    This is cheap: a run of 65,536 spaces covers 64 neighbours among every 1,024th character.
     """
-    return "\u180e" in text or (len(text) >= LONG_RUN
-                                and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
+    return "\u180e" in text or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
 
 
 def _native(encoding: tiktoken.Encoding) -> Any:
-    """fastokens' own object for an encoding, without special tokens, so that their text is
-    ordinary text.
+    """fastokens' own object for an encoding, without special tokens, so that their text is ordinary text.
 
-    It has two pools. One, for batches, is sized by FASTOKENS_BPE_THREADS when first used: 1 means
-    none. The other cuts texts over 16 kB, in as many parts as there were CPUs when the process
-    compiled its first pattern: so that happens with one CPU in sight (on Linux; elsewhere the pool
-    stays, and a forked child must not encode).
+    It has two pools of threads. FASTOKENS_BPE_THREADS sizes the one for batches when it is first used: 1 means none.
+    The other one cuts texts over 16 kB into as many parts as there were CPUs when the process compiled its first
+    pattern. So we compile with one CPU visible (on Linux; elsewhere the pool stays: a forked child must not encode).
     """
     from fastokens import Tokenizer
 
@@ -126,7 +118,7 @@ def _native(encoding: tiktoken.Encoding) -> Any:
 
 # ---- the check -----------------------------------------------------------------------------------
 
-# One character or more of every class that patterns know, and what engines like to disagree about.
+# Characters of every class that patterns know, and characters on which engines often disagree.
 _CHARACTERS = ("aZ\u017f\u212a\xe9\xdf\u01c5\u02b0\u4e2d\ud55c\u0301\u20dd1\u0663\xb2\u2167 \t\n\r\x0b\x0c\x1c"
                "\x1f\x85\xa0\u1680\u180e\u200b\u2028\u3000\x00\x7f\u200d\ufeff\ufffd\u0378\ue000\U0001f642\U0010ffff"
                "._/'<|-")
@@ -135,8 +127,7 @@ _CONTEXTS = ("  {0}", "..{0}", "12{0}34", "{0}the", "a{0}b", "'{0}x", "'{0}", "{
 
 
 def hard_sample() -> list[str]:
-    """Texts of all classes of characters at all kinds of edges, long ones, and ones that share a
-    long prefix."""
+    """Texts with all classes of characters at all kinds of edges, long texts, and texts that share a long prefix."""
     short = ["\n".join(context.format(c) for context in _CONTEXTS) for c in _CHARACTERS]
     long = "".join(text for text in short if not is_odd(text))
     words = "It's 2024: the quick\tbrown fox, WE'LL see...\r\n\r\n  na\xefve \u4e2d\u6587 \U0001f642 [1, 23]\n" * 200

@@ -1,23 +1,23 @@
 """
-Megatron's samples: which tokens are in sample i of a data set, by megatron-core 0.16.1's rules.
+Megatron's samples: which tokens are in sample i of a data set, by the rules of megatron-core 0.16.1. A run loads this
+module through `stream.open_stream`, with --order=megatron; your own code may import it (docs/megatron.md).
 
-    sequences        0: a a a a   1: b b   2: c c c c c         those of a split of a pair of files
-    document_index   2 0 1 1 2 0                                all epochs' sequences, shuffled
+    sequences        0: a a a a   1: b b   2: c c c c c         those of one split of a pair of files
+    document_index   2 0 1 1 2 0                                the sequences of all epochs, shuffled
     their tokens     c c c c c a a a a b b b b c c c c c a ...  end to end: the stream
-    samples          |---|---|---|---|---|---|---               T = 4: sample k is tokens kT to
-                                                                kT + T: neighbours share a token
-    sample_index     (0, 0) (0, 4) (1, 3) ...                   where samples begin: (place in
-                                                                document_index, offset)
-    shuffle_index    3 0 2 1 ...                                sample i of the data set is sample
-                                                                shuffle_index[i] of the stream
+    samples          |---|---|---|---|---|---|---               T = 4: sample k is tokens kT to kT + T, so
+                                                                neighbours share a token
+    sample_index     (0, 0) (0, 4) (1, 3) ...                   where samples begin: (place in document_index, offset)
+    shuffle_index    3 0 2 1 ...                                sample i of the data set is sample shuffle_index[i]
+                                                                of the stream
 
-`GPTDataset` has these three indices under megatron-core's names. They equal its own, element by
-element and in type, and so does every tensor of a sample. They are computed when a sample is first
-asked for, and kept in `path_to_cache` where they are large enough to be worth a file.
+`GPTDataset` has these three indices under megatron-core's names. They equal megatron-core's, element by element and in
+type, and so does every tensor of a sample. They are computed when the first sample is read, and stored in
+`path_to_cache` if they are large.
 
-We differ from megatron-core where it fails: a padded sample's mask is not given to all samples, a
-split without tokens is an error and no endless loop, and the cache is used only for the same
-numbers. `attention_mask`, T * T bytes a sample, is only there when asked for.
+Where megatron-core fails we differ: the mask of a padded sample is not given to all samples, a split without tokens is
+an error and not an endless loop, and a cached index is used only if the same numbers made it. `attention_mask`, T * T
+bytes per sample, is made only on request.
 """
 
 import logging
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_PAD = -1  # stands for padding where the tokenizer has no id for it; no token is -1
+NO_PAD = -1  # stands for padding if the tokenizer has no id for it; no token is -1
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
 Part = tuple[float, float] | None  # from where to where of 0 .. 1; None: nothing
@@ -56,9 +56,9 @@ class Split(Enum):
     test = 2
 
 
-# ---- configuration ------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 
-# Fields of megatron-core's that say how its data are loaded. They change no sample.
+# Fields of megatron-core that decide how its data is loaded. They change no sample.
 WITHOUT_EFFECT = (
     "full_validation", "num_dataset_builder_threads", "fast_cache_load", "defer_npy_index_mmap",
     "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
@@ -67,8 +67,8 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class BlendedMegatronDatasetConfig:
-    """The settings that every kind of data set has: `blend` with `split`, or `blend_per_split`, or
-    neither, for made-up data. ValueError for what cannot be."""
+    """The settings of every kind of data set: `blend` with `split`, or `blend_per_split`, or neither for mock data.
+    ValueError for settings that contradict each other."""
 
     random_seed: int
     sequence_length: int
@@ -80,41 +80,40 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     path_to_cache: str | None = None  # a folder for indices; None: they stay in memory
     mmap_bin_files: bool = True
-    tokenizer: Any = None  # its eod, pad, eos and special_tokens_dict; vocab_size for made-up data
+    tokenizer: Any = None  # its eod, pad, eos and special_tokens_dict; vocab_size for mock data
     mid_level_dataset_surplus: float = 0.005  # share of samples that sources of a blend can spare
     allow_ambiguous_pad_tokens: bool = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self) -> None:
-        surplus, own = self.mid_level_dataset_surplus, self.blend_per_split
+        surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length: got {self.sequence_length}, expected at least 1")
         if not 0 <= self.random_seed < 2**32:
             raise ValueError(f"--seed (random_seed): got {self.random_seed}, expected 0 to 2**32-1")
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
-        if own is not None and (self.blend, self.split) != (None, None):
+        if per_split is not None and (self.blend, self.split) != (None, None):
             raise ValueError("blend_per_split: got it with blend or split, expected it alone")
-        if own is not None and len(own) != len(Split):
-            raise ValueError(f"blend_per_split: got {len(own)} blends, expected {len(Split)} "
-                             f"(None for a split without data)")
-        for prefixes, weights in filter(None, (self.blend, *(own or ()))):
+        if per_split is not None and len(per_split) != len(Split):
+            raise ValueError(f"blend_per_split: got {len(per_split)} blends, expected {len(Split)} (None for a split "
+                             f"without data)")
+        for prefixes, weights in filter(None, (self.blend, *(per_split or ()))):
             given = [1.0] * len(prefixes) if weights is None else list(weights)
             if not prefixes:
                 raise ValueError("blend: got no prefix, expected at least one")
             if len(given) != len(prefixes) or not all(0 < weight < math.inf for weight in given):
-                raise ValueError(f"blend: got weights {given} for {len(prefixes)} prefixes, "
-                                 f"expected a number above 0 for each, or no weights")
-        _ = self.split_matrix  # a bad split is an error here, not at its first use
-        idle = [f.name for f in fields(self)
-                if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
+                raise ValueError(f"blend: got weights {given} for {len(prefixes)} prefixes, expected a number above 0 "
+                                 f"for each, or no weights")
+        _ = self.split_matrix  # raises for a bad split
+        idle = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
         if idle:
             log.info("%s: accepted; it changes nothing here", ", ".join(idle))
 
     @property
     def mock(self) -> bool:
-        """Whether data are made up."""
+        """Whether the data is made up."""
         return self.blend is None and not any(self.blend_per_split or ())
 
     @property
@@ -134,8 +133,7 @@ class BlendedMegatronDatasetConfig:
 
 @dataclass(frozen=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """What decides which tokens are in which sample, beside data and sizes. ValueError for what
-    cannot be."""
+    """The settings of a `GPTDataset`."""
 
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
@@ -143,7 +141,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask: bool = False
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None  # a folder for copies of .idx files in a store
+    object_storage_cache_path: str | None = None  # a folder for copies of .idx files from object storage
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     hybrid_context_parallel: bool = False
@@ -154,41 +152,20 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         super().__post_init__()
         resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if resets and self.eod is None:
-            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, "
-                             "reset_attention_mask and eod_mask_loss need")
-
-
-def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
-    """The blend that a list on a command line means: prefixes alone, or a weight before each of
-    them, as ["30", "web", "70", "code"]. ValueError where only some have a weight."""
-    if blend is None:
-        return None
-    weights = [_as_number(text) for text in blend[::2]]
-    if len(blend) % 2 or not any(weights):
-        return list(blend), None
-    if not all(weights):
-        raise ValueError(f"blend: got {' '.join(blend)}, expected a weight before each prefix, or "
-                         f"before none")
-    return list(blend[1::2]), [weight for weight in weights if weight]
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, reset_attention_mask and "
+                             "eod_mask_loss need")
 
 
 def split_matrix(split: str | None) -> list[Part]:
-    """Shares as "98,1,1" (fewer than three: the rest is 0) as parts of 0 .. 1. ValueError for
-    others."""
-    shares = [_as_number(text) for text in (split or "").split(",")]
-    good = [share for share in shares if share is not None and 0 <= share < math.inf]
-    if len(good) < len(shares) or len(good) > len(Split) or not sum(good):
-        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as '
-                         f'"98,1,1"')
+    """Shares as "98,1,1" (of fewer than three, the others are 0) as parts of 0 .. 1. ValueError for any other text."""
+    try:
+        shares = [float(text) for text in (split or "").split(",")]
+    except ValueError:
+        shares = []
+    if not all(0 <= share < math.inf for share in shares) or not sum(shares) > 0 or len(shares) > len(Split):
+        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as "98,1,1"')
     edges = [0.0]
-    for share in normalize(good + [0.0] * (len(Split) - len(good))):
+    for share in normalize(shares + [0.0] * (len(Split) - len(shares))):
         edges.append(edges[-1] + share)
     return [(a, b) if b > a else None for a, b in pairwise(edges)]
 
@@ -199,7 +176,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-# ---- files --------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 class DType(Enum):
     """The types of ids, by their codes in an .idx."""
@@ -230,15 +207,14 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> Any:
-        """The type for a vocabulary of so many ids: uint16 below 65,500, else int32, as megatron-core
-        has it."""
+        """The type for a vocabulary of so many ids: as in megatron-core, uint16 below 65,500, else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
 @dataclass(frozen=True)
 class ObjectStorageConfig:
-    """For files in object storage: the folder for copies of .idx files. The size of chunks changes
-    nothing here: a sample fetches exactly its bytes."""
+    """For files in object storage: the folder for copies of .idx files. The size of chunks changes nothing here: a
+    sample fetches exactly its bytes."""
 
     path_to_idx_cache: str
     bin_chunk_nbytes: int = 256 << 20
@@ -248,9 +224,9 @@ is_object_storage_path = in_store  # megatron-core's name; also true for gs:// a
 
 
 class IndexedDataset:
-    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list
-    of them, read-only arrays of `dtype`. With `multimodal`, they are (sequence, its mode) and (list,
-    modes). ValueError or FileNotFoundError naming a bad file."""
+    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list of sequences,
+    read-only arrays of `dtype`. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
+    FileNotFoundError names a bad file."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
                  object_storage_config: ObjectStorageConfig | None = None):
@@ -262,8 +238,8 @@ class IndexedDataset:
             raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
         self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
         if self.file.format != "megatron":
-            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, got one of "
-                             f"--data-format {self.file.format}")
+            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, got one of --data-format "
+                             f"{self.file.format}")
         if multimodal and "modes" not in self.file.tables:
             raise ValueError(f"{self.file.idx_path}: it has no modes; open it with multimodal=False")
         self.dtype = self.file.dtype
@@ -274,7 +250,7 @@ class IndexedDataset:
 
     @staticmethod
     def exists(path_prefix: Path | str) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return all(path.is_file() for path in pair_paths(path_prefix))
 
     def __len__(self) -> int:
@@ -287,9 +263,8 @@ class IndexedDataset:
         return self.get(which)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` ids (default: all) of sequence `idx` from its id `offset` on, with `multimodal` a
-        pair with its mode. IndexError for a number outside the data set, ValueError for ids outside
-        the sequence."""
+        """`length` ids (default: all) of sequence `idx` from its id `offset` on; with `multimodal`, a pair with its
+        mode. IndexError for a number outside the data set, ValueError for ids outside the sequence."""
         ids = self._read(idx, offset, length)
         return ids if self.sequence_modes is None else (ids, self.sequence_modes[idx])
 
@@ -298,72 +273,59 @@ class IndexedDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
         one, size = slice(number, number + 1), int(self.sequence_lengths[number])
-        begin = int(self.file.places(np.array([number]), self.sequence_pointers[one],
-                                     np.array([size]))[0])
+        begin = int(self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence "
-                             f"{number:,}, which has {size:,}")
-        # one of many ranges all over the file: of a store exactly its bytes are fetched
+            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
+                             f"{size:,}")
+        # samples lie all over the file: `read_many` fetches exactly these bytes from object storage
         ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
         self.file.check_ids(ids, [0, len(ids)], number, "sequence")
         return ids
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. Nothing is there before `finalize`. ValueError for ids
-    that the type cannot hold: they are never wrapped around."""
+    """Writes a pair, sequence by sequence. The files appear when `finalize` is called. ValueError for ids that the type
+    cannot hold: they never wrap around."""
 
     def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
         if multimodal:
             raise ValueError(f"{bin_path}: modes are not written, expected multimodal=False")
         self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
-        self._open = 0  # sequences of the document that is open
+        self._open = 0  # sequences of the document that has not ended
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append a sequence (n,) of ids to the document that is open."""
+        """Append a sequence (n,) of ids to the document that has not ended."""
         self._writer.append(tensor, [len(tensor)])
         self._open += 1
 
-    def add_document(self, tensor: Any, lengths: Sequence[int],
-                     modes: Sequence[int] | None = None) -> None:
+    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
         """Append a document: its ids, and how many each of its sequences has."""
         self._writer.append(tensor, lengths)
         self._open += len(lengths)
         self.end_document()
 
     def end_document(self) -> None:
-        """End the document that is open."""
+        """End the document."""
         self._writer.end_documents([self._open])
         self._open = 0
 
-    def add_index(self, path_prefix: Path | str) -> None:
-        """Append the documents of another pair."""
-        other, mine = IndexedDataset(path_prefix), self._writer
-        if other.dtype != mine.dtype:
-            raise ValueError(f"{path_prefix}: its ids are {other.dtype.name}, those of "
-                             f"{mine.bin_path} {mine.dtype.name}; make them of one type")
-        for first, end in pairwise(other.document_indices.tolist()):
-            for ids in other[first:end]:
-                self.add_item(ids)
-            self.end_document()
-
     def finalize(self, idx_path: Path | str) -> None:
-        """Write the index; both files appear. ValueError if the last sequences are in no document,
-        or the index is to have another name than the .bin."""
+        """Write the index and rename both files into place. ValueError if the last document has not ended, or the
+        index is to have another name than the .bin."""
         if Path(idx_path) != self._writer.idx_path:
             raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")
         self._writer.commit()
 
 
-# ---- samples ------------------------------------------------------------------------------------
+# ---- samples --------------------------------------------------------------------------------------------------------
 
 class GPTDataset:
-    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of
-    tensors. It is also a blend of one data set, itself.
+    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also has the
+    methods of a blend, of which it is the only data set.
 
-    `num_samples`: at least so many, over as many epochs as it takes; None: one epoch. ValueError
-    for data that cannot give them. Reads no token and computes no index yet.
+    `num_samples`: at least so many, over as many epochs as it takes; None: one epoch. ValueError for data that cannot
+    give them. Creating it reads no token and computes no index.
     """
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
@@ -377,11 +339,10 @@ class GPTDataset:
         self._lengths = indexed_dataset.sequence_lengths[first:indexed_indices.stop]
         if self._lengths.min(initial=0) < 0:
             bad = int(self._lengths.argmin())
-            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has "
-                             f"{self._lengths[bad]:,} tokens; make the pair again")
+            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has {self._lengths[bad]:,} tokens; make "
+                             f"the pair again")
         self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
-        drop_last = (index_split is not Split.valid
-                     or config.drop_last_partial_validation_sequence)
+        drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
         try:
             self.order = plan_order(
                 config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
@@ -390,19 +351,14 @@ class GPTDataset:
             raise ValueError(f"{dataset_path}, split {index_split.name}: {e}") from None
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """How many sequences splits are made of."""
-        return len(low_level_dataset.sequence_lengths)
-
-    @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """The files of a prefix."""
+        """Open the files of a prefix."""
         cache = config.object_storage_cache_path
         return IndexedDataset(dataset_path, mmap=config.mmap_bin_files,
                               object_storage_config=None if cache is None else ObjectStorageConfig(cache))
 
     def identity(self) -> dict[str, Any]:
-        """What decides which part of which document is in which sample, as JSON values."""
+        """Everything that decides which part of which document is in which sample, as JSON values."""
         return {**vars(self.order), "sequence_length": self._T, "extra_token": self._extra,
                 "tokens_per_epoch": self.num_tokens_per_epoch}
 
@@ -411,7 +367,7 @@ class GPTDataset:
 
     @property
     def datasets(self) -> "list[GPTDataset]":
-        """Those that samples come from."""
+        """The data sets that samples come from."""
         return [self]
 
     def counts(self, stop: int) -> list[int]:
@@ -430,15 +386,14 @@ class GPTDataset:
     def _tables(self) -> Arrays:
         """The three indices."""
         def build() -> Arrays:
-            documents, samples = self.order.shuffled()
+            documents, samples = self.order.tables()
             begins = find_samples(
                 self.dataset.sequence_lengths, documents, num_samples=len(self), T=self._T,
                 tokens=self.order.num_epochs * self.num_tokens_per_epoch, extra=self._extra)
             return {"document_index": documents, "sample_index": begins, "shuffle_index": samples}
 
         key = hash_json([self.identity(), hash_bytes(self._lengths.tobytes())])
-        name = f"{key}-{type(self).__name__}-{self.index_split.name}"
-        return cached(self.config.path_to_cache, name, build)
+        return cached(self.config.path_to_cache, f"{key}-{type(self).__name__}-{self.index_split.name}", build)
 
     @property
     def document_index(self) -> np.ndarray:
@@ -458,7 +413,7 @@ class GPTDataset:
     # ---- tokens
 
     def pieces(self, i: int) -> list[tuple[int, int, int]]:
-        """What sample i is made of, [(sequence, offset, how many ids)]; reads no token."""
+        """The parts of sample i, [(sequence, offset, how many ids)]; reads no token."""
         k = int(self.shuffle_index[self.locate(i)[1]])
         (first, skip), (last, until) = self.sample_index[k:k + 2].tolist()
         sequences = self.document_index[first:last + 1]
@@ -471,9 +426,9 @@ class GPTDataset:
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample i in NumPy, for training: (ids, live, ends).
 
-        ids: (T + 1,) of the type on disk (int64 if the sample is a partial one), 0 where there is
-        no token; inputs are ids[:-1], targets ids[1:]. live: (T + 1,) uint8, 0 where a target does
-        not count. ends: (T,) bool, which inputs end a document.
+        ids: (T + 1,) of the type on disk (int64 for a partial sample), 0 where there is no token; inputs are ids[:-1],
+        targets ids[1:]. live: (T + 1,) uint8, 0 where a target does not count. ends: (T,) bool, which inputs end a
+        document.
         """
         eod = self.config.eod
         ids = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
@@ -487,9 +442,9 @@ class GPTDataset:
         return ids, live.view(np.uint8), ends
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
-        """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32,
-        and attention_mask (1, T, T) bool, True where attention is barred, if the configuration asks
-        for it. None: a sample that fills a batch, without loss."""
+        """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and on request
+        attention_mask (1, T, T) bool, True where attention is barred. None: a sample that fills a batch, without
+        loss."""
         import torch
 
         config, places = self.config, np.arange(self._T)
@@ -510,8 +465,8 @@ class GPTDataset:
 
 
 def pad_id(config: GPTDatasetConfig) -> int:
-    """The id that stands for no token: the tokenizer's `pad`, unless it is another special token's
-    as well (then NO_PAD, with a warning; `allow_ambiguous_pad_tokens` keeps it)."""
+    """The id that stands for padding: the tokenizer's `pad`, unless it is also another special token (then NO_PAD, with
+    a warning; `allow_ambiguous_pad_tokens` keeps it)."""
     tokenizer, keep = config.tokenizer, config.allow_ambiguous_pad_tokens
     pad = getattr(tokenizer, "pad", None)
     if pad is None:
@@ -525,15 +480,14 @@ def pad_id(config: GPTDatasetConfig) -> int:
     return int(pad) if keep else NO_PAD
 
 
-# ---- data that are made up ----------------------------------------------------------------------
+# ---- mock data ------------------------------------------------------------------------------------------------------
 
 class MockGPTLowLevelDataset:
-    """100,000 sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD.
-    megatron-core's."""
+    """megatron-core's 100,000 made-up sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD."""
 
     def __init__(self, tokenizer: Any):
         if getattr(tokenizer, "eod", None) is None or not getattr(tokenizer, "vocab_size", None):
-            raise ValueError("tokenizer: made-up data need one with an `eod` and a `vocab_size`")
+            raise ValueError("tokenizer: mock data needs one with an `eod` and a `vocab_size`")
         self.vocab_size, self.eod = int(tokenizer.vocab_size), int(tokenizer.eod)
         rng = np.random.default_rng(0)
         self.sequence_lengths = rng.integers(1, 4096, 100_000, dtype=np.int32)
@@ -556,5 +510,5 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """Made-up sequences; the path means nothing."""
+        """The made-up sequences; the path means nothing."""
         return MockGPTLowLevelDataset(config.tokenizer)

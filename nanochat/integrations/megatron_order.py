@@ -1,41 +1,40 @@
 """
-Blends of Megatron's data sets, and a run that trains on their samples.
+A run in Megatron's order: it trains on the samples of a blend of Megatron's data sets. With --order=megatron,
+`stream.open_stream` opens a `SampleStream` from here, and `start_run` lets `settle` choose the number of samples.
 
-**A run in Megatron's order.** Row i of the run is sample i of the blend, for ever:
+Row i of the run is sample i of the blend:
 
     --data-path=web,code  --split=969,30,1  --blend-weights=70,30
 
-    web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % are for
-    code   | s s s s s s s s s | v | t                       training, the next 3 % validate, the
-                  |                |                         rest is for nobody
-        samples, mixed           documents, through validation's own lanes, so that bits per byte
-                                 are of the same rows for every number of processes
+    web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % train, the next 3 %
+    code   | s s s s s s s s s | v | t                       validate, the rest is not used
+                  |                |
+        samples, mixed           documents, in validation's own lanes, so that bits per byte are those of the
+                                 same rows for every number of processes
 
     step s: R rows = samples sR .. sR + R - 1; lane l of V gives n = R / V of them, from sR + ln on
 
-So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share
-of the data and no buffer; a cursor holds how many samples the run has had, and how many rows of
-each bucket its lane gave. Shuffles are over all the epochs that the run's number of samples takes,
-so another number is another order.
+So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share of the data and no
+buffer; a cursor holds how many samples the run has read, and how many rows of each bucket its lane gave. Shuffles cover
+all the epochs that the run's number of samples takes, so another number is another order.
 
-**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are
-its own, `read`; the last one is the first of sample k + 1 as well and counts as `repeated`. `epoch`
-counts whole passes' worth of samples: epochs are shuffled together, so none has an end.
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are its own, `read`; the
+last one is also the first of sample k + 1 and counts as `repeated`. `epoch` counts as many samples as a pass has:
+epochs are shuffled together, so none has an end.
 
-Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the
-number of samples asked for.
+Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import each, hash_json, in_store, place
+from nanochat.common import each, get_base_dir, hash_json, in_store, place
 from nanochat.dataset import Manifest, data_folder, find_files, scan, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
@@ -46,15 +45,18 @@ from nanochat.tokens import TokenFile, check_format
 if TYPE_CHECKING:
     import torch
 
-SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has files of its own
+    from nanochat.config import Settings
+    from nanochat.start_run import Start
+
+SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split: Megatron's, and if validation has files of its own
 
 
-# ---- blends -------------------------------------------------------------------------------------
+# ---- blends ---------------------------------------------------------------------------------------------------------
 
 class BlendedDataset:
-    """Samples of several data sets: `size` of them by `weights`, or with `size` None all, `weights`
-    being how many each gives. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError for a
-    data set that would have to give more samples than it has."""
+    """Samples of several data sets: `size` of them by `weights`, or with `size` None all samples, where `weights` are
+    how many each data set gives. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError for a data set that
+    would have to give more samples than it has."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
@@ -70,7 +72,7 @@ class BlendedDataset:
         name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
         self.dataset_index = tables["dataset_index"]  # (samples,) int16: which gives sample i
-        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its
+        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its samples
         for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
@@ -78,7 +80,7 @@ class BlendedDataset:
                                  f"mid_level_dataset_surplus")
 
     def identity(self) -> dict[str, Any]:
-        """What decides which part of which document is in which sample, as JSON values."""
+        """Everything that decides which part of which document is in which sample, as JSON values."""
         return {"weights": self.weights, "size": self.size,
                 "datasets": [dataset.identity() for dataset in self.datasets]}
 
@@ -101,9 +103,9 @@ class BlendedDataset:
 
 
 class BlendedMegatronDatasetBuilder:
-    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data
-    sets of train, valid and test. `sizes`: samples of each, None for all there are. Nothing is
-    collective. ValueError or FileNotFoundError for what cannot be built."""
+    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data sets of train, valid
+    and test. `sizes`: the number of samples of each, None for all. Nothing is collective. ValueError or
+    FileNotFoundError for settings or files that cannot be used."""
 
     def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
                  is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
@@ -115,8 +117,8 @@ class BlendedMegatronDatasetBuilder:
         self._opened: dict[str, Any] = {}  # by prefix
 
     def build(self) -> list[Any]:
-        """A data set for each split; None for a split that has no part of the data, and on ranks
-        without data. With `multiple_validation_sets` that of valid is a list."""
+        """A data set for each split; None for a split that has no part of the data, and on ranks without data. With
+        `multiple_validation_sets` that of valid is a list."""
         return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
 
     def build_split(self, split: Split) -> Any:
@@ -126,14 +128,14 @@ class BlendedMegatronDatasetBuilder:
         if part is None:
             return None
         if config.mock:
-            return self._of_prefix("made-up data", part, size, split)
-        own = config.blend_per_split
-        blend = config.blend if own is None else own[split.value]
+            return self._of_prefix("mock data", part, size, split)
+        per_split = config.blend_per_split
+        blend = config.blend if per_split is None else per_split[split.value]
         assert blend is not None
         prefixes, weights = blend
-        if len(prefixes) == 1 and (weights is None or own):  # one prefix is no blend
+        if len(prefixes) == 1 and (weights is None or per_split):  # one prefix is not a blend
             return self._of_prefix(prefixes[0], part, size, split)
-        if own and config.multiple_validation_sets and split is Split.valid:
+        if per_split and config.multiple_validation_sets and split is Split.valid:
             return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
         if weights is None:
             datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
@@ -153,22 +155,21 @@ class BlendedMegatronDatasetBuilder:
                     for prefix, n in zip(prefixes, taken)]
         return BlendedDataset(datasets, shares, sum(taken), config)
 
-    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split
-                   ) -> GPTDataset:
+    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
         """A split of one pair of files. Its edges are rounded to whole sequences."""
         if prefix not in self._opened:
             self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
         opened = self._opened[prefix]
-        n = float(self.cls.numel_low_level_dataset(opened))
+        n = float(len(opened.sequence_lengths))
         indices = range(round(part[0] * n), round(part[1] * n))
         return self.cls(opened, prefix, indices, size, split, self.config)
 
 
-# ---- a run's data -------------------------------------------------------------------------------
+# ---- a run's data ---------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Everything but data and tokenizer that decides what is in a sample, and V."""
+    """V, and everything except data and tokenizer that decides the content of a sample."""
 
     T: int  # tokens a row trains on; a sample holds T + 1
     V: int = 64  # lanes: they give the rows of a step, and have no share of the data
@@ -177,32 +178,60 @@ class SampleConfig:
     split: str = WHOLE  # shares of training, validation, test
     weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each of several
     eod_mask_loss: bool = False  # no loss where the input is the end of a document
-    index_cache: str | None = None  # a folder; decides nothing
+    index_cache: str | None = None  # a folder; changes no sample
 
-    framed: ClassVar[bool] = True  # for what reads documents as well
+    framed: ClassVar[bool] = True  # of documents that validation reads: `[BOS] + ids`
+
+    @classmethod
+    def of(cls, settings: "Settings") -> "SampleConfig":
+        """The stream of a run's resolved settings."""
+        weights = settings.blend_weights
+        return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, num_samples=settings.num_samples,
+                   split=settings.split or "", weights=None if weights is None else tuple(weights),
+                   eod_mask_loss=settings.eod_mask_loss,
+                   index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
 
     def identity(self) -> dict[str, Any]:
         """All of it as JSON values: equal identities, equal samples of the same data."""
-        found = {**asdict(self), "order": "megatron", "weights": self.weights and [*self.weights]}
-        del found["index_cache"]
-        return found
+        identity = {**asdict(self), "order": "megatron", "weights": self.weights and [*self.weights]}
+        del identity["index_cache"]
+        return identity
 
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether validation has files of its own: of --val-path, or of DIR/val beside DIR/train."""
+    """Whether validation has files of its own: those of --val-path, or of DIR/val beside DIR/train."""
     return val_path is not None or (place(data_path) / "train").is_dir()
 
 
-def default_split(data_path: Path | str, val_path: Path | str | None) -> str:
-    """The --split of a run that names none."""
-    return WHOLE if has_own_val(data_path, val_path) else SPLIT
+def samples_needed(start: "Start") -> int:
+    """How many samples a run will have read when it ends, including those of another run whose data it continues."""
+    before = start.cursors[0]["samples"] if start.cursors else 0
+    rows = start.settings.total_batch_size // start.settings.max_seq_len
+    return before + (start.horizon.num_iterations - start.step + start.skip) * rows
 
 
-def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
-                  ) -> dict[str, dict[str, Manifest]]:
-    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of
-    a manifest says from which to which of them belong to that part. ValueError or FileNotFoundError
-    naming what is bad or not there."""
+def settle(start: "Start") -> "Settings":
+    """The settings of a run in Megatron's order, with the --split and the number of samples that the user left to
+    the program. A new run has as many samples as its steps need, or as many as the run whose data it continues, and
+    keeps that number. ValueError if its steps need more."""
+    settings, horizon, needed = start.settings, start.horizon, samples_needed(start)
+    split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
+    number = settings.num_samples
+    if number == -1:
+        number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
+    if needed > number:
+        too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but it began with {number:,}, and "
+                         f"another number of samples is another order; end at --num-iterations "
+                         f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (with "
+                         f"--order lanes runs can be made longer)")
+    return replace(settings, split=split, num_samples=number)
+
+
+def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of a manifest are the
+    first and the end of those that belong to that part. ValueError or FileNotFoundError names what is bad or
+    missing."""
     parts, root = split_matrix(split), place(data_path)
     if parts[0] is None:
         raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first "
@@ -219,10 +248,10 @@ def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
         pairs[name] = scan(root, [file])
     train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
     if has_own_val(data_path, val_path):
-        own = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
+        val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
         where = root if val_path is None else place(val_path)
-        check_format(where, [file for some in own.values() for file in some], "megatron")
-        return {"train": train, "val": {name: scan(where, some) for name, some in own.items()}}
+        check_format(where, [file for some in val_files.values() for file in some], "megatron")
+        return {"train": train, "val": {name: scan(where, some) for name, some in val_files.items()}}
     val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
     val = {name: pair for name, pair in val.items() if pair["documents"][0] < pair["documents"][1]}
     if not val:
@@ -233,7 +262,7 @@ def find_prefixes(data_path: Path | str, val_path: Path | str | None, split: str
 
 
 def _documents(manifest: Manifest, part: Part) -> Manifest:
-    """A pair's manifest with the documents that lie whole in a part of its sequences."""
+    """A pair's manifest with the documents that lie completely in a part of its sequences."""
     pair = TokenFile(_prefix(manifest) + ".bin")
     n = float(len(pair.table("lengths")))
     first, last = (round(edge * n) for edge in part or (0.0, 0.0))
@@ -246,31 +275,28 @@ def _prefix(manifest: Manifest) -> str:
     return str(file).removesuffix(".bin")
 
 
-def open_samples(config: SampleConfig, sources: Mapping[str, Source]
-                 ) -> GPTDataset | BlendedDataset:
-    """The data set whose sample i is row i of a run. `sources`: one of a single pair for each
-    bucket. Reads no token and shuffles nothing yet. ValueError where it cannot be made, or has
-    fewer samples than the run takes."""
+def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTDataset | BlendedDataset:
+    """The data set whose sample i is row i of a run. `sources`: one of a single pair for each bucket. Reads no token
+    and shuffles nothing yet. ValueError if it cannot be made, or has fewer samples than the run takes."""
     pairs = list(sources.values())
-    prefixes = [_prefix(source.manifest) for source in pairs]
     try:
         wanted = GPTDatasetConfig(
-            random_seed=config.seed, sequence_length=config.T, blend=(prefixes, config.weights),
+            random_seed=config.seed, sequence_length=config.T,
+            blend=([_prefix(source.manifest) for source in pairs], config.weights),
             split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].bos),
             path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss)
-        builder = BlendedMegatronDatasetBuilder(
-            GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
         samples = builder.build_split(Split.train)
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
-        raise ValueError(f"--blend-weights: without them each prefix is gone over once, which "
-                         f"makes {len(samples):,} samples, and the run takes "
+        raise ValueError(f"--blend-weights: without them the run makes one pass over each prefix, which "
+                         f"gives {len(samples):,} samples, and the run takes "
                          f"{config.num_samples:,}; give weights, or shorten the run")
     return samples
 
 
-# ---- a run's stream -----------------------------------------------------------------------------
+# ---- a run's stream -------------------------------------------------------------------------------------------------
 
 @dataclass(slots=True)
 class SampleRow(Row):
@@ -280,16 +306,16 @@ class SampleRow(Row):
     eod: int
 
     def doc_ids(self) -> np.ndarray:
-        """As of `Row`. Megatron's reset_attention_mask; reset_position_ids has no counterpart, for
-        positions are rotary, so that inside a document only distances count."""
+        """As of `Row`: Megatron's reset_attention_mask. reset_position_ids would change nothing: positions are rotary,
+        so inside a document only distances count."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
 
 
 class SampleStream:
-    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`.
-    Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of another
-    stream, and for data that have too few samples."""
+    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. It shuffles, or
+    opens the tables in the index cache, when it is made, unless it has no lanes. ValueError for cursors of another
+    stream, and for data with too few samples."""
 
     mixer = None
 
@@ -316,11 +342,11 @@ class SampleStream:
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
-            _ = part.shuffle_index  # before the first step, where nobody waits with a time-out
+            if self.lanes:  # before the first step, where nobody waits with a time-out
+                _ = part.shuffle_index
 
     def next_rows(self, num_rows: int) -> list[Row]:
-        """The next `num_rows` rows of each lane, lane after lane; none where the run's samples are
-        used up."""
+        """The next `num_rows` rows of each lane, lane after lane; none after the run's last sample."""
         step = num_rows * self.config.V
         if self.taken + step > self.config.num_samples:
             return []
@@ -342,10 +368,10 @@ class SampleStream:
         return rows
 
     def dry_bucket(self, lane: int) -> None:
-        """As of `Stream`: it is no bucket that is dry, the run has had its samples."""
+        """As of `Stream`: no bucket is dry, the run has read all its samples."""
 
     def close(self) -> None:
-        """Nothing runs that would have to be stopped."""
+        """Nothing to stop: it has no threads."""
 
     # ---- state
 
@@ -366,11 +392,9 @@ class SampleStream:
                              for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
                 for lane, row, _, (samples, counts) in state]
 
-    # ---- for people
-
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids
-        start .. stop - 1 `of` so many. Ids as they are stored, an EOD at the end."""
+        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1
+        of `of` ids. Ids are counted as they are stored, with an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
         part, at, found = self.samples.datasets[number], 0, []
         edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
@@ -387,6 +411,6 @@ class SampleStream:
 
 
 def account(rows: int, epoch: int, T: int) -> dict[str, int]:
-    """A bucket's part of a cursor, by the names that `stream.ledger` adds up."""
+    """A bucket's part of a cursor, under the names that `stream.ledger` adds up."""
     return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows,
             **dict.fromkeys(("inserted", "cropped", "padded", "pending", "documents"), 0)}

@@ -1,13 +1,14 @@
 """
-The tables of Megatron's order, pure functions of integers, weights and lengths; and their cache.
+The tables of Megatron's order, pure functions of integers, weights and lengths; and the index cache on disk.
+`nanochat/integrations/megatron.py` and `megatron_order.py` use them.
 
-    document_index, shuffle_index    two shuffles of a range               `Order.shuffled`
-    sample_index                     where in the documents samples begin  `find_samples`
-    dataset_index and its numbers    which source gives a sample           `blend_sources`
+    document_index, shuffle_index             two shuffles of a range                 `Shuffles.tables`
+    sample_index                              where in the documents samples begin    `find_samples`
+    dataset_index, dataset_sample_index       which source gives a sample             `blend_sources`
 
-A **blend** is a recurrence. Before each sample every source has a deficit: its weight times i,
-minus the samples that it gave. The source with the greatest deficit gives sample i (the first of
-equals, in float64; i = 0 counts as 1):
+A **blend** is a recurrence. Before each sample every source has a deficit: its weight times i, minus the number of
+samples that it has given. The source with the greatest deficit gives sample i (the first of equals, in float64; i = 0
+counts as 1):
 
     i                      0     1     2     3     4     5       weights 0.5, 0.3, 0.2
     deficits             0.5  -0.5     0   0.5     0   0.5
@@ -16,10 +17,10 @@ equals, in float64; i = 0 counts as 1):
     dataset_index          0     1     2     0     1     0       which source gives sample i
     dataset_sample_index   0     0     0     1     1     2       and which of its samples that is
 
-Without weights the lengths are the weights, and a source that has given all is out.
+Without weights the lengths are the weights, and a source that has given all its samples leaves the blend.
 
-The rules (how many epochs, when the last one is shuffled apart, how a partial sample is counted)
-are those of megatron-core 0.16.1, and so is every element and type.
+The rules (how many epochs, when the last one is shuffled apart, how a partial sample is counted) are those of
+megatron-core 0.16.1, and so is every element and type.
 """
 
 import logging
@@ -35,7 +36,7 @@ from nanochat.common import atomic_open, hash_file, read_json, write_json
 log = logging.getLogger(__name__)
 
 APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
-WORTH_STORING = 1 << 19  # entries of tables; fewer are computed as fast as files are opened
+WORTH_STORING = 1 << 19  # entries of tables; fewer are computed as quickly as files are opened
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,8 +44,8 @@ Arrays = dict[str, np.ndarray]
 # ---- tables -------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Order:
-    """All that the two shuffles of a data set depend on."""
+class Shuffles:
+    """Everything that the two shuffles of a data set depend on."""
 
     seed: int
     first: int  # sequences first .. last - 1
@@ -54,7 +55,7 @@ class Order:
     samples_before: int  # samples that end before the last epoch; then they are shuffled apart too
     num_samples: int
 
-    def shuffled(self) -> tuple[np.ndarray, np.ndarray]:
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
         """(document_index (epochs * sequences,) int32, shuffle_index (samples,) uint32)."""
         n = self.last - self.first
         documents = np.tile(np.arange(self.first, self.last, dtype=np.int32), self.num_epochs)
@@ -68,9 +69,9 @@ class Order:
 
 
 def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int,
-               extra: bool, drop_last: bool) -> Order:
-    """How many epochs of `tokens` tokens it takes for `num_samples` samples (None: one epoch), and
-    whether the last one is shuffled apart. ValueError if there are no tokens to take them from."""
+               extra: bool, drop_last: bool) -> Shuffles:
+    """How many epochs of `tokens` tokens `num_samples` samples take (None: one epoch), and whether the last one is
+    shuffled apart. ValueError if there are no tokens."""
     wanted, epochs = num_samples or 0, 1
     if wanted:
         if not tokens:
@@ -83,38 +84,37 @@ def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | N
     total = max(0, targets // T)
     if not drop_last:  # megatron-core counts a last partial sample in float32
         total = max(0, int(np.ceil(np.float32(targets) / np.float32(T))))
-    return Order(seed, documents.start, documents.stop, epochs, apart, before, total)
+    return Shuffles(seed, documents.start, documents.stop, epochs, apart, before, total)
 
 
 def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int, tokens: int,
                  T: int, extra: bool) -> np.ndarray:
-    """sample_index, (samples + 1, 2): where each sample of the stream begins, (place in
-    `documents`, offset).
+    """sample_index, (samples + 1, 2): where each sample of the stream begins, (place in `documents`, offset).
 
-    `lengths` are those of all sequences, `tokens` is how many there are in the stream. Sample k
-    begins at token kT. Without the extra token it begins behind token kT - 1, which may be the end
-    of a document. What would begin behind the last token, as after a partial sample, begins there.
+    `lengths` are those of all sequences, `tokens` is the number of tokens in the stream. Sample k begins at token kT.
+    Without the extra token it begins behind token kT - 1, which may be the end of a document. A sample that would begin
+    behind the last token, as after a partial sample, begins there.
     """
     wide = len(documents) > np.iinfo(np.int32).max
-    found = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
+    index = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
     sizes = lengths[documents].astype(np.int64)
     ends = np.cumsum(sizes)
     begins = np.minimum(np.arange(1, num_samples + 1) * T, tokens - extra)
     places = np.searchsorted(ends, begins, "right" if extra else "left")
-    found[1:, 0] = places  # sample 0 begins at (0, 0), whatever document 0 is
-    found[1:, 1] = begins - (ends[places] - sizes[places])
+    index[1:, 0] = places  # sample 0 begins at (0, 0), even if document 0 is empty
+    index[1:, 1] = begins - (ends[places] - sizes[places])
     if not extra and len(documents):
-        found[1 + tokens // T:] = len(documents) - 1, lengths[documents[-1]]
-    return found
+        index[1 + tokens // T:] = len(documents) - 1, lengths[documents[-1]]
+    return index
 
 
 def blend_sources(weights: Sequence[float], size: int,
                   limits: Sequence[int] | None = None) -> Arrays:
-    """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own
-    samples that is, dataset_sample_index (size,) int64. ValueError for more sources than 32,767.
+    """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own samples that is,
+    dataset_sample_index (size,) int64. ValueError for more than 32,767 sources.
 
-    `weights` (k,) add up to 1. `limits` (k,): samples after which a source is out; None: no end.
-    A sample takes about a microsecond, whatever k is.
+    `weights` (k,) add up to 1. `limits` (k,): samples after which a source leaves the blend; None: it never does. A
+    sample takes about a microsecond for any k.
     """
     if len(weights) > np.iinfo(np.int16).max:  # dataset_index is int16, in megatron-core's files too
         raise ValueError(f"blend: got {len(weights):,} sources, expected at most {np.iinfo(np.int16).max:,}; put "
@@ -130,23 +130,22 @@ def blend_sources(weights: Sequence[float], size: int,
                 counts[source] = np.inf
     sources, samples = np.array(chosen, np.int16), np.empty(size, np.int64)
     for source in range(len(weights)):
-        own = np.flatnonzero(sources == source)
-        samples[own] = np.arange(len(own))
+        given = np.flatnonzero(sources == source)
+        samples[given] = np.arange(len(given))
     return {"dataset_index": sources, "dataset_sample_index": samples}
 
 
 # ---- the cache ----------------------------------------------------------------------------------
 
 def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` makes: mapped from FOLDER/<name>-<array>.npy, or made, and written there
-    if they have enough entries to be worth it.
+    """The arrays that `build` makes: mapped from FOLDER/<name>-<array>.npy, or built, and stored there if they have
+    enough entries.
 
-    `name` holds a hash of everything that the arrays are computed from, so whoever writes a file
-    writes the same bytes. That makes many processes on many nodes safe without a lock: each looks,
-    makes what is absent, and renames its own copy into place. <name>.json is written last and has
-    the files' checksums, which are compared at every opening; what is damaged is told and made again.
-    Rejected: rank 0 builds and the others wait at a barrier, as megatron-core does. That ends in a
-    time-out where rank 0 takes long, or where the file system is slow to show the file.
+    `name` holds a hash of everything that the arrays are computed from, so every process writes the same bytes. That
+    makes many processes on many nodes safe without a lock: each builds the arrays that are missing and renames its own
+    copy into place. <name>.json is written last and has the files' checksums, which every opening compares; damaged
+    arrays are built again, with a warning. Rejected: rank 0 builds and the others wait at a barrier, as in
+    megatron-core. That ends in a time-out if rank 0 takes long, or if the file system is slow to show the file.
     """
     if folder is None:
         return build()
@@ -155,7 +154,7 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays
         try:
             return _open_sealed(seal)
         except (OSError, ValueError) as e:
-            log.warning("%s: cannot be used (%s); it is made again", seal, e)
+            log.warning("%s: cannot be used (%s); building it again", seal, e)
     arrays = build()
     if sum(array.size for array in arrays.values()) < WORTH_STORING:
         return arrays
@@ -170,7 +169,7 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays
         write_json(seal, checksums)
         return _open_sealed(seal)
     except OSError as e:
-        log.warning("%s: not stored (%s); it will be made again next time", seal, e)
+        log.warning("%s: not stored (%s); the next launch builds it again", seal, e)
         return arrays
 
 

@@ -1,17 +1,17 @@
 """
-The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` puts
-beside the weights. It needs torch and transformers (5.x) and nothing else of this project.
+The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` copies beside the weights. It
+needs torch and transformers (5.x) and nothing else of this project; no core module loads it.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The arithmetic is that of `gpt.py`, and its docstring says where each part comes from; parameters
-have the same names, so weights travel unchanged. What differs is what transformers asks of a model:
+The arithmetic is that of `gpt.py`, whose docstring says where each part comes from. Parameters have the same names, so
+weights are exported unchanged. The differences are what transformers asks of a model:
 
-- Rows may be padded, on either side. `attention_mask` says which positions are tokens; no token looks
-  at padding, and rotary angles do not count it.
-- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the token before, so one
-  more layer of the cache holds embeddings, as keys of a single head; its values are empty. Whatever
-  transformers does to a cache (reorder, repeat, crop) then happens to them as well.
+- Rows may be padded on either side. `attention_mask` says which positions are tokens; no token attends to padding, and
+  rotary angles do not count it.
+- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so one more layer of
+  the cache holds embeddings, as keys of a single head; its values are empty. So everything that transformers does to a
+  cache (reorder, repeat, crop) also happens to the embeddings.
 
       cache.layers    0 .. n_layer - 1    keys, values (B, kv heads, T, head_dim)
                       n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
@@ -35,10 +35,10 @@ except ImportError as e:
     raise ImportError(f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
                       f"pip install --upgrade transformers") from None
 
-SHAPE = {  # of the model, and the constants of its architecture; what config.json says comes first
+SHAPE = {  # of the model, and the constants of its architecture; config.json overrides them
     "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
     "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
-    "window_sizes": [2048] * 12,  # for each layer how many tokens before itself a token sees, -1 for all
+    "window_sizes": [2048] * 12,  # for each layer how many earlier tokens a token sees, -1 for all
     "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
 
 
@@ -67,7 +67,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (B or 1, 1, T, D/2)."""
+    """Rotate channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (B or 1, 1, T, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -75,8 +75,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None) -> Tensor:
     """Causal attention of q (B, H, Tq, D), the last Tq of the Tk positions, to k and v (B, Hkv, Tk, D).
 
-    window: how many tokens before itself a query sees; -1 is all. is_token: (B, Tk) bool, None where
-    all are; padding sees itself, so that its softmax is not over nothing. Returns (B, H, Tq, D)."""
+    window: how many earlier tokens a query sees; -1 for all. is_token: (B, Tk) bool, None if all positions are tokens;
+    padding sees itself, so that its softmax is not over nothing. Returns (B, H, Tq, D)."""
     Tq, out_of_reach = q.size(2), 0
     if window >= 0:  # keys before the first query's window
         out_of_reach = max(0, k.size(2) - Tq - window)
@@ -178,12 +178,11 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values: Cache | None = None, labels: Tensor | None = None,
                 use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
                 **ignored: Any) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where
-        they do not count, the mean loss in nats.
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where they do not count,
+        the mean loss in nats.
 
-        attention_mask: (B, past + T), 0 at padding. logits_to_keep: of the last so many positions,
-        0 for all, or an index of positions. ValueError for a cache of a fixed size, or embeddings
-        in place of ids."""
+        attention_mask: (B, past + T), 0 at padding. logits_to_keep: how many of the last positions, 0 for all, or an
+        index of positions. ValueError for a cache of a fixed size, or embeddings in place of ids."""
         if ignored.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
         cache = past_key_values
@@ -219,14 +218,14 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         positions = torch.arange(start, start + x.size(1))[None]
-        if is_token is not None:  # of a row's first token 0
+        if is_token is not None:  # the position of a row's first token is 0
             positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
         angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
-        """Add to each position of x (B, T, C) a gated share of the embedding before it, but not to
-        the first of a row, and never of padding."""
+        """Add to each position of x (B, T, C) a gated share of the previous embedding, except at a row's first token,
+        and never a share of padding."""
         T, so_far = x.size(1), x
         if cache is not None:
             while len(cache.layers) <= self.config.n_layer:

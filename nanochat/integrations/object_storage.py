@@ -1,37 +1,34 @@
 """
-Object storage: paths, bytes and local copies of objects, so that a bucket is read like a folder.
+Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.data_path` loads this module
+when it meets the first path such as s3://bucket/folder; a program that reads local files never loads it.
 
-    place("s3://b/set")  a StorePath: pathlib's exists, is_file, is_dir, rglob, stat, open,
-                         answered by one listing
-    path.local()         a local copy of what is mapped or read whole: indices, manifests
-    StoreReader(path)    the ids of a .bin
-        lanes read on from where they are: parts of 256 KiB, those used last are kept
+    data_path("s3://b/set")    a RemotePath: exists, is_file, is_dir, rglob, stat and open of pathlib,
+                               answered from one listing of the folder
+    path.local_copy()          a copy on this machine, for files that are mapped or read whole: indices, manifests
+    RemoteReader(path)         the ids of a .bin, by ranges
+        lanes read each file in order: parts of 256 KiB, of which the last 1,024 are kept
             file  |----|----|####|----|
-        samples of a shuffle lie all over it: exactly their bytes
+        the samples of a shuffle lie all over the file: exactly their bytes are fetched
             file  .#....##..........#.#.#.
 
-**Pinned.** A listing, made once a launch, tells size and ETag of every object. Each range is asked
-for with If-Match, and the size, ETag, range and length of the answer are held against what was
-asked. So bytes of two versions of an object never mix, not even where a proxy drops If-Match: an
-object that changed is an error that names it.
+**Pinned.** A listing, made once per launch, gives size and ETag of every object. Each range is requested with If-Match,
+and the size, ETag, range and length of the answer are compared with the request. So bytes of two versions of an object
+never mix, even where a proxy drops If-Match: a changed object is an error that names it.
 
-**Waiting.** All that is asked of a store goes through `request`. obstore asks again by itself where
-that may help: for 300 s, but for 9 s only while the store has never answered, because then the
-endpoint is wrong. It does so in a thread of its own, a daemon, and whoever needs the answer looks
-ten times a second whether the launch should stop. An answer that does not fit what was asked is
-asked for again a few times there. So a store that stalls holds up neither a signal
-nor the end of Python.
+**Waiting.** Every request goes through `request`. obstore repeats a request by itself where that may help: for 300 s,
+but for only 9 s as long as the bucket has never answered, because then the endpoint is probably wrong. It does so in a
+daemon thread, while the caller checks ten times a second whether the program should stop. An answer that does not fit
+the request is requested again a few times. So a stalled bucket delays neither a signal nor the end of Python.
 
-**Secrets.** The error text of a store may hold an access key or a signed URL. None of it is passed
-on: all sentences are ours, with the HTTP status and the S3 code at most. A path that may hold
-credentials is refused and never printed.
+**Secrets.** An error text of obstore may hold an access key or a signed URL. None of it is passed on: every sentence is
+ours and contains at most the HTTP status and the S3 code. A path that may hold credentials is refused and never shown.
 
-**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, has clients and an
-obstore of its own. obstore's threads do not survive a fork, and its sockets would be shared with the
-parent, so a child that used them would wait forever or crash its parent.
+**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets clients and a copy of obstore of its
+own. obstore's threads do not survive a fork, and its sockets would be shared with the parent, so a child that used
+them would wait forever or crash its parent.
 
-obstore reads s3:// gs:// az://: it alone sends If-Match and tells ETag, size and range of an answer.
-multi-storage-client reads what its profiles say: msc://PROFILE/KEY.
+obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and reports ETag, size and
+range of the answer. multi-storage-client reads msc://PROFILE/KEY, as its profiles say.
 """
 
 import atexit
@@ -62,28 +59,28 @@ from nanochat.common import LAUNCH, StopAsked, atomic_open, each, get_base_dir, 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REQUEST_BYTES = 4 << 20  # the most that is asked for at once
-PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read on in: 256 MB
-GONE = "bring the old object back, or start a new run (--model-tag)"
-# The first variable that is set counts. Without any, it is the service that the path names.
+REQUEST_BYTES = 4 << 20  # the largest range of one request
+PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read in order: 256 MB
+TRIES = 5  # for an answer that does not fit the request
+WAY_OUT = "bring the old object back, or start a new run (--model-tag)"
+# The first of these variables that is set names the endpoint of S3. Without any, it is AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
-TRIES = 5  # of what was answered, but not as asked
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-# No path can name such an object: a part of its key is empty, . or .., or could be a secret.
-ODD = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
+# No path can name an object with such a key: a part of it is empty, . or .., or could be a secret.
+UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for what, seconds."""
+    """How many seconds to wait."""
 
     connect_s: float = 5.0
     silence_s: float = 15.0  # for the next byte of an answer
     upload_s: float = 300.0  # for a part to be sent and acknowledged
-    first_answer_s: float = 9.0  # of failures, while the store has never answered
+    first_answer_s: float = 9.0  # of failures, while the bucket has never answered
     give_up_s: float = 300.0  # of failures
     log_every_s: float = 15.0
 
@@ -93,117 +90,114 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True)
 class Stat:
-    """An object as it was when somebody looked."""
+    """An object as a listing or a look at it describes it."""
 
     path: str
     size: int
-    etag: str  # "" where the store has none
+    etag: str  # "" if the service has none
 
 
-# ---- names --------------------------------------------------------------------------------------
+class Changed(ValueError):
+    """The object is not the pinned version."""
+
+
+class Garbled(OSError):
+    """An answer that does not fit the request. obstore does not repeat the request, but that may help."""
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
 
 def url(path: str) -> str:
-    """A path, or several with commas between them, with the slashes that a pathlib.Path loses."""
+    """A path, or several with commas between them, with the double slashes that a pathlib.Path loses."""
     return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
-    """(scheme, bucket, key) of a path. ValueError for one without a bucket, and for one that may
-    hold a secret, which is not shown."""
+    """(scheme, bucket, key) of a path. ValueError if it has no bucket, or may hold a secret, which is not shown."""
     refuse_secrets(path)
     match = re.fullmatch(r"(s3|gs|az|msc)://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
-        raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY "
-                         f"or msc://PROFILE/KEY")
+        raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY or "
+                         f"msc://PROFILE/KEY")
     return match[1], match[2], match[3]
 
 
-# ---- clients ------------------------------------------------------------------------------------
-
-class Changed(ValueError):
-    """An object is not what it was, or came otherwise than it was asked for."""
-
-
-class Garbled(OSError):
-    """An answer that does not fit what was asked. Another try may help, which obstore does not make."""
-
+# ---- clients --------------------------------------------------------------------------------------------------------
 
 class Bucket:
-    """The client of one bucket. Credentials come from the environment. ValueError where that makes
-    no sense or a package is missing."""
+    """The client of one bucket. Credentials come from the environment. ValueError if the environment describes no
+    endpoint, or a package is missing."""
 
     def __init__(self, scheme: str, bucket: str, silence_s: float, give_up_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
-        self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]
-        self.endpoint = ""  # of S3, "" for AWS's own
-        self.obs: Any = None  # what has obstore's functions
+        self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]  # for messages
+        self.endpoint = ""  # of S3; "" for AWS itself
+        self.obs: Any = None  # offers obstore's functions
         self.store: Any = None
         if scheme == "msc":
             self.obs = Msc(bucket)
-        else:
-            self._open(silence_s, give_up_s)
-
-    def _open(self, silence_s: float, give_up_s: float) -> None:
+            return
         try:
-            obstore = load_obstore()
+            self.obs = load_obstore()
         except (ImportError, OSError) as e:
-            why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
-                   f"may hold libraries, or start processes with spawn" if _of_parents
-                   else "pip install -e '.[s3]'")
+            why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that may hold "
+                   f"libraries, or start processes with spawn" if _parents else "pip install -e '.[s3]'")
             raise ValueError(f"{self.name}: object storage needs obstore; {why}") from None
-        if self.scheme == "gs":
-            self.host = f"https://storage.googleapis.com/{self.bucket}"
-        if self.scheme == "s3":
-            name = next((name for name in ENDPOINTS if os.environ.get(name)), "")
-            self.endpoint, self.where = os.environ.get(name, ""), name or "AWS_ENDPOINT_URL (not set)"
-            if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
-                raise ValueError(f"{self.name}: {name} is not the URL of an endpoint; expected "
-                                 f"http://HOST:PORT or https://HOST, without credentials or a query")
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-            self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
+        if scheme == "gs":
+            self.host = f"https://storage.googleapis.com/{bucket}"
+        if scheme == "s3":
+            self._find_endpoint()
         options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
-        more: Any = {"endpoint": self.endpoint} if self.endpoint else {}
         backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-        more["retry_config"] = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s),
-                                "backoff": backoff}
+        retry = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}
+        endpoint = {"endpoint": self.endpoint} if self.endpoint else {}
         try:
-            self.obs, self.store = obstore, obstore.store.from_url(self.name, client_options=options, **more)
-        except BaseException:  # a panic of obstore's is no Exception
+            self.store = self.obs.store.from_url(self.name, client_options=options, retry_config=retry, **endpoint)
+        except BaseException:  # a panic in Rust is not an Exception
             raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
-                             f"{KEYS_HINT[self.scheme]}") from None
+                             f"{KEYS_HINT[scheme]}") from None
+
+    def _find_endpoint(self) -> None:
+        """Read the endpoint of S3 from the environment."""
+        name = next((name for name in ENDPOINTS if os.environ.get(name)), "")
+        self.endpoint, self.where = os.environ.get(name, ""), name or "AWS_ENDPOINT_URL (not set)"
+        if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+            raise ValueError(f"{self.name}: {name} is not the URL of an endpoint; expected http://HOST:PORT or "
+                             f"https://HOST, without credentials or a query")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
 
     def stat(self, meta: Any) -> Stat:
-        """What the store says of an object."""
+        """obstore's description of an object as a `Stat`."""
         return Stat(f"{self.name}/{meta['path']}", meta["size"], meta["e_tag"] or "")
 
     def head(self, key: str) -> Stat | None:
-        """Look at an object; None where it is not there."""
+        """Look at an object; None if it does not exist."""
         try:
             return self.stat(self.obs.head(self.store, key))
         except FileNotFoundError:
             return None
 
     def list(self, prefix: str) -> list[Stat]:
-        """All objects below a prefix that a path can name; of others a line in the log."""
+        """All objects below a prefix that a path can name. A warning counts the others."""
         try:
-            chunks = self.obs.list(self.store, prefix or None)
-            found = {meta["path"]: self.stat(meta) for chunk in chunks for meta in chunk}
-            keys = list(found)
+            stats = {meta["path"]: self.stat(meta) for metas in self.obs.list(self.store, prefix or None)
+                     for meta in metas}
+            keys = list(stats)
         except Exception as e:
             if type(e).__name__ != "InvalidPathError" or self.scheme != "s3":
                 raise
-            found, keys = {}, self._all_keys(prefix)
-        usable = [key for key in keys if not ODD.search(key.rstrip("/"))]
+            stats, keys = {}, self._all_keys(prefix)
+        usable = [key for key in keys if not UNUSABLE_KEY.search(key.rstrip("/"))]
         if len(usable) < len(keys):
-            log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the "
-                        "key is empty, . or .., or could be a secret)", self.name, prefix,
-                        len(keys) - len(usable))
-        return [stat for key in usable if (stat := found.get(key) or self.head(key))]
+            log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the key is empty, . or "
+                        ".., or could be a secret)", self.name, prefix, len(keys) - len(usable))
+        return [stat for key in usable if (stat := stats.get(key) or self.head(key))]
 
     def _all_keys(self, prefix: str) -> "list[str]":  # type: ignore[valid-type]
-        """obstore refuses the whole listing for one odd key. pyarrow lists all, without ETags."""
+        """All keys below a prefix, from pyarrow: obstore refuses the whole listing if one key is unusable."""
         from pyarrow import fs
 
         scheme, _, host = self.endpoint.rpartition("://")
@@ -216,62 +210,61 @@ class Bucket:
                 if info.type == fs.FileType.File]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
-        """Bytes of an object that must be what it was."""
+        """Bytes begin .. end - 1 of the pinned version of an object."""
         options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
         answer = self.obs.get(self.store, key, options=options)
-        data, found, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
-        if (found.size, found.etag) != (pinned.size, pinned.etag):
-            raise Changed(f"{pinned.path}: it changed since this run began ({pinned.size:,} bytes "
-                          f"with ETag {pinned.etag} then, {found.size:,} with {found.etag} now); "
-                          f"{GONE}")
+        data, now, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
+        if (now.size, now.etag) != (pinned.size, pinned.etag):
+            raise Changed(f"{pinned.path}: it changed since this run began ({pinned.size:,} bytes with ETag "
+                          f"{pinned.etag} then, {now.size:,} with {now.etag} now); {WAY_OUT}")
         if (first, len(data)) != (begin, end - begin):
-            raise Garbled(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for "
-                          f"{end - begin:,} from {begin:,}; what stands between changes requests")
+            raise Garbled(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for {end - begin:,} "
+                          f"from {begin:,}; something between here and the store changes requests")
         return data
 
     def explain(self, e: BaseException, path: str) -> Exception:
-        """What became of a request, without a word of the store's own."""
+        """The error of a failed request in our own words."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        text, name = str(e), type(e).__name__  # obstore, whose they are, may be missing
+        text, name = str(e), type(e).__name__  # obstore's types cannot be named here: it may be missing
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
-        said, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
+        answered, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
         away = status in (408, 429) or status >= 500 or (status == 0 and "redirect" not in text)
-        answers: list[tuple[object, type[Exception], str]] = [  # the first that fits
+        causes: list[tuple[object, type[Exception], str]] = [  # the first whose test is true
             (re.search(r"169\.254\.169\.254|metadata\.google\.internal", text), PermissionError,
              f"no credentials; set {keys}; for a public bucket of S3 AWS_SKIP_SIGNATURE=true"),
             (code == "NoSuchBucket", FileNotFoundError,
              f"there is no bucket {self.bucket}; check the path and {self.where}"),
             (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
-            (name == "PreconditionError", Changed,
-             f"it changed since this run began (another ETag); {GONE}"),
+            (name == "PreconditionError", Changed, f"it changed since this run began (another ETag); {WAY_OUT}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
-             "no key may have an empty, . or .. part, here or below; name such objects anew"),
+             "no key may have an empty, . or .. part, here or below; rename such objects"),
             (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
-             f"{self.host} sent another range than was asked for, {TRIES} times; what stands between changes requests"),
+             f"{self.host} sent another range than was asked for, {TRIES} times; something between here and the "
+             f"store changes requests"),
             (code == "RequestTimeout", Garbled,
-             f"{self.host} did not get the whole request in time, {TRIES} times ({said}); start again when the "
-             f"machine or the line is less busy: a run goes on from its last checkpoint"),
+             f"{self.host} did not get the whole request in time, {TRIES} times ({answered}); start again when the "
+             f"machine or the connection is less busy: a run resumes from its last checkpoint"),
             (away and not isinstance(e, PermissionError), OSError,
-             f"no whole answer from {self.host} ({said if status else 'no connection, or it broke off'}); check "
-             f"the network and {self.where}, then start again: a run goes on from its last checkpoint"),
-            (True, PermissionError, f"the store refuses it ({said}); check {keys} and what they may do, "
+             f"no whole answer from {self.host} ({answered if status else 'no connection, or it broke off'}); check "
+             f"the network and {self.where}, then start again: a run resumes from its last checkpoint"),
+            (True, PermissionError, f"the store refuses it ({answered}); check {keys} and their permissions, "
                                     f"{self.where} and AWS_DEFAULT_REGION")]
-        return next(kind(f"{path}: {sentence}") for fits, kind, sentence in answers if fits)
+        return next(kind(f"{path}: {sentence}") for fits, kind, sentence in causes if fits)
 
 
-open_bucket = functools.cache(Bucket)  # one client for all who ask alike
+open_bucket = functools.cache(Bucket)  # one client for all requests with the same patience
 _loading = threading.Lock()
-_of_parents: list[Any] = []  # in a forked process: its parent's clients and obstore, never to be used
+_parents: list[Any] = []  # in a forked process: its parent's clients and obstore, which it must not use
 
 
 def _forget_parent() -> None:
-    """A process was forked: it gets its own locks, clients and obstore. The parent's are kept, because
-    deleting them would close the parent's connections too."""
+    """In a forked process: replace locks, clients and obstore. The parent's stay in memory, because deleting them
+    would close the parent's connections."""
     global open_bucket, _loading, _lock
     names = [name for name in sys.modules if name.partition(".")[0] == "obstore"]
-    _of_parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
+    _parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
     open_bucket, _loading, _lock = functools.cache(Bucket), threading.Lock(), threading.RLock()
 
 
@@ -279,11 +272,10 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def load_obstore() -> Any:
-    """The package obstore. A forked process loads a copy of its library, which has threads and
-    sockets of its own: for the same file, the linker returns the library that the parent loaded.
-    ImportError or OSError if it cannot be loaded."""
+    """The package obstore. A forked process loads a copy of its library, with threads and sockets of its own: for the
+    same file, the linker would return the library that the parent loaded. ImportError or OSError if that fails."""
     with _loading, contextlib.ExitStack() as stack:
-        if _of_parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
+        if _parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             shutil.copytree(Path(str(spec.origin)).parent, Path(folder, "obstore"))
             sys.path.insert(0, folder)
@@ -294,31 +286,28 @@ def load_obstore() -> Any:
 
 
 class Msc:
-    """A profile of multi-storage-client, by obstore's functions. It tells no range and no ETag of
-    an answer, so the object is looked at anew after each."""
+    """A profile of multi-storage-client behind obstore's functions. Its answers have neither range nor ETag, so it
+    looks at the object again after each."""
 
     def __init__(self, profile: str):
         try:
             import multistorageclient as msc
         except ImportError:
-            raise ValueError(f"msc://{profile}: needs multi-storage-client; pip install "
-                             f"multi-storage-client") from None
+            raise ValueError(f"msc://{profile}: needs multi-storage-client; pip install multi-storage-client") from None
         self.root, self.span = f"msc://{profile}/", msc.types.Range
         try:
             self.client, _ = msc.resolve_storage_client(self.root)
         except Exception:
-            raise ValueError(f"msc://{profile}: no such profile; MSC_CONFIG names the file of "
-                             f"profiles") from None
+            raise ValueError(f"msc://{profile}: no such profile; MSC_CONFIG names the file of profiles") from None
 
-    def _meta(self, found: Any) -> dict[str, Any]:
-        path = found.key.removeprefix(self.root)
-        return {"path": path, "size": found.content_length, "e_tag": found.etag}
+    def _meta(self, info: Any) -> dict[str, Any]:
+        return {"path": info.key.removeprefix(self.root), "size": info.content_length, "e_tag": info.etag}
 
     def head(self, _: Any, key: str) -> dict[str, Any]:
         return {**self._meta(self.client.info(key)), "path": key}
 
     def list(self, _: Any, prefix: str | None) -> Iterator[list[dict[str, Any]]]:
-        yield [self._meta(found) for found in self.client.list(path=prefix or "")]
+        yield [self._meta(info) for info in self.client.list(path=prefix or "")]
 
     def get(self, _: Any, key: str, options: dict[str, Any]) -> Any:
         begin, end = options["range"]
@@ -332,28 +321,27 @@ class Msc:
         self.client.delete(key)
 
 
-# ---- requests -----------------------------------------------------------------------------------
+# ---- requests -------------------------------------------------------------------------------------------------------
 
-ANSWERED: set[tuple[str, str]] = set()  # stores that ever answered, (scheme, bucket)
-TOLD = [-math.inf]  # when somebody was told of a wait
+ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that has answered
+_last_warning = [-math.inf]  # when the last warning about a wait was logged
 
 
-def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
-            upload: bool = False) -> T:
-    """The answer of `ask`, with the client of a path's bucket and the key. It is asked in a thread
-    of its own, while whoever called waits here."""
+def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "", upload: bool = False) -> T:
+    """The answer of `ask(client, key)` for a path. `ask` runs in a thread of its own while the caller waits here.
+    StopAsked if the program is to stop meanwhile; `what` names the request in messages."""
     scheme, name, key = split(path)
     known, began, what = (scheme, name), time.monotonic(), what or path
 
     def insist(_: None) -> T:
-        """Ask until the answer fits what was asked, a few times at most."""
+        """Ask until the answer fits the request, at most TRIES times."""
         bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
                              PATIENCE.give_up_s if known in ANSWERED else PATIENCE.first_answer_s)
         for attempt in range(TRIES):
             try:
                 answer = ask(bucket, key)
                 break
-            except BaseException as e:  # a panic of obstore's is no Exception
+            except BaseException as e:  # a panic in Rust is not an Exception
                 error = bucket.explain(e, path)
             if not isinstance(error, Garbled) or attempt == TRIES - 1:
                 raise error from None
@@ -361,21 +349,21 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "",
         ANSWERED.add(known)
         return answer
 
-    def look() -> None:
-        # a pool's threads are joined when Python ends, before anybody could tell them to stop
+    def check_stop() -> None:
+        # Python joins the threads of a pool when it ends, before anything could ask them to stop
         if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
             raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
         now = time.monotonic()
-        if now - max(began, TOLD[0]) > PATIENCE.log_every_s:
-            TOLD[0] = now  # one line for all that wait
+        if now - max(began, _last_warning[0]) > PATIENCE.log_every_s:
+            _last_warning[0] = now  # one line for all requests that wait
             log.warning("%s: waiting for the store for %.0f s", what, now - began)
 
-    return next(each(insist, [None], look=look))
+    return next(each(insist, [None], look=check_stop))
 
 
 @atexit.register
 def _end() -> None:
-    """Requests under way are given a second: none may come back into a Python that is torn down."""
+    """Give requests under way a second to end: none may return into a Python that is being torn down."""
     end = time.monotonic() + 1.0
     for thread in threading.enumerate():
         if thread.name == "each":
@@ -383,59 +371,57 @@ def _end() -> None:
 
 
 def find(path: str) -> Stat | None:
-    """Look at an object; None where it is not there. FileNotFoundError without a bucket."""
+    """Look at an object; None if it does not exist. FileNotFoundError if the bucket does not exist."""
     return request(path, Bucket.head)
 
 
-def list_files(path: str) -> list[Stat]:
-    """All objects below a path. FileNotFoundError without a bucket."""
+def list_objects(path: str) -> list[Stat]:
+    """All objects below a path. FileNotFoundError if the bucket does not exist."""
     return request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
 
 
-def write(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
-    """Have an object hold what a file holds: whole, or not at all."""
-    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file,
-                                                     chunk_size=part_bytes), upload=True)
+def upload(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
+    """Write a file to an object: whole, or not at all."""
+    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file, chunk_size=part_bytes), upload=True)
 
 
 def delete(path: str) -> None:
-    """Remove an object, if it is there."""
+    """Delete an object, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         request(path, lambda bucket, key: bucket.obs.delete(bucket.store, key))
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:
-    """Bytes begin .. end - 1 of an object. FileNotFoundError where it is gone, ValueError where it
-    is another one by now, OSError where the store stays away or refuses."""
+    """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if it changed,
+    OSError if the service does not answer or refuses."""
     try:
         return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
                        what=f"{stat.path} bytes {begin:,} to {end:,}")
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{e}: this run reads it; {GONE}") from None
+        raise FileNotFoundError(f"{e}: this run reads it; {WAY_OUT}") from None
 
 
-def read_pieces(stat: Stat, begin: int, end: int) -> Iterator[memoryview]:
-    """`read_range` of any length, by several requests at once."""
-    return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, end)),
-                range(begin, end, REQUEST_BYTES), at_once=8)
+def read_whole(stat: Stat) -> Iterator[memoryview]:
+    """All bytes of an object in pieces, several requests at once."""
+    return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
+                range(0, stat.size, REQUEST_BYTES), at_once=8)
 
 
 kept_range = functools.lru_cache(KEPT_PARTS)(read_range)
 
 
 def read_parts(stat: Stat, begin: int, end: int) -> bytes:
-    """`read_range` for who reads on from there: by parts, of which those used last are kept."""
+    """`read_range` for a caller that reads on from there: by parts, of which the last ones used are kept."""
     first = begin // PART_BYTES * PART_BYTES
-    parts = each(lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)),
-                 range(first, end, PART_BYTES))
+    parts = each(lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)), range(first, end, PART_BYTES))
     return b"".join(parts)[begin - first:end - first]
 
 
-class StoreReader:
-    """The ids of a .bin in a store, see `nanochat.tokens.Reader`. What is read has memory of its
-    own: a view would keep a part for as long as one of its documents waits for a row."""
+class RemoteReader:
+    """The ids of a .bin, see `nanochat.tokens.Reader`. Every array has memory of its own: a view would keep a whole
+    part alive for as long as one of its documents is pending."""
 
-    def __init__(self, path: "StorePath", dtype: np.dtype):
+    def __init__(self, path: "RemotePath", dtype: np.dtype):
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -444,25 +430,23 @@ class StoreReader:
         return np.frombuffer(read_parts(self.pinned, begin * size, end * size), self.dtype)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range, in their order, several requests at once. No other byte is
-        fetched, and none is kept."""
-        def fetch(span: tuple[int, int]) -> np.ndarray:
+        """`read` of each range, in their order, several requests at once. It fetches no other byte and keeps none."""
+        def read_one(span: tuple[int, int]) -> np.ndarray:
             begin, end = span[0] * self.dtype.itemsize, span[1] * self.dtype.itemsize
-            data = read_range(self.pinned, begin, end) if begin < end else b""
-            return np.frombuffer(data, self.dtype)
+            return np.frombuffer(read_range(self.pinned, begin, end) if begin < end else b"", self.dtype)
 
-        return list(each(fetch, ranges))
+        return list(each(read_one, ranges))
 
 
-# ---- paths --------------------------------------------------------------------------------------
+# ---- paths ----------------------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_known: dict[str, Stat | None] = {}  # objects as this launch first saw them
-_listed: set[str] = set()  # folders, all objects below which are known
+_known: dict[str, Stat | None] = {}  # objects as this launch first saw them; None: no such object
+_listed: set[str] = set()  # folders whose objects are all in _known
 
 
 def forget() -> None:
-    """A launch begins: look anew."""
+    """Forget listings, kept parts and clients: a launch begins."""
     with _lock:
         _known.clear()
         _listed.clear()
@@ -471,16 +455,17 @@ def forget() -> None:
     ANSWERED.clear()
 
 
-def open_path(path: str) -> "StorePath":
-    """The path that a text means. ValueError for a text that may hold a secret."""
-    if len(StorePath(path).parts) > 1:
+def open_path(path: str) -> "RemotePath":
+    """The path that a text names. ValueError for a text that may hold a secret, or names no bucket."""
+    if len(RemotePath(path).parts) > 1:
         split(path)
-    return StorePath(path)
+    return RemotePath(path)
 
 
-class StorePath(PosixPath):
-    """A path in object storage: a file if it is an object, a folder if there are objects below it.
-    Nothing is written by it."""
+class RemotePath(PosixPath):
+    """A path in object storage: a file if it is an object, a folder if objects lie below it. It is a pathlib.Path
+    because 12 modules ask a data path some 45 times whether it exists, what lies below it, and how large it is: with
+    this class, none of them has a second branch. It is read-only."""
 
     def __str__(self) -> str:
         return url(super().__str__())
@@ -491,25 +476,26 @@ class StorePath(PosixPath):
         return next(self.rglob("*"), None) is not None
 
     def is_file(self, **_: Any) -> bool:
-        return self._look() is not None
+        return self._stat() is not None
 
     def exists(self, **_: Any) -> bool:
         return self.is_dir() or self.is_file()
 
-    def rglob(self, pattern: str, **_: Any) -> Iterator["StorePath"]:  # type: ignore[override]
+    def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
         """The objects below it whose names match."""
         name = str(self).rstrip("/")
-        if "," in name or len(self.parts) == 1:  # several paths; "s3:", whose buckets nobody lists
+        if "," in name or len(self.parts) == 1:  # several paths; or "s3:", whose buckets cannot be listed
             return iter(())
         with _lock:
             if not _listed.intersection(map(str, (self, *self.parents))):
-                for stat in list_files(name):
+                for stat in list_objects(name):
                     _known.setdefault(stat.path, stat)
                 _listed.add(name)
             below = [path for path, stat in _known.items() if stat and path.startswith(f"{name}/")]
-        return (path for path in map(StorePath, below) if path.match(pattern))
+        return (path for path in map(RemotePath, below) if path.match(pattern))
 
-    def _look(self) -> Stat | None:
+    def _stat(self) -> Stat | None:
+        """The object as this launch first saw it, None if it did not exist."""
         name = str(self)
         with _lock:
             if name not in _known and not _listed.intersection(map(str, self.parents)):
@@ -518,42 +504,40 @@ class StorePath(PosixPath):
             return _known.get(name)
 
     def pinned(self) -> Stat:
-        """The object as it was when this launch first looked. FileNotFoundError if it was not
-        there."""
-        stat = self._look()
+        """The object as this launch first saw it. FileNotFoundError if it did not exist."""
+        stat = self._stat()
         if stat is None:
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Its size, in a form that others understand."""
+        """A read-only file of its size."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The object, to be read as bytes, at least `buffering` at once."""
-        assert mode == "rb", "objects in a store are only read, as bytes"
-        return io.BufferedReader(StoreFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
+        """The object as a binary file that reads at least `buffering` bytes at once."""
+        assert mode == "rb", "objects are only read, as bytes"
+        return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
-    def resolve(self, strict: bool = False) -> "StorePath":
+    def resolve(self, strict: bool = False) -> "RemotePath":
         return self
 
     absolute = expanduser = resolve
 
-    def local(self) -> Path:
-        """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of the ETag, so it is
-        never one of another version, and whoever makes one at the same time makes the same."""
+    def local_copy(self) -> Path:
+        """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so a copy of another
+        version is never used, and processes that copy at the same time write the same file."""
         stat = self.pinned()
-        folder = Path(LAUNCH.cache or get_base_dir() / "object_storage",
-                      *split(str(self.parent))[1:])
+        folder = Path(LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
-                f.writelines(read_pieces(stat, 0, stat.size))
+                f.writelines(read_whole(stat))
         return copy
 
 
-class StoreFile(io.RawIOBase):
+class RemoteFile(io.RawIOBase):
     """An object as a file that pyarrow reads."""
 
     def __init__(self, pinned: Stat):

@@ -1,41 +1,40 @@
 """
-Tokenizers of other programs, each read by the library that its field keeps, behind the door
-`nanochat.tokenizer.get_tokenizer`.
+Tokenizers of other programs, each read by the library that is usual for its format. `tokenizer.get_tokenizer` loads
+this module for any tokenizer that is not in our own format.
 
     --tokenizer=                     read by             copied into a run's tokenizer/ as
     FOLDER, FOLDER/tokenizer.json    tokenizers          hf_tokenizer.json
     FILE.model                       sentencepiece       sentencepiece.model
     gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, as our own
-    tokenizer.pkl (nanochat's)       nothing: `restore`  ranks.tiktoken, as our own
-    ids:VOCAB:EOD                    nothing             no file: ids are known, and no text
+    tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, as our own
+    ids:VOCAB:EOD                    nothing             no file: it knows ids, but no text
 
-**Ids** are the library's own, but for one rule: text never becomes a special token. "</s>" in a
-document is four ordinary characters. Some models find that name in their vocabulary all the same
-(Unigram, WordPiece, WordLevel). Then each of its characters gets the id that it has alone:
+**Ids** are the library's own, with one exception: text never becomes a special token. "</s>" in a document is four
+ordinary characters. Some models (Unigram, WordPiece, WordLevel) find that name in their vocabulary even so. Then each
+of its characters gets the id that it has alone:
 
     "a </s> b"     the library    _a  </s>  _b        here    _a  <  /  s  >  _b
 
-What a file asks for beside ids is left out (special tokens around a text, padding, truncation), and
-so is dropout, which would draw ids at random.
+Everything else that a file asks for is switched off: special tokens around a text, padding, truncation, and dropout,
+which would draw ids at random.
 
-**The end of a document.** These programs have a BOS and an EOS; the stream has one id between
-documents, and files that others tokenized hold EOS there. So it is EOS where the files name one (a
-tokenizer_config.json or special_tokens_map.json beside tokenizer.json, the header of a .model),
-then BOS, then a special token with one of the usual names. --eod-token comes before all of these.
+**The end of a document.** These programs have a BOS and an EOS; the stream has one id between documents, and files that
+other programs tokenized hold EOS there. So we take EOS if the files name one (a tokenizer_config.json or
+special_tokens_map.json beside tokenizer.json, the header of a .model), then BOS, then a special token with one of the
+usual names. --eod-token overrides all of these.
 
-**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. One of
-SentencePiece's writes a blank as U+2581, bytes that it has no piece for as <0xE6>, and begins every
-text with a blank that is not there. That blank is one byte too many, so BOS, which stands before
-it, counts -1:
+**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. SentencePiece writes a blank
+as U+2581, a byte that it has no piece for as <0xE6>, and begins every text with a blank that is not in the text. That
+blank is one byte too many, so BOS, which stands before it, counts -1:
 
     "in  Zeile"     BOS  _in  _  _Z  eile      _: U+2581
                      -1    3  1   2     4      = 9 bytes
 
-A tokenizer whose tokens do not add up to a text (normalizers that change it, unknown characters,
-WordPiece's ##) is found by a sample. Bits per byte would be wrong for it, so validation then tells
-the loss in nats a token. If only rare texts do not add up (`PROBES`: a text that begins with a space
-has the same ids as one without where the blank is added only if there is none), a warning states
-for which documents bits per byte are not exact.
+A sample text shows whether the tokens of a tokenizer add up to the text. They do not if a normalizer changes it, for
+unknown characters, and for WordPiece's ##. Bits per byte would then be wrong, so validation reports the loss in nats
+per token. If only rare texts do not add up (`PROBES`: for example, where the blank is added only if there is none, a
+text that begins with a space has the same ids as one without), a warning names the documents for which bits per byte
+are not exact.
 """
 
 import importlib
@@ -76,31 +75,30 @@ log = logging.getLogger(__name__)
 
 BLANK = "\u2581"  # how SentencePiece writes a blank
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
-PROBES = {  # texts that some tokenizers count wrong, and what such documents do
+PROBES = {  # {what some documents do: a text that does so, which some tokenizers count wrong}
     "begin with a space": " x", "end with a space": "x ", "are empty": "", f"contain U+{ord(BLANK):X}": f"x{BLANK}x",
     "contain <0x41>": "x<0x41>x", "contain characters that it normalizes": "xe\u0301x\u00a0x\uff21x\ufb01x\rx",
     "contain characters that it does not know": "x\U0010ffffx\u0378x\x01x"}
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # of tokenizer.json
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
-MEND = "mend it or take it away"
-NO_END = ("{}: nothing in it tells which token ends a document; name it with --eod-token (its text, or its id: {} "
+NO_END = ("{}: nothing in it says which token ends a document; name it with --eod-token (its text, or its id: {} "
           "ids)")
 
 
 # ---- the kinds -----------------------------------------------------------------------------------
 
-class Foreign(Tokenizer):
-    """A tokenizer that another program made: `data` is its file, `name` what messages call it. Who
-    opens one sets `bos_token_id`, see `find_end`. ValueError for a file that its library does not
-    read, or a library that is not installed."""
+class ThirdPartyTokenizer(Tokenizer):
+    """A tokenizer that another program made: `data` is its file, `name` is for messages. The caller sets
+    `bos_token_id`, see `find_end`. ValueError for a file that its library does not read, or a library that is not
+    installed."""
 
     kind: ClassVar[str]
     package: ClassVar[str]  # of the extra `hf`
     library: Any
     vocab: Mapping[str, int]
     size: int
-    unknown: int | None = None  # the id of characters that have no other; None: all have one
-    ends: list[str | int]  # what may separate documents, texts or ids, the likeliest first
+    unknown: int | None = None  # the id of characters that have no other; None: every character has one
+    ends: list[str | int]  # tokens that may separate documents, by text or id, the likeliest first
 
     def __init__(self, data: bytes, name: str):
         self.data, self.name = data, name
@@ -115,13 +113,13 @@ class Foreign(Tokenizer):
             self.batch([TRIAL])
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as e:  # a panic in Rust is no Exception
+        except BaseException as e:  # a panic in Rust is not an Exception
             raise ValueError(f"{name}: nothing that the package {self.package} {package.__version__} reads "
                              f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
 
     def load(self, package: Any) -> None:
-        """Set `library`, `vocab`, `size`, `special_tokens`, `unknown` and `ends`. Raises anything for
-        a broken file."""
+        """Set `library`, `vocab`, `size`, `special_tokens`, `unknown` and `ends`. It may raise any exception for a
+        broken file."""
         raise NotImplementedError
 
     def batch(self, texts: list[str]) -> list[list[int]]:
@@ -129,7 +127,7 @@ class Foreign(Tokenizer):
         raise NotImplementedError
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """(id, bytes of text that it stands for) of all tokens but special ones."""
+        """(id, bytes of text that it stands for) of every token that is not special."""
         raise NotImplementedError
 
     def spell(self, token: int) -> list[int]:
@@ -137,13 +135,13 @@ class Foreign(Tokenizer):
         raise NotImplementedError
 
     def can_be_text(self, token: int) -> bool:
-        """Whether there is text that cannot be encoded without this token."""
+        """Whether some text cannot be encoded without this token."""
         return token == self.unknown or token in self.spell(token)
 
     @cached_property
     def _reserved(self) -> dict[int, list[int]]:
-        """{id: what it is spelled as} of the tokens that no text may become: BOS and the special ones.
-        Special tokens that are one character remain text, and so does the unknown one."""
+        """{id: the ids of its characters} of the tokens that no text may become: BOS and the special ones. Special
+        tokens of one character remain text, and so does the unknown token."""
         tokens = {*self.special_tokens.values(), self.bos_token_id}
         return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
 
@@ -158,12 +156,12 @@ class Foreign(Tokenizer):
 
     def _encode(self, texts: Sequence[str]) -> Encoded:
         try:
-            found = self.batch(list(texts))
+            lists = self.batch(list(texts))
         except (UnicodeError, TypeError):  # a lone surrogate
-            found = self.batch([replace_surrogates(text) for text in texts])
-        encoded = _flat(found)
+            lists = self.batch([replace_surrogates(text) for text in texts])
+        encoded = _flat(lists)
         if self._is_reserved[encoded[0]].any():
-            return _flat([[j for i in ids for j in self._reserved.get(i, (i,))] for ids in found])
+            return _flat([[j for i in ids for j in self._reserved.get(i, (i,))] for ids in lists])
         return encoded
 
     def get_vocab_size(self) -> int:
@@ -175,7 +173,7 @@ class Foreign(Tokenizer):
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """(vocab_size,) int32: what `token_bytes` gives, before it is known to be right."""
+        """(vocab_size,) int32: the bytes of each token, which may not add up to the bytes of a text."""
         table = np.zeros(self.size, np.int32)
         for i, size in self.sizes():
             table[i] = size
@@ -183,7 +181,7 @@ class Foreign(Tokenizer):
         return table
 
     def _miscounted(self, text: str) -> int:
-        """By how many bytes the tokens of a document stand for more than its text."""
+        """The bytes that the tokens of a document stand for, minus those of its text."""
         try:
             sizes = self._table[self.encode_one(text)]
         except CannotEncode:
@@ -192,19 +190,19 @@ class Foreign(Tokenizer):
 
     @cached_property
     def inexact(self) -> list[str]:
-        """What documents do whose bytes `token_bytes` does not tell exactly."""
+        """What documents do for which `token_bytes` is not exact."""
         names = "x".join(self.special_tokens)
         probes = {**PROBES, "contain names of special tokens": f"x{names}x"}
-        return [what for what, text in probes.items() if self._miscounted(text)]
+        return [description for description, text in probes.items() if self._miscounted(text)]
 
     @cached_property
     def knows_bytes(self) -> bool:  # type: ignore[override]
-        """Whether the tokens of a sample add up to its bytes. Where they do not, or not for all
-        documents, a warning states it."""
+        """Whether the tokens of a sample add up to its bytes. A warning says if they do not, or not for all
+        documents."""
         if off := self._miscounted(SAMPLE):
             size = len(SAMPLE.encode())
             log.warning("%s: its tokens stand for %d bytes of a sample text of %d, so bits per byte would be wrong; "
-                        "validation tells the loss in nats a token", self.name, size + off, size)
+                        "validation reports the loss in nats per token", self.name, size + off, size)
         elif self.inexact:
             log.warning("%s: bits per byte are not exact for documents that %s", self.name, " or ".join(self.inexact))
         return not off
@@ -218,27 +216,26 @@ class Foreign(Tokenizer):
         return {"kind": self.kind, "file": self.file, "bos_token_id": self.bos_token_id}, self.data
 
     @classmethod
-    def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Foreign":
+    def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "ThirdPartyTokenizer":
         tokenizer = cls(data if cls.file else str(saved["vocab_size"]).encode(), name)
         tokenizer.bos_token_id = saved["bos_token_id"]
         return tokenizer
 
 
-def _flat(found: list[list[int]]) -> Encoded:
+def _flat(lists: list[list[int]]) -> Encoded:
     """Lists of ids, back to back, and their lengths."""
-    lengths = np.array([len(ids) for ids in found], np.int64)
-    return np.fromiter(chain.from_iterable(found), np.uint32, int(lengths.sum())), lengths
+    lengths = np.array([len(ids) for ids in lists], np.int64)
+    return np.fromiter(chain.from_iterable(lists), np.uint32, int(lengths.sum())), lengths
 
 
-class HuggingFaceTokenizer(Foreign):
+class HuggingFaceTokenizer(ThirdPartyTokenizer):
     """A tokenizer.json, by the package `tokenizers`."""
 
     kind, package, file = "huggingface", "tokenizers", "hf_tokenizer.json"
 
     def load(self, package: Any) -> None:
-        """As of `Foreign`. What would cut, fill up or drop tokens at random is switched off, and special tokens in a
-        text are ordinary text."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads are the callers' own
+        """As of `ThirdPartyTokenizer`. Truncation, padding and dropout are switched off."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our callers have threads of their own
         self.spec = json.loads(self.data) | {"truncation": None, "padding": None}
         self.spec["model"]["dropout"] = None
         self.library = package.Tokenizer.from_str(json.dumps(self.spec))
@@ -249,9 +246,9 @@ class HuggingFaceTokenizer(Foreign):
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
         self.inside = self.library.get_vocab(with_added_tokens=False)  # written in the alphabet of the model
-        cut = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
+        steps = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
                          ensure_ascii=False)
-        self.by_byte, self.blank = '"ByteLevel"' in cut, BLANK if BLANK in cut else " "
+        self.by_byte, self.blank = '"ByteLevel"' in steps, BLANK if BLANK in steps else " "
         self.alphabet = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model = self.spec["model"]
         if not self.by_byte and not model.get("byte_fallback"):
@@ -259,19 +256,17 @@ class HuggingFaceTokenizer(Foreign):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the parts that decide ids: others (decoder, post_processor, layout of the file) may
-        change."""
+        """A hash of the parts that decide ids: others (decoder, post_processor, layout of the file) may change."""
         parts = {name: self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hash_json({"kind": self.kind, **parts, "bos_token_id": self.bos_token_id})
 
     def batch(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self.library.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Any) -> str:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """As of `Foreign`, by what the file says of its normalizer, pre-tokenizer and decoder."""
         for token, i in self.vocab.items():
             if token in self.special_tokens or i == self.unknown:
                 continue
@@ -289,7 +284,7 @@ class HuggingFaceTokenizer(Foreign):
         if text not in self.inside:
             text = (self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank))
         try:
-            return [found.id for character in text for found in self.library.model.tokenize(character)]
+            return [token.id for character in text for token in self.library.model.tokenize(character)]
         except Exception:  # a vocabulary without this character, and without an unknown token
             return [token]
 
@@ -298,7 +293,7 @@ class HuggingFaceTokenizer(Foreign):
         return bool(self.spec["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token))
 
 
-class SentencePieceTokenizer(Foreign):
+class SentencePieceTokenizer(ThirdPartyTokenizer):
     """A .model, by the package `sentencepiece`."""
 
     kind, package, file = "sentencepiece", "sentencepiece", "sentencepiece.model"
@@ -326,7 +321,6 @@ class SentencePieceTokenizer(Foreign):
             elif piece not in self.special_tokens and not self.library.is_unused(i):
                 yield i, len(piece.replace(BLANK, " ").encode())
 
-
     def spell(self, token: int) -> list[int]:
         if self.library.is_byte(token):
             return [token]
@@ -338,9 +332,9 @@ class SentencePieceTokenizer(Foreign):
         return ids
 
 
-class IdsTokenizer(Foreign):
-    """What stands for a tokenizer that is not at hand: so many ids (`data`), of which one ends
-    documents. It knows no text: ids are shown as numbers."""
+class IdsTokenizer(ThirdPartyTokenizer):
+    """A stand-in for a tokenizer that is not available: a number of ids (`data`), of which one ends documents. It knows
+    no text: ids are shown as numbers."""
 
     kind, file, knows_bytes = "ids", None, False
 
@@ -363,16 +357,15 @@ class IdsTokenizer(Foreign):
 
 KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
     ".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: Mapping[str, type[Foreign]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
+SAVED: Mapping[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
 
 
-def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
-    """What a --tokenizer names that is not in our format; see
-    `nanochat.tokenizer.get_tokenizer`."""
+def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
+    """The tokenizer of another program that a --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
     path = place(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
-    tokenizer: Foreign
+    tokenizer: ThirdPartyTokenizer
     if name.startswith("ids:"):
         match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
         if match is None or not 2 <= int(match[1]) <= MAX_IDS:
@@ -384,7 +377,7 @@ def open_foreign(name: str, eod_token: str | None = None) -> Tokenizer:
         path = _find_file(path)
         data = local(path).read_bytes()
         if path.suffix == ".pkl":
-            return restore(data, str(path), eod_token)
+            return read_pickle(data, str(path), eod_token)
         tokenizer = KINDS[path.suffix](data, str(path))
         if path.suffix == ".json":
             tokenizer.ends = [*named_ends(path.parent), *tokenizer.ends]
@@ -396,9 +389,9 @@ def named_ends(folder: Path) -> list[str | int]:
     """The EOS, then the BOS, that the files beside a tokenizer.json name."""
     ends: list[str | int] = []
     files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
-    told = {file: parse_json(local(file).read_bytes(), file, dict, way_out=MEND) for file in files}
+    values = {file: parse_json(local(file).read_bytes(), file, dict, way_out="mend it or delete it") for file in files}
     for name, file in itertools.product(("eos_token", "bos_token"), files):
-        token = told[file].get(name)
+        token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
         check_shape({name: token}, {name: str | None}, file)
         ends += [token] if token else []
@@ -406,8 +399,7 @@ def named_ends(folder: Path) -> list[str | int]:
 
 
 def _find_file(path: Path) -> Path:
-    """The file of a tokenizer that a path names, itself or in a folder. FileNotFoundError with the
-    ways out where there is none."""
+    """The file of a tokenizer that a path names, itself or in a folder. FileNotFoundError if there is none."""
     inside = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
     for file in inside:
         if file.is_file() and file.suffix in (*KINDS, ".pkl"):
@@ -418,19 +410,19 @@ def _find_file(path: Path) -> Path:
                             f"with python -m scripts.tok_train --output-dir {path}")
 
 
-def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
-    """The id that separates documents: --eod-token, or what the files name. ValueError if they name
-    none, or a token that does not exist or that text can become."""
+def find_end(tokenizer: ThirdPartyTokenizer, eod_token: str | None) -> int:
+    """The id that separates documents: --eod-token, or the one that the files name. ValueError if there is none, or if
+    text can become it."""
     ends = tokenizer.ends
     if eod_token is not None:
         ends = [eod_token, int(eod_token) if eod_token.isdecimal() else -1]
     for end in ends:
-        found = tokenizer.vocab.get(end, -1) if isinstance(end, str) else end
-        if 0 <= found < tokenizer.size:
-            if tokenizer.can_be_text(found):
+        token = tokenizer.vocab.get(end, -1) if isinstance(end, str) else end
+        if 0 <= token < tokenizer.size:
+            if tokenizer.can_be_text(token):
                 raise ValueError(f"{tokenizer.name}: token {end!r}: text can become this token, so it cannot separate "
                                  f"documents; name a special token with --eod-token")
-            return found
+            return token
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: no token of {tokenizer.name}, which has {tokenizer.size:,} ids")
     raise ValueError(NO_END.format(tokenizer.name, f"{tokenizer.size:,}"))
@@ -439,8 +431,7 @@ def find_end(tokenizer: Foreign, eod_token: str | None) -> int:
 # ---- nanochat's pickle ---------------------------------------------------------------------------
 
 class Restored:
-    """Stands in for tiktoken's class while its pickle is read: it keeps the state and does
-    nothing."""
+    """Replaces tiktoken's class while its pickle is read: it keeps the state and does nothing."""
 
     state: Any = None
 
@@ -449,8 +440,8 @@ class Restored:
 
 
 class OneClass(pickle.Unpickler):
-    """Reads a pickle that names tiktoken's Encoding and nothing else. What a pickle executes are
-    the names that it looks up here; every other one ends the reading."""
+    """Reads a pickle that names tiktoken's Encoding and nothing else. A pickle can execute only the names that it looks
+    up here; any other name is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("tiktoken.core", "Encoding"):
@@ -458,21 +449,20 @@ class OneClass(pickle.Unpickler):
         return Restored
 
 
-def restore(data: bytes, name: str, eod_token: str | None) -> RustBPETokenizer:
-    """The tokenizer in nanochat's tokenizer.pkl, a pickle of tiktoken's Encoding; nothing in it is
-    executed. ValueError for any other pickle."""
+def read_pickle(data: bytes, name: str, eod_token: str | None) -> RustBPETokenizer:
+    """The tokenizer in nanochat's tokenizer.pkl, a pickle of tiktoken's Encoding; nothing in it is executed. ValueError
+    for any other pickle."""
     try:
-        found = OneClass(BytesIO(data)).load()
-        state = found.state
+        state = OneClass(BytesIO(data)).load().state
         if isinstance(state, str):  # tiktoken pickles its own encodings by their names
             return RustBPETokenizer.from_pretrained(state, eod_token or "<|endoftext|>")
         ranks, special = dict(state["mergeable_ranks"]), dict(state["special_tokens"])
         if not (all(type(token) is bytes for token in ranks) and all(type(token) is str for token in special)):
             raise ValueError("its tokens are not bytes, or its special tokens no texts")
         encoding = make_encoding(ranks, str(state["pat_str"]), special)
-    except OSError:  # of a name
+    except OSError:  # tiktoken cannot fetch a named encoding
         raise
-    except Exception as e:  # whatever a damaged pickle leads to
+    except Exception as e:  # a damaged pickle may raise anything
         why = " ".join(str(e).split())[:200]
         raise ValueError(f"{name}: no tokenizer that nanochat saved ({type(e).__name__}: {why}); nothing in it was "
                          f"executed") from None

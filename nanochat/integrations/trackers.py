@@ -1,14 +1,15 @@
 """
-Trackers: where the values of a run are drawn elsewhere while it trains, and the profile of some steps.
+Trackers: wandb and TensorBoard draw the values of a run while it trains; PyTorch's profiler records some of its steps.
+`trainer.Journal` loads this module if a run asks for one of them.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
+                                                         '--------> profile      --profile-steps=A:B
 
-The log of the run directory has everything, so a board is a comfort: where one fails, that is told
-once and the run goes on without it. Nothing of this room is loaded unless a run asks for it.
+The log of the run directory has all values. So if a tracker fails, the run continues without it, with one warning.
 
-A profile is PyTorch's trace of some steps of rank 0, for https://ui.perfetto.dev. It watches
-and computes nothing, so a run with a profile has the same bits as one without.
+A profile is a trace of some steps of rank 0, for https://ui.perfetto.dev. It computes nothing, so a run with a profile
+has the same bits as one without.
 """
 
 import contextlib
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """The event files in RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that
-    goes on at `step` hides what an earlier launch had drawn of that step and those after it."""
+    """The event files in RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that resumes at `step`
+    hides the values that an earlier launch drew for that step and later ones."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,7 +38,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Draw the numbers among some values, which were true at values["step"]."""
+        """Draw the numbers among some values at values["step"]."""
         for name, number in flat_numbers(values):
             if name != "step":
                 self._writer.add_scalar(name, number, values["step"])
@@ -47,8 +48,8 @@ class TensorBoard:
 
 
 class Trackers:
-    """All trackers that a run asks for, and its profile. `wandb_id`: that of the wandb run to go on with;
-    afterwards that of the run which was begun. `step`: from which this launch goes on."""
+    """All trackers that a run asks for, and its profile. `wandb_id`: the wandb run to resume, and afterwards the one in
+    use. `step`: the first step of this launch."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
@@ -68,53 +69,53 @@ class Trackers:
 
     @contextlib.contextmanager
     def _guard(self, name: str) -> Iterator[None]:
-        """What fails inside is told, and its board is left."""
+        """A failure inside drops the tracker, with a warning."""
         try:
             yield
-        except Exception as e:  # whatever it is, it is not worth a run
-            log.warning("%s failed (%s); going on without it", name, e)
+        except Exception as e:  # no failure of a tracker is worth a run
+            log.warning("%s failed (%s); continuing without it", name, e)
             self._open.pop(name, None)
 
-    def _tell(self, what: str, *args: Any) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         """Call a method of all trackers that have it."""
-        for name, board in list(self._open.items()):
+        for name, tracker in list(self._open.items()):
             with self._guard(name):
-                getattr(board, what, lambda *_: None)(*args)
+                getattr(tracker, method, lambda *_: None)(*args)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Tell all trackers some values, "step" among them."""
-        self._tell("log", values)
+        """Pass some values, among them "step", to all trackers."""
+        self._call("log", values)
 
     def at(self, step: int) -> None:
-        """So many steps are done."""
-        self._tell("at", step)
+        """Called when `step` steps are done."""
+        self._call("at", step)
 
     def finish(self) -> None:
         """The run has ended."""
-        self._tell("finish")
+        self._call("finish")
 
 
 class Profile:
-    """The profile of steps `first` to `last - 1`: RUN/profile/steps-FIRST-LAST.json.gz. A launch that
-    begins inside profiles what is left of them."""
+    """The profile of steps `first` to `last - 1`: RUN/profile/steps-FIRST-LAST.json.gz. A launch that begins between
+    them profiles the rest."""
 
     def __init__(self, run_dir: Path, first: int, last: int) -> None:
         self._first, self._last = first, last
         self._path = run_dir / "profile" / f"steps-{first}-{last}.json.gz"
         self._profiler: Any = None
-        # above all levels of its library, which else tells the terminal of each start and end
+        # above all levels of the profiler's library, which would print each start and end
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def at(self, step: int) -> None:
-        """So many steps are done: begin or end where it is time for it."""
+        """Called when `step` steps are done: begin or end the profile if it is due."""
         if self._first <= step < self._last and self._profiler is None:
-            self._profiler = torch.profiler.profile()  # the CPU, and CUDA where it is there
+            self._profiler = torch.profiler.profile()  # of the CPU, and of CUDA if available
             self._profiler.start()
         elif step >= self._last:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was profiled, if that has not been done."""
+        """Write the profile, unless that is done."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None

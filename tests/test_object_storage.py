@@ -26,7 +26,16 @@ from hypothesis import strategies as st
 from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
 from nanochat.integrations import object_storage as room
 from nanochat.integrations.megatron import IndexedDatasetBuilder
-from nanochat.integrations.object_storage import Patience, Stat, StorePath, StoreReader, find, list_files, split, write
+from nanochat.integrations.object_storage import (
+    Patience,
+    RemotePath,
+    RemoteReader,
+    Stat,
+    find,
+    list_objects,
+    split,
+    upload,
+)
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
 from tests.training import PATIENCE_S
@@ -47,7 +56,7 @@ def store(calm_store, monkeypatch):
 
 def reader(store):
     begin_data()
-    return StoreReader(place(store.path(KEY)), np.uint16)
+    return RemoteReader(place(store.path(KEY)), np.uint16)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
@@ -56,7 +65,7 @@ def test_paths_of_stores_are_told_from_those_of_this_machine():
     assert all(map(in_store, ("s3://b/k", Path("s3://b/k"), "gs://b/k", "az://c/k", "msc://p/k")))
     assert not any(map(in_store, ("/data/s3", Path("data"), "s3", "https://x/y", "file:///x")))
     path = place(Path("s3://b/some")) / "key.bin"
-    assert isinstance(path, StorePath) and split(str(path)) == ("s3", "b", "some/key.bin")
+    assert isinstance(path, RemotePath) and split(str(path)) == ("s3", "b", "some/key.bin")
     assert (str(path), path.suffix, str(path.parent)) == ("s3://b/some/key.bin", ".bin", "s3://b/some")
     assert str(place(f"{path},gs://c/d")) == "s3://b/some/key.bin,gs://c/d" and place("/a/b") == Path("/a/b")
 
@@ -214,7 +223,7 @@ def test_a_stall_is_told_while_it_lasts_once_for_all_that_wait(store, monkeypatc
 # ---- faults that do not pass ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fault, why", [
-    (Fault(shift=2, times=5), "127.0.0.1:.* sent another range than was asked for, 5 times; what stands between"),
+    (Fault(shift=2, times=5), "127.0.0.1:.* sent another range than was asked for, 5 times; something between"),
     (Fault(whole=True, times=5), "sent another range than was asked for, 5 times"),
     (Fault(status=400, code="RequestTimeout", times=5), "did not get the whole request in time, 5 times .HTTP 400")])
 def test_an_answer_that_never_fits_is_an_error_that_blames_neither_keys_nor_endpoint(store, fault, why, monkeypatch):
@@ -293,7 +302,7 @@ def test_odd_keys_are_left_out_with_a_line(store, caplog, keys, odd):
 
 def test_a_permanent_answer_is_asked_for_once(store):
     with pytest.raises(ValueError, match=r"s3://bucket/odd/../x: no key may have"):
-        list_files("s3://bucket/odd/../x")
+        list_objects("s3://bucket/odd/../x")
     assert not store.proxy.seen
 
 
@@ -338,11 +347,11 @@ def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
 def test_a_program_ends_though_its_store_stalls(store, how):
-    code = ("from nanochat.common import place\nfrom nanochat.integrations.object_storage import StoreReader\n"
+    code = ("from nanochat.common import place\nfrom nanochat.integrations.object_storage import RemoteReader\n"
             "import time\n"
             f"path = place('{store.path(KEY)}')\npinned = path.pinned()\n"
             "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
-            "def wait():\n    try:\n        StoreReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
+            "def wait():\n    try:\n        RemoteReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
             "pool.submit(wait)\ninput()\nprint('end', flush=True)\n")
     store.proxy.faults.append(Fault(stall=True, times=-1))
     process = subprocess.Popen([sys.executable, "-c", code + ("wait()" if how == "Ctrl-C" else "")], cwd=ROOT,
@@ -412,16 +421,16 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         monkeypatch.setitem(sys.modules, "multistorageclient", fake)
     begin_data(tmp_path / "cache")
     (tmp_path / "one").write_bytes(TOKENS[:5000].tobytes())
-    write("msc://mine/x/t.bin", tmp_path / "one")
+    upload("msc://mine/x/t.bin", tmp_path / "one")
     path = place("msc://mine/x/t.bin")
-    r = StoreReader(path, np.uint16)
+    r = RemoteReader(path, np.uint16)
     assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
-    assert list_files("msc://mine/x") == [r.pinned] and local(path).read_bytes() == TOKENS[:5000].tobytes()
+    assert list_objects("msc://mine/x") == [r.pinned] and local(path).read_bytes() == TOKENS[:5000].tobytes()
     assert find("msc://mine/x/none") is None and not place("msc://mine/y").exists()
     with pytest.raises(ValueError, match="msc://yours: no such profile; MSC_CONFIG names"):
         find("msc://yours/x")
     (tmp_path / "other").write_bytes(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
-    write("msc://mine/x/t.bin", tmp_path / "other")
+    upload("msc://mine/x/t.bin", tmp_path / "other")
     with pytest.raises(ValueError, match="it changed since this run began"):
         r.read_many([(0, 10)])
     room.delete("msc://mine/x/t.bin")

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanochat.dataset import scan
-from nanochat.integrations.third_party_tokenizers import BLANK, Foreign
+from nanochat.integrations.third_party_tokenizers import BLANK, ThirdPartyTokenizer
 from nanochat.sources import open_source
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
@@ -210,7 +210,7 @@ def does(what, text):
 
 def test_where_bytes_are_not_exact_it_is_stated(all_kinds):
     stated = {name: tokenizer.inexact for name, tokenizer in all_kinds.items()
-              if isinstance(tokenizer, Foreign) and tokenizer.knows_bytes}
+              if isinstance(tokenizer, ThirdPartyTokenizer) and tokenizer.knows_bytes}
     blank = ["contain U+2581"]
     assert stated == {
         "gpt2": [], "llama": blank, "pieces": blank, "sp_unigram": blank, "sp_no_blank": blank,
@@ -290,7 +290,7 @@ def without_end(tmp_path):
 
 def test_a_tokenizer_json_without_an_end_is_a_sentence_that_names_the_flag(tmp_path):
     folder = without_end(tmp_path)
-    with pytest.raises(ValueError, match=r"tokenizer\.json: nothing in it tells which.*--eod-token.*340 ids"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: nothing in it says which.*--eod-token.*340 ids"):
         get_tokenizer(folder)
     assert get_tokenizer(folder, eod_token=END).bos_token_id == 0
     with pytest.raises(ValueError, match=r"--eod-token 340: no token of"):

@@ -38,16 +38,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanochat.common import (
+    as_path,
     check_shape,
     did_you_mean,
     each,
     etag_of,
-    fetch,
     get_base_dir,
     hash_bytes,
     hash_json,
-    local,
-    place,
+    local_copy,
+    make_local_copies,
     read_json,
     run_main,
 )
@@ -118,8 +118,8 @@ def reader_class(name: str) -> Any:
 def named_files(path: Path | str) -> list[Path]:
     """The files that a --data-path names one by one: a single file, or token files without their endings; [] for a
     folder, and for a path that does not exist."""
-    if place(path).exists():
-        return [place(path)] if place(path).is_file() else []
+    if as_path(path).exists():
+        return [as_path(path)] if as_path(path).is_file() else []
     from nanochat.tokens import find_prefixes
 
     return find_prefixes(str(path))
@@ -128,14 +128,14 @@ def named_files(path: Path | str) -> list[Path]:
 def data_folder(path: Path | str) -> Path:
     """The folder that names of files are relative to: the --data-path, or the folder of the files that it names."""
     folders = [file.parent for file in named_files(path)]
-    return place(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else place(path)
+    return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else as_path(path)
 
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """The files of a format that a --data-path stands for: all below a folder, in the order of their relative paths,
     or those that it names. FileNotFoundError or ValueError if there is none, or if one cannot be data."""
     # a format that is not in the table is a suffix (see `reader_class`)
-    path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
+    path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
         hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
@@ -207,7 +207,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     `shared`: with --val-fraction all files are in both. ValueError or FileNotFoundError if there are no files for one
     of the two.
     """
-    root = place(data_path)
+    root = as_path(data_path)
     has_train = (root / "train").is_dir()
     if shared:
         if val_path is not None or has_train:
@@ -223,7 +223,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
             raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
     train = find_buckets(root / "train" if has_train else root, data_format, merge=not by_bucket)
     if val_path is not None:
-        return {"train": train, "val": find_buckets(place(val_path), data_format)}
+        return {"train": train, "val": find_buckets(as_path(val_path), data_format)}
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
@@ -237,7 +237,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether, without --val-fraction, the last file validates only because nothing names the validation data."""
-    root = place(data_path)
+    root = as_path(data_path)
     return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
 
 
@@ -395,7 +395,7 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         return new
 
     folder.is_dir()  # lists a folder of object storage once
-    fetch((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
     return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
 
 
@@ -423,10 +423,10 @@ if not TYPE_CHECKING:
 def known_dataset(data_dir: Path | str) -> str | None:
     """The name of the data set whose downloaded shards a folder holds, by the downloader's marker or by its path;
     None for any other folder, in which simply the last file is validation."""
-    folder = place(data_dir)
+    folder = as_path(data_dir)
     if not (folder / MARKER).exists():
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
-    name = read_json(local(folder / MARKER), {"name": str})["name"]
+    name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
         raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
     return name
@@ -436,7 +436,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: the download's) in the order of
     their relative paths; the last one is validation. FileNotFoundError if there is none, or if the
     folder holds a download without its validation shard; ValueError if that shard is not the last."""
-    root = place(data_dir) if data_dir is not None else default_data_dir()
+    root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, in_store, read_json, show
+from nanochat.common import check_shape, is_remote, read_json, show
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -336,7 +336,7 @@ class RunReader:
             for buckets in self.manifests.values():
                 for manifest in buckets.values():
                     for entry in manifest["files"]:
-                        if entry["name"].endswith(".bin") and not in_store(manifest["root"]):
+                        if entry["name"].endswith(".bin") and not is_remote(manifest["root"]):
                             open_tokens(Path(manifest["root"], entry["name"]))
         except (ValueError, OSError) as e:
             return str(e)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import place
+from nanochat.common import as_path
 from nanochat.dataset import Manifest, fingerprint, reader_class
 from nanochat.text import SUFFIXES, Selection, as_parquet, open_parquet, read_batches, text_tokens
 from nanochat.tokenizer import CannotEncode, Tokenizer
@@ -64,7 +64,7 @@ class Source:
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
         self.small = int(self.groups @ self.means) <= SMALL_TOKENS and int(self.groups.sum()) <= SMALL_DOCUMENTS
-        self.paths = [place(manifest["root"]) / e["name"] for e in files]
+        self.paths = [as_path(manifest["root"]) / e["name"] for e in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
 
     @staticmethod

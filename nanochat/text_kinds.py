@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import atomic_open, get_base_dir, hash_json, local, place, read_json, write_json
+from nanochat.common import as_path, atomic_open, get_base_dir, hash_json, local_copy, read_json, write_json
 from nanochat.text import (
     ALL,
     CONVERTED,
@@ -93,7 +93,7 @@ def saved_files(folder: Path) -> set[str]:
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
-    saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
+    saved = read_json(local_copy(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):
         if not (folder / name).is_file():
@@ -160,13 +160,13 @@ def _document(line: bytes, field: str) -> str:
 
 def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
     """The selected documents of a text file of any kind, read from the cached parquet; warns about broken lines."""
-    return read_documents(as_parquet(place(path), selection), Selection(selection.text_field))
+    return read_documents(as_parquet(as_path(path), selection), Selection(selection.text_field))
 
 
 def converted(path: Path, selection: Selection) -> Path:
     """The cached parquet file of the selected documents of a file, made once for its size, modification time and
     `selection`. Warns about skipped lines and documents once per process."""
-    path = local(path)
+    path = local_copy(path)
     stat = path.stat()
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *selection.hashed()]
     folder = get_base_dir() / "converted" / hash_json(key)

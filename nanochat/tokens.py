@@ -49,14 +49,14 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    as_path,
     check_shape,
     etag_of,
-    fetch,
     hash_bytes,
     hash_json,
-    in_store,
-    local,
-    place,
+    is_remote,
+    local_copy,
+    make_local_copies,
     read_json,
 )
 from nanochat.dataset import Manifest
@@ -79,7 +79,7 @@ LOOK = f"python -m scripts.verify tells all such places; then {REDO}"
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
     """(.bin, .idx) of a path without ending, which may have dots in it."""
-    prefix = place(prefix)
+    prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
 
@@ -87,7 +87,7 @@ def pair_format(path: Path) -> str | None:
     """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
     neither magic."""
     try:
-        with open(local(path.with_suffix(".idx")), "rb") as f:
+        with open(local_copy(path.with_suffix(".idx")), "rb") as f:
             head = f.read(16)
     except FileNotFoundError:
         return None
@@ -101,7 +101,7 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
     before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
     parts = data_path.split(",")
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
-    if not weighted or place(data_path).exists():
+    if not weighted or as_path(data_path).exists():
         return data_path, None
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
@@ -115,10 +115,10 @@ def find_prefixes(data_path: str) -> list[Path]:
         raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which "
                          f"--order=lanes does not use; add --order=megatron, or write "
                          f"--data-path={','.join(parts[1::2])}")
-    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+    if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{data_path}: prefixes in several kinds of stores, or in a store and on "
                          f"this machine; the data of a run lie in one of them")
-    files = [place(f"{place(part)}.bin") for part in parts]
+    files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():
             if len(parts) == 1:
@@ -131,7 +131,7 @@ def find_prefixes(data_path: str) -> list[Path]:
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
     """ValueError for a pair that is not of the format that was asked for. In a mixture it is unclear which were meant,
     and skipping one kind would silently make the data less, so a mixture is refused, too."""
-    fetch(f.with_suffix(".idx") for f in files)
+    make_local_copies(f.with_suffix(".idx") for f in files)
     for file in files:
         actual = pair_format(file)
         if actual and actual != data_format:  # an unknown one is reported when it is opened
@@ -194,7 +194,7 @@ class PlainReader(Reader):
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
     if the environment names no reader."""
-    if in_store(path):
+    if is_remote(path):
         from nanochat.integrations.object_storage import RemoteReader
 
         return RemoteReader(path, dtype)  # type: ignore[arg-type]
@@ -225,11 +225,11 @@ class TokenFile:
     """
 
     def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
-        self.path = place(path).with_suffix(".bin")
+        self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
         self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
-        self._index = open_reader(local(self.idx_path), np.dtype(np.uint8), mapped=mapped)
+        self._index = open_reader(local_copy(self.idx_path), np.dtype(np.uint8), mapped=mapped)
         self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
         self._read_header()
         self.reader = open_reader(self.path, self.dtype, mapped=mapped)
@@ -451,7 +451,7 @@ class TokenFile:
         text_bytes = record.get("text_bytes")  # the text's own estimate, so that its rows are the same
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **(etag_of(self.path) if in_store(self.path) else {"blocks": self._hash_blocks()})}
+                **(etag_of(self.path) if is_remote(self.path) else {"blocks": self._hash_blocks()})}
 
     def _hash_blocks(self) -> str:
         """A hash of BLOCKS stretches of ids, from the first to the last of the .bin."""
@@ -505,9 +505,9 @@ def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
     """The manifest of a folder of pairs, None where it has none; do not change it, it is shared.
     ValueError if it is broken or of another format."""
-    path = place(folder) / MANIFEST_NAME
+    path = as_path(folder) / MANIFEST_NAME
     try:
-        copy = local(path)
+        copy = local_copy(path)
         stat = copy.stat()
     except FileNotFoundError:
         return None

@@ -40,7 +40,16 @@ from torch import Tensor
 
 from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
-from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
+from nanochat.common import (
+    Parser,
+    as_local_path,
+    begin_launch,
+    fsync_dir,
+    read_json,
+    run_main,
+    setup_logging,
+    write_json,
+)
 from nanochat.config import Settings
 from nanochat.dataset import DATA_MANIFEST, default_data_dir
 from nanochat.dataset import NAME as DATASET_NAME
@@ -86,7 +95,7 @@ def new_folder(out: Path, way_out: str) -> Iterator[Path]:
     """A hidden folder beside `out` to fill. It takes that name when the block ends, with everything on disk, and is
     removed if the block raises; so is the leftover of a killed process. ValueError if `out` exists and is not an
     empty folder."""
-    out = here(out, "OUT").expanduser().absolute()
+    out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: something is there already, and nothing is ever overwritten; {way_out}")
     unfinished = out.with_name(f".{out.name}.unfinished")
@@ -328,7 +337,7 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
     """Read a folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than
     the newest. FileNotFoundError or ValueError names what is missing or of something else."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
-    folder = here(text, "SOURCE").expanduser()
+    folder = as_local_path(text, "SOURCE").expanduser()
     steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
     if not steps or (at and int(at) not in steps):
         known = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
@@ -393,7 +402,7 @@ def bring_in(args: argparse.Namespace) -> str:
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
     way_out = "name a new folder" if args.out else "name another run with --model-tag"
-    begin_data()
+    begin_launch()
     state = {"status": "completed", "tokens": source.step * settings.total_batch_size, "K": settings.leaves,
              "tokenizer_fingerprint": tokenizer.fingerprint}
     with new_folder(out, way_out) as run_dir:

@@ -57,7 +57,7 @@ from nanochat import (
     text_kinds,
     tokens,
 )
-from nanochat.common import Parser, begin_data, hash_bytes, place, run_main, table, whole
+from nanochat.common import Parser, as_path, begin_launch, hash_bytes, run_main, table, whole
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (
@@ -355,7 +355,7 @@ def read_url(_: Path, seed: int) -> None:
                        "--blend-weights=1,", "--data-path=/a,", "--model-tag="))
     takers: tuple[Callable[[], object], ...] = (
         lambda: base_train.main([f"{flag}{url}"]), lambda: tok_shards.main([f"{flag}{url}"]),
-        lambda: inspect_data.main(["rows", f"{flag}{url}"]), lambda: place(url), lambda: get_tokenizer(url),
+        lambda: inspect_data.main(["rows", f"{flag}{url}"]), lambda: as_path(url), lambda: get_tokenizer(url),
         lambda: download.main([f"--base-url={url}"]), lambda: download.make_downloader(base_url=url),
         lambda: download.fetch_bundle(url, Path("nowhere")))
     said = io.StringIO()
@@ -394,7 +394,7 @@ def read_store(_: Path, seed: int) -> None:
     obs = SimpleNamespace(list=listing, get=answer, head=lambda *_: listing()[0][0])
     patience = store.Patience(first_answer_s=0.02, give_up_s=0.02)
     with mock.patch.object(store, "PATIENCE", patience), mock.patch.object(store.Bucket, "_open"):
-        begin_data()
+        begin_launch()
         bucket = store.open_bucket("s3", "b", patience.silence_s, patience.first_answer_s)
         bucket.obs = obs
         try:
@@ -480,7 +480,7 @@ READERS: dict[str, Reader] = {
 
 def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool) -> tuple[str, str]:
     """("read", "refused" or "found", in what way) of a case, in the child."""
-    begin_data()
+    begin_launch()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             READERS[name].read(base, seed)

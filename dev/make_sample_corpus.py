@@ -38,7 +38,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dev.repackage_data_reference import PARQUET, new_folder
-from nanochat.common import Parser, get_base_dir, here, read_json, run_main, write_json
+from nanochat.common import Parser, as_local_path, get_base_dir, read_json, run_main, write_json
 from nanochat.dataset import index_to_filename
 
 MANIFEST = "sample_corpus.json"
@@ -190,7 +190,7 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
     """Write the corpus into `output_dir`, which appears when whole. False where it was there already. ValueError where
     something else is."""
-    if is_made(here(output_dir, "--output-dir"), settings):
+    if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
     with new_folder(output_dir) as folder:
         shards = write_corpus(collect(python_roots() if roots is None else roots, settings), folder, settings)

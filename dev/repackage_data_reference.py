@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, fsync_dir, here, run_main, whole
+from nanochat.common import Parser, as_local_path, fsync_dir, run_main, whole
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags, read_documents
@@ -53,7 +53,7 @@ Record = tuple[bytes, bytes]  # key, UTF-8 text
 def new_folder(output_dir: Path) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `output_dir` on success and goes otherwise; so does what a killed process
     left of it. ValueError where `output_dir` is there and not empty."""
-    output_dir = here(output_dir, "--output-dir").absolute()
+    output_dir = as_local_path(output_dir, "--output-dir").absolute()
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ValueError(f"{output_dir}: is there already; give another --output-dir or delete it")
     unfinished = output_dir.with_name(f".{output_dir.name}.unfinished")

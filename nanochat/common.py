@@ -50,7 +50,7 @@ WRITABLE_BASE = "; set NANOCHAT_BASE_DIR to a folder that you can write to"
 def get_base_dir() -> Path:
     """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. It is made
     if absent. OSError if it cannot be made."""
-    base = here(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
+    base = as_local_path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -86,76 +86,73 @@ def refuse_secrets(word: str) -> None:
                          f"path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
 
 
-# ---- data, wherever they lie --------------------------------------------------------------------
+# ---- paths of data ------------------------------------------------------------------------------
 #
-# Data lie in folders of this machine or below a path of object storage, such as s3://bucket/train.
-# These few functions are the door to the second kind: nanochat/integrations/object_storage.py is loaded when the first
-# such path is met, and never otherwise.
+# Data is in folders of this machine or in object storage, below a path such as s3://bucket/train. `as_path` loads
+# nanochat/integrations/object_storage.py when it meets the first such path; nothing else does.
 
 @dataclass
 class Launch:
-    """What a launch of a program says to object storage, and to whoever prints."""
+    """The state of this launch that object storage and printing need."""
 
     cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
-    stop: Callable[[], object] = lambda: False  # whether whoever waits for a store should give up
-    # lines are printed inside of it: a progress bar steps aside
-    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    stop: Callable[[], object] = lambda: False  # whether a wait for object storage should end
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # hides the progress bar
 
 
 class StopAsked(Exception):
-    """Somebody waited for a store when the program was asked to stop."""
+    """The program was asked to stop while something waited for object storage."""
 
 
 LAUNCH = Launch()
 
 
-def begin_data(cache: Path | str | None = None) -> None:
-    """A launch begins: what lies in stores is looked at anew. `cache`: see `Launch`."""
+def begin_launch(cache: Path | str | None = None) -> None:
+    """Begin a launch: forget what is known of objects, so that it is requested again. `cache`: see `Launch`."""
     LAUNCH.cache = cache
     if "nanochat.integrations.object_storage" in sys.modules:
         sys.modules["nanochat.integrations.object_storage"].forget()
 
 
-def in_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is one of object storage."""
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in object storage."""
     return re.match(r"(s3|gs|az|msc):(/|$)", os.fspath(path), re.IGNORECASE) is not None
 
 
-def place(path: str | os.PathLike[str]) -> Path:
+def as_path(path: str | os.PathLike[str]) -> Path:
     """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
     ValueError for a URL that may hold credentials; it does not show them."""
     refuse_secrets(os.fspath(path))
-    if not in_store(path):
+    if not is_remote(path):
         return Path(path)
     from nanochat.integrations.object_storage import open_path
 
     return open_path(os.fspath(path))
 
 
-def here(path: str | os.PathLike[str], what: str) -> Path:
-    """A path of this machine. ValueError, which begins with `what`, for one in a store; it shows no secret."""
+def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """A path on this machine. ValueError, which begins with `what`, for one in object storage; it shows no secret."""
     refuse_secrets(os.fspath(path))
-    if in_store(path):
-        raise ValueError(f"{what} {place(path)}: expected a folder of this machine; "
-                         f"scripts.push_shards puts what was made into a store, and the store's "
-                         f"own tools fetch what is there")
+    if is_remote(path):
+        raise ValueError(f"{what} {as_path(path)}: expected a folder of this machine; scripts.push_shards uploads a "
+                         f"folder, and the tools of your object storage download one")
     return Path(path)
 
 
-def local(path: Path) -> Path:
-    """A file itself, or a local copy of an object. FileNotFoundError if the object is not there."""
-    return path.local_copy() if in_store(path) else path  # type: ignore[attr-defined]
+def local_copy(path: Path) -> Path:
+    """A file itself, or a local copy of an object. FileNotFoundError if the object does not exist."""
+    return path.local_copy() if is_remote(path) else path  # type: ignore[attr-defined]
 
 
-def fetch(paths: Iterable[Path]) -> None:
-    """Make local copies of those paths that are objects, several at once."""
-    for _ in each(local, (path for path in paths if in_store(path) and path.is_file())):
+def make_local_copies(paths: Iterable[Path]) -> None:
+    """Make local copies of the paths that are objects, several at once."""
+    for _ in each(local_copy, (path for path in paths if is_remote(path) and path.is_file())):
         pass
 
 
 def etag_of(path: Path) -> dict[str, str]:
-    """{"etag": ...} of an object, {} for a file: what pins it beside its size and footer."""
-    return {"etag": path.pinned().etag} if in_store(path) else {}  # type: ignore[attr-defined]
+    """{"etag": ...} of an object, {} for a file: it pins an object, together with size and footer."""
+    return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
 
 
 def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
+from nanochat.common import as_path, did_you_mean, get_base_dir, is_remote, local_copy, read_json, run_main
 from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     """All files of a format below a folder in the order of their relative paths; a single file is
     itself. Of pairs also PREFIX[,PREFIX...], see `find_prefixes`."""
     # a format that is not known here is a suffix (see `nanochat.sources.source_class`)
-    path, suffixes = place(path), FORMATS.get(data_format, (f".{data_format}",))
+    path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
         hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
@@ -117,7 +117,7 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
     before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
     parts = data_path.split(",")
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
-    if not weighted or place(data_path).exists():
+    if not weighted or as_path(data_path).exists():
         return data_path, None
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
@@ -127,16 +127,16 @@ def find_prefixes(path: Path | str) -> list[Path]:
     commas between them, in the order given; [] for any other path. FileNotFoundError for a pair
     that is not there; ValueError for weights before them, which --order=megatron alone has."""
     parts = str(path).split(",")
-    if place(path).exists():
+    if as_path(path).exists():
         return []
     if split_weights(str(path))[1] is not None:
         raise ValueError(f"--data-path: got {path}, with a weight before each prefix, which "
                          f"--order=lanes does not use; add --order=megatron, or write "
                          f"--data-path={','.join(parts[1::2])}")
-    if len({part.partition(":")[0] if in_store(part) else "" for part in parts}) > 1:
+    if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{path}: prefixes in several kinds of stores, or in a store and on "
                          f"this machine; the data of a run lie in one of them")
-    files = [place(f"{place(part)}.bin") for part in parts]
+    files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():
             if len(parts) == 1:
@@ -149,9 +149,9 @@ def find_prefixes(path: Path | str) -> list[Path]:
 def data_folder(path: Path | str) -> Path:
     """What the names of files below a --data-path are relative to: itself, or the folder of a file
     or of prefixes."""
-    path = place(path)
+    path = as_path(path)
     if prefixes := find_prefixes(path):
-        return place(os.path.commonpath([file.parent for file in prefixes]))
+        return as_path(os.path.commonpath([file.parent for file in prefixes]))
     return path.parent if path.is_file() else path
 
 
@@ -168,7 +168,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     of its own. `shared`: with --val-fraction both are made of all files. ValueError or
     FileNotFoundError where files for one of the two are missing.
     """
-    root = place(data_path)
+    root = as_path(data_path)
     if shared:
         if val_path is not None or (root / "train").is_dir():
             raise ValueError(f"--val-fraction: the validation files have a place of their own "
@@ -185,7 +185,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
                                     f"with --val-path")
     train = find_buckets(root / "train" if laid_out else root, data_format, merge=not by_bucket)
     if val_path is not None:
-        return {"train": train, "val": find_buckets(place(val_path), data_format)}
+        return {"train": train, "val": find_buckets(as_path(val_path), data_format)}
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
@@ -240,10 +240,10 @@ def known_dataset(data_dir: Path | str) -> str | None:
     """The name of the data set whose downloaded shards a folder holds, by the marker that the
     downloader left there or by its place; None for any other folder, in which simply the last file
     is validation."""
-    folder = place(data_dir)
+    folder = as_path(data_dir)
     if not (folder / MARKER).exists():
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
-    name = read_json(local(folder / MARKER), {"name": str})["name"]
+    name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
         raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
     return name
@@ -254,7 +254,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     their relative paths; the last one is validation. FileNotFoundError where there is none, or
     where the folder holds a download without its validation shard; ValueError where that shard
     would not be the last."""
-    root = place(data_dir) if data_dir is not None else default_data_dir()
+    root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import begin_data, place
+from nanochat.common import as_path, begin_launch
 from nanochat.config import Settings
 from nanochat.dataset import split_train_val
 from nanochat.order import StreamConfig
@@ -41,7 +41,7 @@ def find_manifests(pinned: Mapping[str, Mapping[str, Manifest]], settings: Setti
     before, those below the paths in the settings are compared with them; {} for a new run.
     FileNotFoundError or ValueError names the file that is bad, changed or gone."""
     data_path, val_path = settings.data_path or "", settings.val_path
-    roots = {"train": place(data_path), "val": place(data_path if val_path is None else val_path)}
+    roots = {"train": as_path(data_path), "val": as_path(data_path if val_path is None else val_path)}
     if pinned:
         return check_files(pinned, roots, strict=settings.strict)
     if settings.order == "megatron":
@@ -98,7 +98,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone; the pinned
     files are compared with the disk first. FileNotFoundError if it never pinned them."""
     settings, manifests = Settings.from_json(read_config(run_dir)), pinned_data(run_dir)
-    begin_data(settings.object_storage_cache)
+    begin_launch(settings.object_storage_cache)
     if not manifests:
         raise FileNotFoundError(f"{run_dir / MANIFEST_NAME}: missing, so this run never read any "
                                 f"data; start it first")

@@ -36,13 +36,13 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import (
+    as_path,
     check_shape,
     each,
     etag_of,
-    fetch,
     hash_bytes,
     hash_json,
-    place,
+    make_local_copies,
     read_json,
 )
 from nanochat.dataset import data_folder, find_files
@@ -94,7 +94,7 @@ class Source:
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
         self.small = int(self.groups @ self.means) <= SMALL_TOKENS and int(self.groups.sum()) <= SMALL_DOCUMENTS
-        self.paths = [place(manifest["root"]) / e["name"] for e in files]
+        self.paths = [as_path(manifest["root"]) / e["name"] for e in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
 
     @staticmethod
@@ -299,7 +299,7 @@ def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> N
     """Insist that pairs of .bin and .idx are of the format that was asked for. Which of a mixture
     were meant nobody can tell, and to leave one kind out would make the data silently less, so that
     is a ValueError too."""
-    fetch(f.with_suffix(".idx") for f in files if f.suffix == ".bin")
+    make_local_copies(f.with_suffix(".idx") for f in files if f.suffix == ".bin")
     for file in files:
         found = pair_format(file) if file.suffix == ".bin" else None
         if found and found != data_format:  # what is unknown is told when it is opened
@@ -376,5 +376,5 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         return new
 
     folder.is_dir()  # of a store: list it once
-    fetch((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
     return {**manifest, "root": here, "files": list(each(look, manifest["files"]))}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import place
+from nanochat.common import as_path
 from nanochat.dataset import known_dataset
 
 LARGE = 0.1  # a share of all bytes above which a validation file is unusual
@@ -38,7 +38,7 @@ def files_of(manifests: Mapping[str, Mapping[str, Any]]) -> list[DataFile]:
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether the last file validates because nothing else was named (without --val-fraction)."""
-    root = place(data_path)
+    root = as_path(data_path)
     return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
-from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
+from nanochat.common import EXIT_HALTED, as_path, begin_launch, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
@@ -132,8 +132,8 @@ class Start:
 def command(settings: Settings, world_size: int, device_type: str
             ) -> tuple[Settings, Tokenizer]:
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
-    begin_data(settings.object_storage_cache)
-    data_path = str(place(settings.data_path or default_data_dir()).expanduser())
+    begin_launch(settings.object_storage_cache)
+    data_path = str(as_path(settings.data_path or default_data_dir()).expanduser())
     folder = data_folder(data_path)
     if len(folder.parts) == 1:  # prefixes that have no folder in common
         folder = data_folder(data_path.partition(",")[0])
@@ -502,7 +502,7 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
     if layout.dead_share > 0.1:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a --device-batch-size that "
                f"divides the {layout.rows_per_step // layout.num_blocks} rows of a leaf wastes none")
-    if start.settings.data_format in ("shards", "megatron") and not in_store(start.settings.data_path or ""):
+    if start.settings.data_format in ("shards", "megatron") and not is_remote(start.settings.data_path or ""):
         print0(f"note: token files are read through memory maps; should this process die of SIGBUS, one "
                f"was cut short: scripts.status {start.run_dir.name} and the next launch name it, and "
                f"with NANOCHAT_READER=pread it is an error like others")

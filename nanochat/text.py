@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.common import in_store, place
+from nanochat.common import as_path, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def told_of(path: Path | str, problem: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # the last two: of damaged sizes, names
-        if in_store(path) and str(e).startswith(str(path)):
+        if is_remote(path) and str(e).startswith(str(path)):
             raise
         raise ValueError(f"{path}: {problem} ({e}); delete it and fetch or make it again (python -m "
                          f"nanochat.dataset --verify reads all of a folder)") from e
@@ -107,12 +107,12 @@ def told_of(path: Path | str, problem: str) -> Iterator[None]:
 def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     """Open a parquet file by its footer and check that it has rows and a string column `field`.
     ValueError or FileNotFoundError names the file if not. The caller closes it."""
-    path = place(path)
+    path = as_path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: the file is gone; bring it back, or start a new run (--model-tag)")
     with told_of(path, "not a whole parquet file"):
         # no pre_buffer: it would hold a whole row group's pages where a reader wants one batch
-        file = pq.ParquetFile(path.open("rb") if in_store(path) else path, pre_buffer=False,
+        file = pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False,
                               page_checksum_verification=True)
     problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import atomic_open, get_base_dir, hash_json, local, place, read_json, write_json
+from nanochat.common import as_path, atomic_open, get_base_dir, hash_json, local_copy, read_json, write_json
 from nanochat.text import (
     ALL,
     CONVERTED,
@@ -127,7 +127,7 @@ def saved_files(folder: Path) -> set[str]:
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
-    saved = read_json(local(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
+    saved = read_json(local_copy(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):
         if not (folder / name).is_file():
@@ -198,13 +198,13 @@ def _document(line: bytes, field: str) -> str:
 def read_texts(path: Path | str, reading: Reading = ALL) -> Iterator[str]:
     """The documents of a text file of any kind, by way of the cached parquet; broken lines are
     told."""
-    return read_documents(as_parquet(place(path), reading), Reading(reading.text_field))
+    return read_documents(as_parquet(as_path(path), reading), Reading(reading.text_field))
 
 
 def converted(path: Path, reading: Reading) -> Path:
     """The cached parquet of the documents of a file that are read, made once for its size, time of
     change and `reading`. What was passed over is told once a launch."""
-    path = local(path)
+    path = local_copy(path)
     stat = path.stat()
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *reading.hashed()]
     folder = get_base_dir() / "converted" / hash_json(key)

@@ -38,7 +38,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import each, get_base_dir, hash_bytes, hash_json, local, place, read_json, write_bytes, write_json
+from nanochat.common import (
+    as_path,
+    each,
+    get_base_dir,
+    hash_bytes,
+    hash_json,
+    local_copy,
+    read_json,
+    write_bytes,
+    write_json,
+)
 from nanochat.dataset import GET_DATA, default_data_dir
 
 if TYPE_CHECKING:
@@ -300,7 +310,7 @@ class Tokenizer(metaclass=_Opens):
         Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on
         `data_path`, if given), and ValueError (naming the file) where it has changed.
         """
-        json_path, saved = place(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
+        json_path, saved = as_path(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
             there = data or default_data_dir().exists()
@@ -318,7 +328,7 @@ class Tokenizer(metaclass=_Opens):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
         try:
-            tokenizer = kind.from_saved(saved, local(path).read_bytes(), str(path))
+            tokenizer = kind.from_saved(saved, local_copy(path).read_bytes(), str(path))
         except (ValueError, TypeError) as e:
             raise ValueError(f"{json_path}: no usable tokenizer, or {path.name} beside it has changed ({e}); "
                              f"{RESTORE}") from e
@@ -485,14 +495,14 @@ def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     """What tokenizer.json says, None where there is none; ValueError if it is broken, or none of
     ours. Does not look at the file beside it."""
-    path = place(tokenizer_dir) / JSON_FILE
+    path = as_path(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
-    saved = read_json(local(path), SHAPE, way_out=RESTORE)
+    saved = read_json(local_copy(path), SHAPE, way_out=RESTORE)
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
                          f"{saved['version']}; {RESTORE}")
-    return read_json(local(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
+    return read_json(local_copy(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
 
 
 # ---- the door ------------------------------------------------------------------------------------
@@ -510,7 +520,7 @@ def is_ours(folder: Path) -> bool:
     path = folder / JSON_FILE
     if not path.is_file():
         return False
-    with local(path).open("rb") as file:
+    with local_copy(path).open("rb") as file:
         return FORMAT.encode() in file.read(100)
 
 
@@ -526,7 +536,7 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     do.
     """
     folder = get_base_dir() / "tokenizer" if name is None else name
-    if name is not None and not is_ours(place(name)):
+    if name is not None and not is_ours(as_path(name)):
         from nanochat.integrations.third_party_tokenizers import open_third_party
 
         return open_third_party(str(name), eod_token)

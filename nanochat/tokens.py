@@ -47,7 +47,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from nanochat.common import check_shape, etag_of, hash_bytes, in_store, local, place, read_json
+from nanochat.common import as_path, check_shape, etag_of, hash_bytes, is_remote, local_copy, read_json
 from nanochat.text import text_tokens
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
@@ -65,7 +65,7 @@ LOOK = f"python -m scripts.verify tells all such places; then {REDO}"
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
     """(.bin, .idx) of a path without ending, which may have dots in it."""
-    prefix = place(prefix)
+    prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
 
@@ -73,7 +73,7 @@ def pair_format(path: Path) -> str | None:
     """The format of a pair, given either file: "shards" or "megatron". None if its .idx is not
     there, or begins with nothing that is known."""
     try:
-        with open(local(path.with_suffix(".idx")), "rb") as f:
+        with open(local_copy(path.with_suffix(".idx")), "rb") as f:
             head = f.read(16)
     except FileNotFoundError:
         return None
@@ -134,7 +134,7 @@ class PlainReader(Reader):
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
     if the environment names no reader."""
-    if in_store(path):
+    if is_remote(path):
         from nanochat.integrations.object_storage import RemoteReader
 
         return RemoteReader(path, dtype)  # type: ignore[arg-type]
@@ -165,11 +165,11 @@ class TokenFile:
     """
 
     def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
-        self.path = place(path).with_suffix(".bin")
+        self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
         self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
-        self._index = open_reader(local(self.idx_path), np.dtype(np.uint8), mapped=mapped)
+        self._index = open_reader(local_copy(self.idx_path), np.dtype(np.uint8), mapped=mapped)
         self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
         self._read_header()
         self.reader = open_reader(self.path, self.dtype, mapped=mapped)
@@ -392,7 +392,7 @@ class TokenFile:
         text_bytes = record.get("text_bytes")  # the text's own estimate, so that its rows are the same
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **(etag_of(self.path) if in_store(self.path) else {"blocks": self._hash_blocks()})}
+                **(etag_of(self.path) if is_remote(self.path) else {"blocks": self._hash_blocks()})}
 
     def _hash_blocks(self) -> str:
         """A hash of BLOCKS stretches of ids, from the first to the last of the .bin."""
@@ -447,9 +447,9 @@ def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
     """The manifest of a folder of pairs, None where it has none; do not change it, it is shared.
     ValueError if it is broken or of another format."""
-    path = place(folder) / MANIFEST_NAME
+    path = as_path(folder) / MANIFEST_NAME
     try:
-        copy = local(path)
+        copy = local_copy(path)
         stat = copy.stat()
     except FileNotFoundError:
         return None

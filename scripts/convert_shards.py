@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, hash_file, here, run_main, write_json
+from nanochat.common import Parser, as_local_path, hash_file, run_main, write_json
 from nanochat.dataset import data_folder, find_files
 from nanochat.sources import check_format
 from nanochat.token_writer import WRITERS
@@ -126,7 +126,7 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; 0. ValueError, OSError naming the pair that cannot be."""
     args = parse_args(argv)
-    folder, out = data_folder(here(args.input, "IN")), here(args.output, "OUT")
+    folder, out = data_folder(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
         raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")

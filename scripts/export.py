@@ -40,7 +40,16 @@ from torch import Tensor
 
 from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
-from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
+from nanochat.common import (
+    Parser,
+    as_local_path,
+    begin_launch,
+    fsync_dir,
+    read_json,
+    run_main,
+    setup_logging,
+    write_json,
+)
 from nanochat.config import Settings
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import default_data_dir
@@ -85,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def new_folder(out: Path, way_out: str) -> Iterator[Path]:
     """A hidden folder beside `out`. It takes that name when the block ends, with everything on disk;
     where the block raises it is removed. ValueError where something is there already."""
-    out = here(out, "OUT").expanduser().absolute()
+    out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: something is there, and nothing is ever written over; {way_out}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -329,7 +338,7 @@ def from_nanochat(source: str) -> Found:
     """Read a folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than
     the newest. FileNotFoundError or ValueError names what is missing or of something else."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
-    folder = here(text, "SOURCE").expanduser()
+    folder = as_local_path(text, "SOURCE").expanduser()
     steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
     if not steps or (at and int(at) not in steps):
         there = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
@@ -394,7 +403,7 @@ def bring_in(args: argparse.Namespace) -> str:
     settings, shape, tokenizer = settings_of(found, args)
     out = args.out or run_path(settings.model_tag or "")
     way_out = "name a new folder" if args.out else "name another run with --model-tag"
-    begin_data()
+    begin_launch()
     state = {"status": "completed", "tokens": found.step * settings.total_batch_size, "K": settings.leaves,
              "tokenizer_fingerprint": tokenizer.fingerprint}
     with new_folder(out, way_out) as run_dir:

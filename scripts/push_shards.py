@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, each, in_store, place, read_json, run_main, sigterm_interrupts, whole
+from nanochat.common import Parser, as_path, each, is_remote, read_json, run_main, sigterm_interrupts, whole
 from nanochat.integrations import object_storage as store
 from nanochat.tokens import pair_format
 
@@ -39,9 +39,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
     parser.add_argument("--num-workers", type=whole(1), default=8, help="files at once")
     args = parser.parse_args(argv)
-    if not in_store(args.target):
+    if not is_remote(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
-    args.target = str(place(args.target)).rstrip("/")
+    args.target = str(as_path(args.target)).rstrip("/")
     return args
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, get_base_dir, in_store, run_main, show, table
+from nanochat.common import Parser, duration, get_base_dir, is_remote, run_main, show, table
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 
@@ -70,7 +70,7 @@ def bad_pair(run_dir: Path) -> str:
         for buckets in read_manifests(run_dir / "data_manifest.json").values():
             for manifest in buckets.values():
                 for entry in manifest["files"]:
-                    if entry["name"].endswith(".bin") and not in_store(manifest["root"]):
+                    if entry["name"].endswith(".bin") and not is_remote(manifest["root"]):
                         open_tokens(Path(manifest["root"], entry["name"]))
     except (ValueError, OSError) as e:
         return str(e)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, here, place, run_main, sigterm_interrupts, whole
+from nanochat.common import Parser, as_local_path, as_path, run_main, sigterm_interrupts, whole
 from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
 from nanochat.pretokenize import (
     TOKENIZER,
@@ -68,7 +68,7 @@ def check_args(args: argparse.Namespace) -> Windows:
     if not 0 <= args.task_index < args.num_tasks:
         raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index from 0 and "
                          f"below the number of tasks")
-    if here(args.output_dir, "--output-dir").resolve() == place(args.input_dir).resolve():
+    if as_local_path(args.output_dir, "--output-dir").resolve() == as_path(args.input_dir).resolve():
         raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
     if args.format == "megatron":
         if args.max_length:
@@ -82,7 +82,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     """All inputs, by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET are kept; else the
     last file of RAW/BUCKET validates, where it has more, or, with --val-fraction, each file is
     `shared` by both splits. FileNotFoundError where there is nothing, ValueError where it is unclear."""
-    raw = place(raw)
+    raw = as_path(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
     found: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}

@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, here, in_store, run_main, setup_logging, whole
+from nanochat.common import Parser, as_local_path, get_base_dir, is_remote, run_main, setup_logging, whole
 from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
 from nanochat.split_report import DataFile, describe_split, last_file_validates
 from nanochat.text import Reading
@@ -105,7 +105,7 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
 
 def count_documents(path: Path) -> int | None:
     """Of a parquet file on this machine; None for any other, which would have to be read."""
-    return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and not in_store(path) else None
+    return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and not is_remote(path) else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     setup_logging()
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
     data_path = args.data_path or default_data_dir()
-    output_dir = here(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
+    output_dir = as_local_path(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Reading.of(vars(args)).named()
     folder, found = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)

@@ -37,7 +37,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table, whole
+from nanochat.common import (
+    Parser,
+    as_path,
+    begin_launch,
+    hash_file,
+    is_remote,
+    local_copy,
+    run_main,
+    setup_logging,
+    table,
+    whole,
+)
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
@@ -93,7 +104,7 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
             bar.update(ids.nbytes)
         found: dict[str, Any] = {
             "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
-            "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local(pair.idx_path)), "documents": 0}
+            "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local_copy(pair.idx_path)), "documents": 0}
         wrong: dict[str, list[Any]] = {}
         try:
             for first in range(0, len(pair), BLOCK_ENTRIES):
@@ -249,7 +260,7 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
         return
     files: dict[Path, dict[str, Any]] = {}  # its manifest, with this file alone
     for manifest in manifests:
-        files |= {place(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
+        files |= {as_path(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
     folders: dict[Path, list[Path]] = {}
     for file, alone in files.items():
         try:
@@ -271,7 +282,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
     """What checks all that can be verified at or below a path, or in the run that it names.
     FileNotFoundError or ValueError where that is nothing."""
     if not path.exists():
-        if in_store(path) or len(path.parts) != 1:
+        if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
     if path.suffix in (".bin", ".idx") and path.is_file():
@@ -290,7 +301,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             pairs.setdefault(p.parent, set())
         elif p.name == DATA_NAME:
             checks.append(partial(check_data, p, args))
-        elif p.is_dir() and not in_store(p):
+        elif p.is_dir() and not is_remote(p):
             parent, name = p.absolute().parts[-2:]
             named, seal = parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name), p / SEAL_NAME
             if named or seal.is_file():
@@ -308,7 +319,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
 
 def below(path: Path) -> Iterable[Path]:
     """Everything below a folder. What a run deletes meanwhile is passed over."""
-    if in_store(path):
+    if is_remote(path):
         return path.rglob("*")
     return (Path(folder) / name for folder, folders, files in os.walk(path)
             for name in (*folders, *files))
@@ -324,14 +335,14 @@ def is_manifest(path: Path) -> bool:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", type=place, metavar="PATH", help="a run, or what lies on disk")
+    parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, or what lies on disk")
     parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens a row trains on")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N",
                        help="bound of ids where no manifest.json tells it")
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
-    begin_data()
+    begin_launch()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
     if args.tokenizer is not None:

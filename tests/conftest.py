@@ -56,7 +56,7 @@ def calm_store(running_store, monkeypatch):
     from tests.object_store import QUICK
 
     monkeypatch.setattr(store, "PATIENCE", QUICK)
-    common.begin_data()
+    common.begin_launch()
     running_store.calm()
     yield running_store
     running_store.calm()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, duration, get_base_dir, place, public, read_json, run_main, show, visible, whole
+from nanochat.common import Parser, as_path, duration, get_base_dir, public, read_json, run_main, show, visible, whole
 
 
 def parser():
@@ -61,13 +61,13 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
     "--config=https://u:hidden@host/a.yaml"])
 def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
     """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""
-    for read in (lambda: parser().parse_args([word]), lambda: place(word)):
+    for read in (lambda: parser().parse_args([word]), lambda: as_path(word)):
         with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
             read()
         assert "hid" not in str(e.value)
         assert str(e.value).startswith(word.partition("=")[0] if word.startswith("--") else "a URL with")
     plain = "s3://b/2024@1/x,s3://c/y"
-    assert parser().parse_args([f"--text={plain}"]).text == plain and str(place("a/b@c?")) == "a/b@c?"
+    assert parser().parse_args([f"--text={plain}"]).text == plain and str(as_path("a/b@c?")) == "a/b@c?"
 
 
 @pytest.mark.parametrize("lines", [3, 100_000])

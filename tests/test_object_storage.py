@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.common import LAUNCH, StopAsked, begin_data, fetch, in_store, local, place
+from nanochat.common import LAUNCH, StopAsked, as_path, begin_launch, is_remote, local_copy, make_local_copies
 from nanochat.integrations import object_storage as room
 from nanochat.integrations.megatron import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (
@@ -55,26 +55,26 @@ def store(calm_store, monkeypatch):
 
 
 def reader(store):
-    begin_data()
-    return RemoteReader(place(store.path(KEY)), np.uint16)
+    begin_launch()
+    return RemoteReader(as_path(store.path(KEY)), np.uint16)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
 
 def test_paths_of_stores_are_told_from_those_of_this_machine():
-    assert all(map(in_store, ("s3://b/k", Path("s3://b/k"), "gs://b/k", "az://c/k", "msc://p/k")))
-    assert not any(map(in_store, ("/data/s3", Path("data"), "s3", "https://x/y", "file:///x")))
-    path = place(Path("s3://b/some")) / "key.bin"
+    assert all(map(is_remote, ("s3://b/k", Path("s3://b/k"), "gs://b/k", "az://c/k", "msc://p/k")))
+    assert not any(map(is_remote, ("/data/s3", Path("data"), "s3", "https://x/y", "file:///x")))
+    path = as_path(Path("s3://b/some")) / "key.bin"
     assert isinstance(path, RemotePath) and split(str(path)) == ("s3", "b", "some/key.bin")
     assert (str(path), path.suffix, str(path.parent)) == ("s3://b/some/key.bin", ".bin", "s3://b/some")
-    assert str(place(f"{path},gs://c/d")) == "s3://b/some/key.bin,gs://c/d" and place("/a/b") == Path("/a/b")
+    assert str(as_path(f"{path},gs://c/d")) == "s3://b/some/key.bin,gs://c/d" and as_path("/a/b") == Path("/a/b")
 
 
 @pytest.mark.parametrize("path", ["s3://KEY:hidden@bucket/x", "s3://KEY:hid/den@bucket/x", "s3://hidden@bucket",
                                   "s3://bucket/x?X-Amz-Signature=hidden", "gs://b/x?hidden"])
 def test_what_may_be_a_secret_in_a_path_is_refused_and_not_shown(path):
     with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
-        place(path)
+        as_path(path)
     assert "hid" not in str(e.value) and "KEY:" not in str(e.value)
 
 
@@ -83,14 +83,14 @@ def test_what_may_be_a_secret_in_a_path_is_refused_and_not_shown(path):
 def test_an_endpoint_that_is_none_is_one_sentence_without_it(store, monkeypatch, endpoint, capfd):
     """Regression: obstore panicked over the third, past every `except Exception`, and showed it."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    begin_data()
+    begin_launch()
     with pytest.raises(ValueError, match="s3://bucket: AWS_ENDPOINT_URL is not the URL") as e:
-        place(store.path(KEY)).exists()
+        as_path(store.path(KEY)).exists()
     assert "hid" not in str(e.value) + capfd.readouterr().err
 
 
 def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
-    begin_data()
+    begin_launch()
     for module, path, hint in (("obstore", "s3://b/k", r"pip install -e '\.\[s3\]'"),
                                ("multistorageclient", "msc://p/k", "pip install multi-storage-client")):
         monkeypatch.setitem(sys.modules, module, None)
@@ -102,7 +102,7 @@ def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
 
 def test_a_path_looks_into_one_listing(store):
     store.put("a/b/x.idx", b"1")
-    root = place(store.path("a"))
+    root = as_path(store.path("a"))
     assert sorted(map(str, root.rglob("*"))) == [store.path("a/b/x.idx"), store.path(KEY)]
     assert [p.name for p in root.rglob("*.idx")] == ["x.idx"] and root.is_dir() and not root.is_file()
     assert (root / "tokens.bin").stat().st_size == TOKENS.nbytes and len((root / "tokens.bin").pinned().etag) > 10
@@ -110,8 +110,8 @@ def test_a_path_looks_into_one_listing(store):
     assert len(store.proxy.seen) == 1
     with pytest.raises(FileNotFoundError, match=r"^s3://bucket/a/none: no such object$"):
         (root / "none").open("rb")
-    begin_data()
-    assert place(store.path(KEY)).exists(), "an object that nothing else has looked at"
+    begin_launch()
+    assert as_path(store.path(KEY)).exists(), "an object that nothing else has looked at"
 
 
 def test_any_ranges_are_the_bytes_of_the_file(store):
@@ -151,7 +151,7 @@ def test_parquet_is_read_by_footer_and_column(store):
     noise = [os.urandom(20_000).hex() for _ in range(12)]
     pq.write_table(pa.table({"other": noise, "text": [f"text {i}" for i in range(12)]}), sink, row_group_size=4)
     store.put("p.parquet", sink.getvalue())
-    path = place(store.path("p.parquet"))
+    path = as_path(store.path("p.parquet"))
     with pq.ParquetFile(path.open("rb"), pre_buffer=False) as f:
         assert f.read_row_group(1, columns=["text"])["text"].to_pylist() == ["text 4", "text 5", "text 6", "text 7"]
     assert sum(b - a for a, b in (s.range for s in store.proxy.gets("p.parquet"))) < 10 * PART
@@ -160,18 +160,18 @@ def test_parquet_is_read_by_footer_and_column(store):
 
 def test_a_local_copy_is_made_once_and_is_of_the_listed_version(store, tmp_path):
     store.put("x/i.idx", b"one" * 1000)
-    path = place(store.path("x/i.idx"))
-    begin_data(tmp_path)
-    copy = local(path)
+    path = as_path(store.path("x/i.idx"))
+    begin_launch(tmp_path)
+    copy = local_copy(path)
     assert copy.read_bytes() == b"one" * 1000 and copy.parent == tmp_path / "bucket" / "x" and copy.suffix == ".idx"
-    assert local(path) == copy and len(store.proxy.gets("i.idx")) == 1
+    assert local_copy(path) == copy and len(store.proxy.gets("i.idx")) == 1
     store.put("x/i.idx", b"two" * 1000)  # of the same size
     copy.write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"x/i.idx: it changed since this run began"):
-        local(path)
-    begin_data(tmp_path)
-    fetch([path, path.with_name("none.idx"), Path("/etc/hosts")])
-    new, old = local(path), copy
+        local_copy(path)
+    begin_launch(tmp_path)
+    make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
+    new, old = local_copy(path), copy
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
 
 
@@ -276,10 +276,10 @@ def test_refused_credentials_are_one_try_and_one_sentence(store, method, code, s
 def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
     assert find(store.path("a/nothing.bin")) is None
     with pytest.raises(FileNotFoundError, match="there is no bucket nobucket; check the path"):
-        place("s3://nobucket/a.bin").exists()
+        as_path("s3://nobucket/a.bin").exists()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    begin_data()
+    begin_launch()
     store.proxy.seen.clear()
     with pytest.raises(PermissionError, match=r"tokens\.bin: no credentials; set AWS_ACCESS_KEY_ID, AWS_SECRET"):
         find(store.path(KEY))
@@ -294,7 +294,7 @@ def test_odd_keys_are_left_out_with_a_line(store, caplog, keys, odd):
     for key in keys | odd:
         store.put(key, b"1")
     folder = next(iter(keys)).split("/")[0]
-    assert {str(path) for path in place(store.path(folder)).rglob("*")} == set(map(store.path, keys))
+    assert {str(path) for path in as_path(store.path(folder)).rglob("*")} == set(map(store.path, keys))
     assert f"{len(odd)} objects are left out" in caplog.text
     for key in keys | odd:
         store.delete(key)
@@ -314,7 +314,7 @@ def test_an_endpoint_that_never_answers_is_named_soon_with_its_variable(store, m
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, first_answer_s=0.3))
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setenv(name, "http://127.0.0.1:9/path")
-    begin_data()
+    begin_launch()
     with pytest.raises(OSError, match=rf"no whole answer from http://127.0.0.1:9/path \(no connection.*; check the "
                                       rf"network and {name}, then"):
         find(store.path(KEY))
@@ -334,7 +334,7 @@ def test_a_store_without_an_endpoint_of_its_own_is_named_by_its_address(monkeypa
 # ---- stops ----------------------------------------------------------------------------------------------------------
 
 def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
-    path, asked = place(store.path(KEY)), []
+    path, asked = as_path(store.path(KEY)), []
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, silence_s=2.0 * PATIENCE_S))
     monkeypatch.setattr(LAUNCH, "stop", lambda: asked)
     store.proxy.faults.append(Fault(stall=True, times=-1))
@@ -347,9 +347,9 @@ def test_whoever_waits_gives_up_when_the_program_is_to_stop(store, monkeypatch):
 
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C"])
 def test_a_program_ends_though_its_store_stalls(store, how):
-    code = ("from nanochat.common import place\nfrom nanochat.integrations.object_storage import RemoteReader\n"
+    code = ("from nanochat.common import as_path\nfrom nanochat.integrations.object_storage import RemoteReader\n"
             "import time\n"
-            f"path = place('{store.path(KEY)}')\npinned = path.pinned()\n"
+            f"path = as_path('{store.path(KEY)}')\npinned = path.pinned()\n"
             "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(2)\n"
             "def wait():\n    try:\n        RemoteReader(path, 'u2').read(0, 10)\n    finally: print('given up')\n"
             "pool.submit(wait)\ninput()\nprint('end', flush=True)\n")
@@ -419,14 +419,14 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         (tmp_path / "files").mkdir()
     else:
         monkeypatch.setitem(sys.modules, "multistorageclient", fake)
-    begin_data(tmp_path / "cache")
+    begin_launch(tmp_path / "cache")
     (tmp_path / "one").write_bytes(TOKENS[:5000].tobytes())
     upload("msc://mine/x/t.bin", tmp_path / "one")
-    path = place("msc://mine/x/t.bin")
+    path = as_path("msc://mine/x/t.bin")
     r = RemoteReader(path, np.uint16)
     assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
-    assert list_objects("msc://mine/x") == [r.pinned] and local(path).read_bytes() == TOKENS[:5000].tobytes()
-    assert find("msc://mine/x/none") is None and not place("msc://mine/y").exists()
+    assert list_objects("msc://mine/x") == [r.pinned] and local_copy(path).read_bytes() == TOKENS[:5000].tobytes()
+    assert find("msc://mine/x/none") is None and not as_path("msc://mine/y").exists()
     with pytest.raises(ValueError, match="msc://yours: no such profile; MSC_CONFIG names"):
         find("msc://yours/x")
     (tmp_path / "other").write_bytes(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
@@ -434,7 +434,7 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     with pytest.raises(ValueError, match="it changed since this run began"):
         r.read_many([(0, 10)])
     room.delete("msc://mine/x/t.bin")
-    begin_data()
+    begin_launch()
     assert not path.exists()
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanochat.common import begin_data, read_json
+from nanochat.common import begin_launch, read_json
 from nanochat.integrations import object_storage as room
 from nanochat.run_dir import TrainLog
 from nanochat.tokenizer import RustBPETokenizer
@@ -230,7 +230,7 @@ def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, c
     assert tokenize("s3://bucket/raw", "of bucket") == found
     assert not bucket.proxy.gets("raw/"), "finished shards are not made again"
     bucket.put("raw/web/0.jsonl", bucket.get("raw/web/0.jsonl").replace(b"th", b"ht"))
-    begin_data()
+    begin_launch()
     assert tokenize("s3://bucket/raw", "of bucket") != found, "another object of the same size"
 
 

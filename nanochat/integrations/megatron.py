@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.common import LAUNCH, hash_bytes, hash_json, in_store
+from nanochat.common import LAUNCH, hash_bytes, hash_json, is_remote
 from nanochat.integrations.megatron_tables import Arrays, cached, find_samples, plan_order
 from nanochat.token_writer import MegatronWriter
 from nanochat.tokens import TokenFile, pair_paths
@@ -220,7 +220,7 @@ class ObjectStorageConfig:
     bin_chunk_nbytes: int = 256 << 20
 
 
-is_object_storage_path = in_store  # megatron-core's name; also true for gs:// and az://
+is_object_storage_path = is_remote  # megatron-core's name; also true for gs:// and az://
 
 
 class IndexedDataset:
@@ -231,7 +231,7 @@ class IndexedDataset:
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
                  object_storage_config: ObjectStorageConfig | None = None):
         self.path_prefix, self.multimodal = str(path_prefix), multimodal
-        if object_storage_config is not None and in_store(path_prefix):
+        if object_storage_config is not None and is_remote(path_prefix):
             LAUNCH.cache = object_storage_config.path_to_idx_cache
         if not self.exists(path_prefix):
             missing = " and ".join(str(path) for path in pair_paths(path_prefix) if not path.is_file())

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import each, get_base_dir, hash_json, in_store, place
+from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
@@ -200,7 +200,7 @@ class SampleConfig:
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether validation has files of its own: those of --val-path, or of DIR/val beside DIR/train."""
-    return val_path is not None or (place(data_path) / "train").is_dir()
+    return val_path is not None or (as_path(data_path) / "train").is_dir()
 
 
 def samples_needed(start: "Start") -> int:
@@ -232,7 +232,7 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of a manifest are the
     first and the end of those that belong to that part. ValueError or FileNotFoundError names what is bad or
     missing."""
-    parts, root = split_matrix(split), place(data_path)
+    parts, root = split_matrix(split), as_path(data_path)
     if parts[0] is None:
         raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first "
                          f"share must be more than 0")
@@ -249,7 +249,7 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
     if has_own_val(data_path, val_path):
         val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
-        where = root if val_path is None else place(val_path)
+        where = root if val_path is None else as_path(val_path)
         check_format(where, [file for some in val_files.values() for file in some], "megatron")
         return {"train": train, "val": {name: scan(where, some) for name, some in val_files.items()}}
     val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
@@ -271,7 +271,7 @@ def _documents(manifest: Manifest, part: Part) -> Manifest:
 
 
 def _prefix(manifest: Manifest) -> str:
-    file = place(manifest["root"]) / manifest["files"][0]["name"]
+    file = as_path(manifest["root"]) / manifest["files"][0]["name"]
     return str(file).removesuffix(".bin")
 
 
@@ -324,7 +324,7 @@ class SampleStream:
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
         any_source = next(iter(sources.values()))
-        self.far = in_store(any_source.manifest["root"])  # where a read takes a while
+        self.far = is_remote(any_source.manifest["root"])  # where a read takes a while
         self.eod = any_source.bos
         self.identity = stream_identity(config, sources, tokenizer) | {
             "prefixes": self.buckets, "samples": hash_json(self.samples.identity())}
@@ -353,8 +353,8 @@ class SampleStream:
         wanted = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
         places = [self.samples.locate(number) for number in wanted]
 
-        def read(place: tuple[int, int]) -> tuple[np.ndarray, ...]:
-            return self.samples.datasets[place[0]].row(place[1])
+        def read(as_path: tuple[int, int]) -> tuple[np.ndarray, ...]:
+            return self.samples.datasets[as_path[0]].row(as_path[1])
 
         rows: list[Row] = []
         samples = each(read, places, at_once=64) if self.far else map(read, places)

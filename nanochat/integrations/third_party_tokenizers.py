@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
-from nanochat.common import check_shape, hash_bytes, hash_json, local, parse_json, place
+from nanochat.common import as_path, check_shape, hash_bytes, hash_json, local_copy, parse_json
 from nanochat.tokenizer import (
     JSON_FILE,
     MAX_IDS,
@@ -362,7 +362,7 @@ SAVED: Mapping[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
     """The tokenizer of another program that a --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
-    path = place(name)
+    path = as_path(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
     tokenizer: ThirdPartyTokenizer
@@ -375,7 +375,7 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
         tokenizer.ends = [int(match[2] or -1)]
     else:
         path = _find_file(path)
-        data = local(path).read_bytes()
+        data = local_copy(path).read_bytes()
         if path.suffix == ".pkl":
             return read_pickle(data, str(path), eod_token)
         tokenizer = KINDS[path.suffix](data, str(path))
@@ -389,7 +389,8 @@ def named_ends(folder: Path) -> list[str | int]:
     """The EOS, then the BOS, that the files beside a tokenizer.json name."""
     ends: list[str | int] = []
     files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
-    values = {file: parse_json(local(file).read_bytes(), file, dict, way_out="mend it or delete it") for file in files}
+    values = {file: parse_json(local_copy(file).read_bytes(), file, dict, way_out="mend it or delete it")
+              for file in files}
     for name, file in itertools.product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token

@@ -57,7 +57,8 @@ from nanochat import (
     text_kinds,
     tokens,
 )
-from nanochat.common import Parser, begin_data, hash_bytes, place, run_main, table, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import begin_data, hash_bytes, place, table
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (

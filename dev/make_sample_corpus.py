@@ -38,7 +38,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dev.repackage_data_reference import PARQUET, new_folder
-from nanochat.common import Parser, get_base_dir, here, read_json, run_main, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import get_base_dir, here, read_json, write_json
 from nanochat.dataset import index_to_filename
 
 MANIFEST = "sample_corpus.json"

@@ -33,7 +33,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, fsync_dir, here, run_main, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import fsync_dir, here
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, STRICT_HELP, SUFFIXES, Reading
 from nanochat.text_kinds import add_text_flags, read_documents

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, parse_json, setting
+from nanochat.cli import Parser, setting
+from nanochat.common import check_shape, parse_json
 from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import split_weights

@@ -46,8 +46,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, did_you_mean, permutation
-from nanochat.yaml_file import read_yaml
+from nanochat.cli import did_you_mean, read_yaml
+from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer makes of a curriculum
 BLOCK = 256  # rows

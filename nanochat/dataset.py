@@ -29,7 +29,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanochat.common import did_you_mean, get_base_dir, in_store, local, place, read_json, run_main
+from nanochat.cli import did_you_mean, run_main
+from nanochat.common import get_base_dir, in_store, local, place, read_json
 from nanochat.text import SUFFIXES, open_parquet, read_batches
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
-from nanochat.common import EXIT_HALTED, begin_data, in_store, place, print0, show, write_json
+from nanochat.cli import EXIT_HALTED
+from nanochat.common import begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
 from nanochat.dataloader import Layout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir

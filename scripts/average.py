@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
-from nanochat.common import Parser, print0, run_main, setup_logging, whole, write_json
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import print0, write_json
 from nanochat.lifecycle import tell_completed
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
 from scripts.export import new_folder

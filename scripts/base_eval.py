@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, get_dist_info, print0, run_main, table, visible, whole, write_json
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import get_dist_info, print0, table, visible, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader
 from nanochat.dist import on_rank0

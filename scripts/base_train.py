@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
+from nanochat.cli import EXIT_HALTED, Parser, quiet_gc, run_main, setup_logging
+from nanochat.common import StopAsked, duration, print0
 from nanochat.config import add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (

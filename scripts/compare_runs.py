@@ -43,7 +43,8 @@ from nanochat.checkpoint import (
     load_checkpoint,
     read_seal,
 )
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, show, table
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
+from nanochat.common import show, table
 from nanochat.integrations.trackers import flat_numbers
 from nanochat.run_dir import cursor_files, find_run, is_step, read_cursors
 from scripts.report import Facts, differing, read_facts

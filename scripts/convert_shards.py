@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, hash_file, here, run_main, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import hash_file, here, write_json
 from nanochat.dataset import data_folder, find_files
 from nanochat.sources import check_format
 from nanochat.token_writer import WRITERS

@@ -40,7 +40,8 @@ from torch import Tensor
 
 from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
-from nanochat.common import Parser, begin_data, fsync_dir, here, read_json, run_main, setup_logging, write_json
+from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.common import begin_data, fsync_dir, here, read_json, write_json
 from nanochat.config import Settings
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import default_data_dir

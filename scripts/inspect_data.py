@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, visible, whole
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
+from nanochat.common import table, visible
 from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import RunData, open_run, stream_config

@@ -28,7 +28,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, read_json, run_main, show, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import duration, read_json, show, write_bytes
 from nanochat.integrations.trackers import flat_numbers
 from nanochat.run_dir import CONFIG_NAME, PLAN_NAME, find_run, list_runs, run_path
 from scripts import status

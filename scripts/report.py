@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, atomic_open, check_shape, duration, read_json, run_main, show, visible, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import atomic_open, check_shape, duration, read_json, show, visible, write_bytes
 from nanochat.config import FIELDS
 from nanochat.run_data import pinned_data
 from nanochat.run_dir import CONFIG_NAME, cursor_files, find_run, iter_log, read_config, read_cursors, read_log

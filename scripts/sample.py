@@ -18,7 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.common import Parser, run_main, setup_logging, visible, whole
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import visible
 from nanochat.dataloader import validation_loader
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, get_base_dir, in_store, run_main, show, table
+from nanochat.cli import Parser, run_main
+from nanochat.common import duration, get_base_dir, in_store, show, table
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import checkpoint_folders, find_run, list_runs, run_path
 

@@ -25,7 +25,8 @@ from typing import Any
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, get_base_dir, here, in_store, run_main, setup_logging, whole
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import get_base_dir, here, in_store
 from nanochat.dataset import BUCKET, FORMATS, NAME, data_folder, default_data_dir, split_train_val
 from nanochat.split_report import DataFile, describe_split, last_file_validates
 from nanochat.text import Reading

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nanochat.checkpoint import TIMED_KEPT
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, whole
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings

@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, begin_data, hash_file, in_store, local, place, run_main, setup_logging, table, whole
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import begin_data, hash_file, in_store, local, place, table
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, duration, get_base_dir, place, public, read_json, run_main, show, visible, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import duration, get_base_dir, place, public, read_json, show, visible
 
 
 def parser():
@@ -74,7 +75,7 @@ def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines, unbuffered):
     """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
-    code = f"from nanochat.common import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
+    code = f"from nanochat.cli import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True,
@@ -90,7 +91,7 @@ SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 def test_no_text_ends_a_program_or_controls_a_terminal():
     """Regression: a character that stdout cannot encode ended a training in its last evaluation."""
     code = """import logging
-from nanochat.common import run_main, setup_logging
+from nanochat.cli import run_main, setup_logging
 def main():
     setup_logging()
     print('caf\\u00e9 \\ud800')
@@ -166,7 +167,7 @@ def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, sai
 
 
 def test_warnings_are_told_without_the_name_of_a_module():
-    code = ("import logging; from nanochat.common import setup_logging; setup_logging(); "
+    code = ("import logging; from nanochat.cli import setup_logging; setup_logging(); "
             "log = logging.getLogger('nanochat.x'); log.info('%s is odd', 'it'); log.warning('%s is odd', 'it')")
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
     assert said == "it is odd\nwarning: it is odd\n"

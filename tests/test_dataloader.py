@@ -74,7 +74,7 @@ def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_
 
 
 def test_a_resting_collector_looks_at_nothing_that_was_there():
-    code = ("import gc; from nanochat.common import quiet_gc; quiet_gc(); "
+    code = ("import gc; from nanochat.cli import quiet_gc; quiet_gc(); "
             "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["100000", "True", "True", "True"]

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from nanochat import plan as plan_module
-from nanochat.common import read_json, run_main
+from nanochat.cli import run_main
+from nanochat.common import read_json
 from nanochat.plan import Plan
 from nanochat.run_dir import PLAN_NAME, read_log
 from scripts import validate

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
@@ -64,7 +65,7 @@ from nanochat.run_dir import (
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import Manifest, counts_and_means
 from nanochat.split_report import describe_split, files_of, last_file_validates
-from nanochat.stream import carry_on, open_stream, stream_identity
+from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
@@ -427,11 +428,13 @@ def own(start: Start, data: RunData) -> Owner:
     --plan is to warn. config.json, written last, holds the resolved settings and what follows from
     them, for people."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off" and settings.order == "lanes":
+    if settings.plan != "off" and settings.mix is not None:
         from nanochat.plan import rehearse
 
         print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
+    elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
+        warn_about_data(start, data)
     if settings.order == "megatron":  # shuffled once, for all ranks, which find the shuffled indices in the cache
         open_stream(stream_config(settings), data.train, [0], tokenizer="")
     owner = claim(run_dir, start.last_owner)
@@ -457,6 +460,20 @@ def own(start: Start, data: RunData) -> Owner:
 
 
 # ---- for people ----------------------------------------------------------------------------------
+
+def warn_about_data(start: Start, data: RunData) -> None:
+    """Warn of a run without curriculum that reads its data more than once or crops much of it, by the lengths of a
+    few hundred documents. Its data cannot run dry, so it has no plan."""
+    settings, [source] = start.settings, data.train.values()
+    T, lengths = settings.max_seq_len, sample_lengths(source)
+    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
+    cropped = float(np.maximum(lengths - T - 1, 0).sum() / lengths.sum()) if crops else 0.0
+    mean = float(lengths.mean()) - 1  # without BOS
+    tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
+    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # else each row holds one entry
+    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped):
+        log.warning("%s", line)
+
 
 def derive(start: Start) -> dict[str, Any]:
     """What follows from the settings."""

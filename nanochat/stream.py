@@ -39,6 +39,8 @@ from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
 
 FORMAT = 5  # of cursors
+SAMPLE_DOCUMENTS = 64  # of a group, where the lengths of documents are estimated
+MUCH_CROPPED = 0.1  # a share of cropped tokens that deserves a warning
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
@@ -295,6 +297,27 @@ def share(account: Mapping[str, int], name: str) -> float:
     """What part of the tokens that have left the buffers, emitted + cropped, was cropped (or
     repeated): what every table calls `cropped %`."""
     return account[name] / max(1, account["emitted"] + account["cropped"])
+
+
+def sample_lengths(source: Source) -> np.ndarray:
+    """(n,) int64: the lengths, BOS included, of the first documents of up to 8 groups, spread over a source."""
+    spread = np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int)
+    return np.array([len(ids) for group in spread.tolist() for ids in source.read(
+        group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
+
+
+def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, about: str = "about ",
+                  ) -> list[str]:
+    """Warnings, a sentence each: a run that trains on `trained` tokens reads `data`, which has `tokens`, more than
+    once; much of it is cropped."""
+    notes = []
+    if passes > 1:
+        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens, and {data} "
+                     f"has {about}{tokens:,}")
+    if cropped > MUCH_CROPPED:
+        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
+                     f"than a row; --long-docs=split crops none, a longer --max-seq-len fewer")
+    return notes
 
 
 def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def write_csv(path: Path, result: Mapping[str, Any]) -> None:
                               for task, accuracy, centered in rows).encode())
 
 
-def look(run: Any) -> None:
+def log_core(run: Any) -> None:
     """Collective. The CORE metric of a model in training, a `trainer.Trainer`: told to people, to the log and,
     under nanochat's names, to the trackers. Raises Stop on all ranks, between two tasks, where one is asked to stop."""
     from nanochat.trainer import LONG_S, Stop

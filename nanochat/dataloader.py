@@ -37,11 +37,12 @@ from nanochat.common import block, get_dist_info
 from nanochat.dataset import list_parquet_files
 from nanochat.order import StreamConfig
 from nanochat.sources import Source, open_source, scan
-from nanochat.stream import Cursor, Row, Stream, open_stream
+from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches that are ready ahead
+NUM_PROMPTS, PROMPT_TOKENS = 6, 12  # of samples that continue validation documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class Slot:
 
 
 # a slot that is full, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
-Filled = tuple[Slot, int, tuple[int, Any] | None]
+Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
@@ -287,14 +288,13 @@ class DataLoader:
 
     def dropped(self) -> dict[str, int]:
         """{bucket: how many of this rank's lanes have dropped it by the end of the last complete step}."""
-        lanes = [dropped for _, _, dropped, _ in self._ends[self.step]]
-        return {bucket: sum(bucket in dropped for dropped in lanes) for bucket in self.buckets}
+        return {bucket: sum(bucket in lane.dropped for lane in self._ends[self.step]) for bucket in self.buckets}
 
     @property
     def phase(self) -> int | None:
         """The phase of the curriculum that this rank's first lane is in, from 1; None without one."""
         mixer, ends = self.stream.mixer, self._ends[self.step]
-        return mixer.phase_of(ends[0][1])[0] + 1 if mixer is not None and ends else None
+        return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
         """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""
@@ -349,6 +349,18 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
                 yield slot.batch()
 
 
+def validation_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, T: int) -> list[list[int]]:
+    """The beginnings, BOS first, of the documents at the start of a few rows of the first validation source."""
+    source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
+    prompts = []
+    for batch in validation_loader(source, tokenizer=tokenizer, T=T, device="cpu", device_batch_size=NUM_PROMPTS,
+                                   num_tokens=NUM_PROMPTS * T):
+        for row in batch.inputs.tolist():
+            tokens = row[:min(PROMPT_TOKENS, T // 2)]
+            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # of the first document only
+    return prompts[:NUM_PROMPTS]
+
+
 # ---- nanochat's loaders --------------------------------------------------------------------------
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -391,6 +403,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
                     device=device or dist.autodetect_device_type(), rank=rank, world_size=world_size,
                     num_threads=tokenizer_threads, cursors=state["cursors"]) as loader:
+        assert isinstance(loader.stream, Stream)
         for batch in loader:
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]

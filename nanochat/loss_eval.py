@@ -98,7 +98,7 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
 
 # ---- between the steps of a run ------------------------------------------------------------------
 
-def look(run: Any) -> None:
+def log_validation(run: Any) -> None:
     """Collective. Bits per byte of a model in training, a `trainer.Trainer`, on validation data: of each
     bucket and of all, printed and logged. Nats per token if the tokenizer does not know bytes. Raises
     Stop on all ranks if one of them is asked to stop while it waits for data."""

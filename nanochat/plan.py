@@ -37,7 +37,7 @@ from nanochat.order import Order, StreamConfig
 from nanochat.run_data import stream_config
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
-from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, feed_json, ledger, reading_notes, sample_lengths, share
+from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_notes, sample_lengths, share
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
                      pool=None)
     for _ in range(rows):
         feed.pack()
-    return ledger([{"buckets": {bucket: feed_json(feed.state())}}], config.T)[bucket]
+    return ledger([{"buckets": {bucket: feed.state().to_json()}}], config.T)[bucket]
 
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:

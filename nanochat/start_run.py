@@ -167,7 +167,7 @@ def command(settings: Settings, world_size: int, device_type: str
 
 # ---- the run that is there -----------------------------------------------------------------------
 
-def look(settings: Settings, device: torch.device) -> Start:
+def inspect_run(settings: Settings, device: torch.device) -> Start:
     """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError
     for settings that changed and may not, for a run in the way of --resume=scratch, and for one
     that another launch is at work on."""
@@ -183,11 +183,11 @@ def look(settings: Settings, device: torch.device) -> Start:
                              f"(--resume scratch starts anew)")
 
     agree(check_home)
-    return on_rank0(lambda: _look(run_dir, settings, device))
+    return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
-def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
-    """Rank 0's part of `look`."""
+def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
+    """Rank 0's part of `inspect_run`."""
     exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
     if exists and scratch and not settings.force:
         raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to move "
@@ -206,7 +206,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
         own_names = (None, run_dir.name, run_dir.resolve().name)  # none: kept elsewhere; it may be a link
-        if checkpoint is not None and tell_origin(checkpoint)["run"] not in own_names:
+        if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
             raise ValueError(f"--resume {settings.resume}: it is of another run than {run_dir}; --init-from="
                              f"{settings.resume} begins a new run with it")
     if settings.init_from is not None and checkpoint is None:
@@ -241,7 +241,7 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     return checkpoint
 
 
-def tell_origin(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """Where a new run's weights come from, for its config.json. Its run is None for a checkpoint
     that lies outside a run directory."""
     folder = checkpoint.path.absolute().parent
@@ -422,7 +422,7 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
 
 # ---- from here on files are written --------------------------------------------------------------
 
-def own(start: Start, data: RunData) -> Owner:
+def claim_run(start: Start, data: RunData) -> Owner:
     """For rank 0: tell people what the run will take of its data, own it and make its directory.
     ValueError, before anything is written, for a run whose plan says that it would halt, unless
     --plan is to warn. config.json, written last, holds the resolved settings and what follows from
@@ -449,7 +449,7 @@ def own(start: Start, data: RunData) -> Owner:
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
-            told = {} if start.origin is None else {"origin": tell_origin(start.origin)}
+            told = {} if start.origin is None else {"origin": describe_origin(start.origin)}
             write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **told, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
@@ -486,7 +486,7 @@ def derive(start: Start) -> dict[str, Any]:
             **{f"params_{k}": v for k, v in model.num_scaling_params().items()}}
 
 
-def tell_memory(parts: dict[str, int]) -> str:
+def describe_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
     told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
     return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
@@ -526,7 +526,7 @@ def print_split(start: Start, data: RunData) -> None:
            sep="\n")
 
 
-def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
+def print_summary(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
     """Print what is about to run: the settings that flags or a file of them set to another value than the
     default (`typed`), what was worked out, and what follows from all of them."""
     for notice in start.notices:
@@ -541,7 +541,7 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
            f"rows; {layout.num_leaves} leaves")
     if (room := device_memory(device)) is not None:
-        print0(tell_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
+        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "
                f"but other bits than with a number that does (--leaves is chosen when a run "

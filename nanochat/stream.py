@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -72,6 +72,55 @@ class Row:
         h.update(self.tokens.astype("<u4").data)
         h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
         return int.from_bytes(h.digest(), "little")
+
+
+class FeedState(NamedTuple):
+    """One bucket of a lane at the end of a step; a copy."""
+
+    epoch: int
+    place: int  # of the next unit
+    num_documents: int
+    read: int  # tokens of these documents
+    counts: dict[str, int]  # of the packer
+    waiting: dict[Document, Piece]
+
+    def to_json(self) -> dict[str, Any]:
+        """A feed's part of a cursor."""
+        return {"epoch": self.epoch, "place": self.place, "documents": self.num_documents, "read": self.read,
+                **self.counts, "waiting": [[*key, *piece] for key, piece in self.waiting.items()]}
+
+
+class LaneState(NamedTuple):
+    """A lane at the end of a step; a copy."""
+
+    lane: int
+    row: int  # rows that it has given
+    dropped: frozenset[str]  # buckets that have run dry
+    feeds: Any  # {bucket: FeedState}; in Megatron's order its own counts
+
+
+class AnyStream(Protocol):
+    """What a loader asks of a stream, in the order of lanes (`Stream`) or in Megatron's (`SampleStream`)."""
+
+    config: Any
+    lanes: list[int]
+    buckets: list[str]
+    mixer: Mixer | None  # None where no curriculum mixes buckets
+
+    def next_rows(self, num_rows: int) -> list[Row]:
+        """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
+
+    def dry_bucket(self, lane: int) -> str | None:
+        """The bucket for which a lane that has no next row waits; None where all of them are dry."""
+
+    def state(self) -> list[LaneState]:
+        """All lanes as they are now: a copy, made at the end of each step."""
+
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, as JSON values: now, or at an earlier `state`."""
+
+    def close(self) -> None:
+        """Stop reading, and wait for reads in progress."""
 
 
 class Packed:
@@ -226,12 +275,12 @@ class Feed:
 
     # -- state
 
-    def state(self) -> tuple[Any, ...]:
-        """All that `feed_json` needs, copied."""
-        return self.epoch, self.place, self.num_documents, self.read, *self.packer.state()
+    def state(self) -> FeedState:
+        """The feed as it is now."""
+        return FeedState(self.epoch, self.place, self.num_documents, self.read, *self.packer.state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
+        """Continue from what `FeedState.to_json` gave. The pool reads the documents that wait, group by group."""
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         for waiting in state["waiting"]:
@@ -264,13 +313,6 @@ class Feed:
                                  f"checkpoint says {length:,}; the data or the tokenizer changed since the "
                                  f"run began")
         return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, found, repeated)}
-
-
-def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
-    """A feed's part of a cursor, from its `state`."""
-    epoch, place, documents, read, counts, waiting = state
-    return {"epoch": epoch, "place": place, "documents": documents, "read": read, **counts,
-            "waiting": [[*key, *piece] for key, piece in waiting.items()]}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
@@ -437,28 +479,30 @@ class Stream:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""
         return self._bucket(lane, self.rows[lane])
 
-    def state(self) -> list[tuple[Any, ...]]:
-        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
-        return [(lane, self.rows[lane], self.dropped[lane],
-                 {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()}) for lane in self.lanes]
+    def state(self) -> list[LaneState]:
+        """All lanes as they are now: a copy, made at the end of each step."""
+        return [LaneState(lane, self.rows[lane], self.dropped[lane],
+                          {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()})
+                for lane in self.lanes]
 
-    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or as `state` told: JSON values."""
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": sorted(dropped),
-                 "buckets": {bucket: feed_json(feed) for bucket, feed in feeds.items()}}
-                for lane, row, dropped, feeds in (self.state() if state is None else state)]
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, as JSON values: now, or at an earlier `state`."""
+        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                 "dropped": sorted(at.dropped),
+                 "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()}}
+                for at in (self.state() if state is None else state)]
 
     def close(self) -> None:
-        """Stop reading; waits for what is being read."""
+        """Stop reading, and wait for reads in progress."""
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
 
 
-def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> Stream:
+def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> AnyStream:
     """Some lanes of the stream that a configuration describes, in the order of lanes or in
-    Megatron's. `given`: what else `Stream` takes."""
+    Megatron's. `given`: the other arguments of `Stream`."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **given)
     from nanochat.integrations.megatron_order import SampleStream
 
-    return SampleStream(config, sources, lanes, **given)  # type: ignore[return-value]
+    return SampleStream(config, sources, lanes, **given)

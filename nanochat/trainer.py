@@ -27,10 +27,10 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,12 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
 from nanochat.run_dir import TrainLog
 from nanochat.schedule import Schedule
-from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
+from nanochat.spikes import MOST_IN_A_ROW, Window, limits, remember
 from nanochat.start_run import Start, build_model
+from nanochat.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from nanochat.integrations import trackers
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +177,7 @@ class Progress:
     # buckets that lanes have dropped: how many lanes
     dropped: dict[str, int] = field(default_factory=dict)
     # with --skip-spikes: what spikes are judged by, and how many steps were not applied
-    window: Looks = field(default_factory=list)
+    window: Window = field(default_factory=list)
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -228,14 +232,14 @@ class Trainer:
     start: Start
     data: RunData
     model: GPT
-    compiled: Any  # the model, as it is called
+    compiled: Callable[..., torch.Tensor]  # the model, as it is called
     optimizer: MuonAdamW
     leaves: LeafAccumulator
     schedule: Schedule
     loader: DataLoader
     progress: Progress
-    journal: Any  # of rank 0; Silence elsewhere
-    dog: Any  # the watchdog
+    journal: "Journal | Silence"
+    dog: Watchdog
     stop: StopWatch
     saver: Saver
     saved_at: float = field(default_factory=time.monotonic)  # of this rank's clock: the last save, or the launch
@@ -309,7 +313,7 @@ class Trainer:
                     **more}
 
             def write() -> Path:
-                if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
+                if lost := self.journal.lost():  # the place may be another launch's by now
                     raise ValueError(lost)
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
                                        cursors=cursors, trainer_state=told)
@@ -342,7 +346,7 @@ class Trainer:
 
         on_rank0(compare)
 
-    def told_save(self, *, wait: bool = False) -> Exception | None:
+    def report_save(self, *, wait: bool = False) -> Exception | None:
         """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns
         the error with which the run must end, if so. Rank 0 knows; nothing elsewhere."""
         outcome = self.saver.take(wait=wait)
@@ -381,7 +385,7 @@ class Trainer:
 
     def finish_save(self) -> None:
         """Wait for the save in flight. Raises the error with which the run must end, if so."""
-        if (error := self.told_save(wait=True)) is not None:
+        if (error := self.report_save(wait=True)) is not None:
             raise error
 
 
@@ -416,11 +420,32 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- telling people ------------------------------------------------------------------------------
 
 class Silence:
-    """Stands where ranks other than 0 have no journal and no state, and runs no trackers: whatever it is
-    told, it does nothing."""
+    """Does nothing: the journal and the state on ranks other than 0, and the trackers of a run that has none."""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    wandb_id: str | None = None
+
+    def started(self, world_size: int, **record: Any) -> None: ...
+
+    def event(self, name: str, **record: Any) -> None: ...
+
+    def step(self, record: dict[str, Any], line: str, **state: Any) -> None: ...
+
+    def ending(self, reason: str) -> None: ...
+
+    def end(self, status: str, reason: str = "") -> None: ...
+
+    def close(self, status: str = "", reason: str = "") -> None: ...
+
+    def lost(self) -> str:
+        return ""
+
+    refresh = lost  # of a `RunState`
+
+    def log(self, values: Mapping[str, Any]) -> None: ...
+
+    def at(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Journal:
@@ -446,7 +471,7 @@ class Journal:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
-        self.trackers: Any = Silence()
+        self.trackers: trackers.Trackers | Silence = Silence()
         if settings.trackers or settings.profiled:
             from nanochat.integrations.trackers import Trackers
 
@@ -455,10 +480,10 @@ class Journal:
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
 
-    def started(self, world_size: int, **told: Any) -> None:
-        """This launch is about to take its first step. `told`: what else the log should have of it."""
+    def started(self, world_size: int, **record: Any) -> None:
+        """Log that this launch is about to take its first step, with a `record` of the command."""
         self.event("started", world_size=world_size, device=self.device.type,
-                   num_iterations=self.start.horizon.num_iterations, **self.versions, **told)
+                   num_iterations=self.start.horizon.num_iterations, **self.versions, **record)
         self.trackers.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
@@ -492,6 +517,10 @@ class Journal:
             f"eta {duration(state['eta_s'])}", refresh=False)
         self.bar.update()
         self.trackers.at(p.step)
+
+    def lost(self) -> str:
+        """'' as long as this launch owns the run, otherwise a sentence for people."""
+        return self.state.owner.lost()
 
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""

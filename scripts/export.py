@@ -46,7 +46,7 @@ from nanochat.config import Settings
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.dataset import default_data_dir
 from nanochat.gpt import GPTConfig
-from nanochat.lifecycle import tell_completed
+from nanochat.lifecycle import write_completed
 from nanochat.run_data import MANIFEST_NAME, find_manifests
 from nanochat.run_dir import CONFIG_NAME, newest_events, open_folders, remove_tree, run_path
 from nanochat.start_run import build_model, resolve
@@ -408,7 +408,7 @@ def bring_in(args: argparse.Namespace) -> str:
         save_checkpoint(run_dir, "final", step=found.step, states={MODEL_NAME: found.state},
                         model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")
-        tell_completed(run_dir, found.step, f"brought in from {args.source}")
+        write_completed(run_dir, found.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
     return f"{out}: a run at step {found.step:,}, from {args.source}"
 

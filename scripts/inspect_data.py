@@ -38,7 +38,7 @@ from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import Layout
 from nanochat.run_data import RunData, open_run, stream_config
 from nanochat.run_dir import cursor_files, find_run, is_run_dir, is_step, iter_log, read_cursors, read_log
-from nanochat.start_run import command, find_data, look
+from nanochat.start_run import command, find_data, inspect_run
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
 from scripts.report import told_ledger, unbalanced
 
@@ -92,7 +92,7 @@ def open_it(args: argparse.Namespace) -> Opened:
     if args.run is None and given:
         settings, tokenizer = command(settings, 1, "cpu")
         settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
-        start, data = find_data(look(settings, torch.device("cpu")), tokenizer)
+        start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
         run_dir, settings, config, begin = start.run_dir, start.settings, stream_config(start.settings), start.cursors
     elif given:
         raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")

@@ -31,16 +31,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from nanochat.common import each, hash_json, in_store, place
+from nanochat.curriculum import Mixer
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.sources import Manifest, Source, check_format, scan
-from nanochat.stream import FORMAT, Cursor, Row, check_cursors, stream_identity
+from nanochat.stream import FORMAT, Cursor, LaneState, Row, check_cursors, stream_identity
 from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
@@ -286,12 +287,19 @@ class SampleRow(Row):
         return (np.cumsum(ends) - ends).astype(np.int32)
 
 
+class SampleCounts(NamedTuple):
+    """What a lane's cursor counts in Megatron's order."""
+
+    taken: int  # samples that all lanes have given
+    rows: list[int]  # of this lane, by bucket
+
+
 class SampleStream:
-    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`.
+    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`.
     Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of another
     stream, and for data that have too few samples."""
 
-    mixer = None
+    mixer: Mixer | None = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, **given: Any):
@@ -349,22 +357,22 @@ class SampleStream:
 
     # ---- state
 
-    def state(self) -> list[tuple[Any, ...]]:
-        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
-        return [(lane, self.row, frozenset(), (self.taken, counts))
+    def state(self) -> list[LaneState]:
+        """As of `AnyStream`."""
+        return [LaneState(lane, self.row, frozenset(), SampleCounts(self.taken, counts))
                 for lane, counts in zip(self.lanes, self.counts.tolist())]
 
-    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or as `state` told: JSON values."""
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """As of `AnyStream`."""
         state, T = self.state() if state is None else state, self.config.T
-        taken = self.samples.counts(state[0][3][0])
+        taken = self.samples.counts(state[0].feeds.taken)
         epochs = [n * T // part.num_tokens_per_epoch
                   for n, part in zip(taken, self.samples.datasets)]
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity,
-                 "dropped": [], "samples": samples,
+        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                 "dropped": [], "samples": at.feeds.taken,
                  "buckets": {bucket: account(n, epoch, T)
-                             for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
-                for lane, row, _, (samples, counts) in state]
+                             for bucket, n, epoch in zip(self.buckets, at.feeds.rows, epochs)}}
+                for at in state]
 
     # ---- for people
 

@@ -161,6 +161,10 @@ class Curriculum:
                                  f"--lanes")
         return [phase.duration_tokens // (T * V) for phase in self.phases]
 
+    def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
+        """What says which bucket each row of each lane comes from."""
+        return Mixer(self, T=T, V=V, seed=seed)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""
         return asdict(self)

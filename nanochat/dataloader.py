@@ -72,7 +72,7 @@ def default_leaves(world_size: int, V: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names
     the flag to mend."""
 
@@ -189,7 +189,7 @@ class DataLoader:
                  world_size: int = 1, num_leaves: int = 1, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False,
                  drop_dry: bool = False):
-        self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
+        self.layout = StepLayout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device = config, torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
@@ -331,7 +331,7 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
         return
-    layout = Layout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
+    layout = StepLayout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
     slot = Slot(B, T, tokenizer.get_bos_token_id(), torch.device(device), with_doc_ids=with_doc_ids)
     for lanes in layout.leaves:
         stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)

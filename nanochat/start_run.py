@@ -1,23 +1,22 @@
 """
-How a run begins or goes on: one walk from the command line to the first step.
+How a run starts or resumes: one walk from the command line to the first step.
 
     settings as given ------ command: + this machine's tokenizer, processes, device       every rank, compared
       |
-    look ------------------- + the run that is there, its newest good checkpoint          rank 0 looks, all get it
+    inspect_run ------------ + the existing run, its newest good checkpoint               rank 0 reads, all get it
       |                        + what follows: lanes, leaves, steps, batch
       |       no run yet           a new run, from step 0 or from another run's weights
       |       unfinished           changed settings are refused; newest good checkpoint, or step 0
-      |       completed, halted    say so; nothing changes
-      |       being trained        refused, naming who does
+      |       completed, halted    this is printed; nothing changes
+      |       being trained        refused, with the process that trains it
       |
     find_data -------------- files found or compared with the pinned ones, opened once    rank 0, then every rank
       |
-    own -------------------- plan, become the owner, tidy up, write config.json,          rank 0
-                             tokenizer/, data_manifest.json, plan.json
+    claim_run -------------- plan (with a curriculum), become the owner, tidy up, write    rank 0
+                             config.json, tokenizer/, data_manifest.json, plan.json
 
-What the walk finds is a `Start`, whose settings are the only ones from then on. Whatever comes
-before owning only looks, so that a command that is refused leaves no trace. scripts.validate walks
-as far as that.
+The result of the walk is a `Start`, whose settings are the only ones from then on. Everything before
+`claim_run` only reads, so a command that is refused leaves no trace. scripts.validate walks as far as that.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_ch
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import begin_data, in_store, place, print0, show, write_json
 from nanochat.config import Settings, flag, go_on
-from nanochat.dataloader import Layout, default_leaves
+from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import data_folder, default_data_dir
 from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
@@ -78,26 +77,20 @@ WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins or goes on. `settings` are resolved; `config` is what config.json of the
-    run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
-    another run's, may be set; `cursors`: where the data go on, None for their beginning, and
-    `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
-    which settings are others now; `last_owner`: the record of the launch that owned the run last;
-    `manifests`: the files of a new run in the order of lanes, else {}; `events`: the log's newest event
-    of each name up to this step, the last launch's alone for how it ended."""
+    """How a run starts or resumes."""
 
     run_dir: Path
-    settings: Settings
+    settings: Settings  # resolved
     horizon: Horizon
-    config: dict[str, Any]
-    checkpoint: Checkpoint | None
-    origin: Checkpoint | None
-    cursors: list[dict[str, Any]] | None
-    skip: int
-    notices: tuple[str, ...]
-    last_owner: bytes
-    manifests: dict[str, dict[str, Manifest]]
-    events: dict[str, dict[str, Any]]
+    config: dict[str, Any]  # the content of the run's config.json, {} for a new run
+    checkpoint: Checkpoint | None  # the run's own; None for step 0
+    origin: Checkpoint | None  # another run's, for a new run with --init-from at step 0
+    cursors: list[dict[str, Any]] | None  # where the data continues, None for its beginning
+    skip: int  # steps whose rows are skipped from there, by `find_data`
+    notices: tuple[str, ...]  # settings that changed, as sentences
+    last_owner: bytes  # the record of the launch that last owned the run
+    manifests: dict[str, dict[str, Manifest]]  # the files of a new run in the order of lanes, else {}
+    events: dict[str, dict[str, Any]]  # newest logged event of each name; of "completed" only the last launch's
 
     @property
     def step(self) -> int:
@@ -168,9 +161,9 @@ def command(settings: Settings, world_size: int, device_type: str
 # ---- the run that is there -----------------------------------------------------------------------
 
 def inspect_run(settings: Settings, device: torch.device) -> Start:
-    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError
-    for settings that changed and may not, for a run in the way of --resume=scratch, and for one
-    that another launch is at work on."""
+    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
+    changed and may not, for --resume=scratch without --force where a run exists, and for a run that another launch
+    trains."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
@@ -264,8 +257,8 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
     """Bytes on a GPU, by part, see `GPT.estimate_memory`; of settings whose type is known."""
-    layout = Layout(settings.lanes, settings.total_batch_size // settings.max_seq_len, settings.device_batch_size, 0,
-                    settings.world_size, settings.leaves)
+    layout = StepLayout(settings.lanes, settings.total_batch_size // settings.max_seq_len,
+                        settings.device_batch_size, 0, settings.world_size, settings.leaves)
     leaves = len(layout.leaves)
     compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
     return build_model(settings).estimate_memory(
@@ -286,7 +279,7 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
     return room is not None and sum(estimate_memory(settings).values()) > room
 
 
-def largest_batch(settings: Settings, layout: Layout, room: int | None) -> int:
+def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
     which a leaf has as many. Sums of leaves may wait elsewhere."""
     of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
@@ -331,7 +324,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
                        dtype=str(dtype).removeprefix("torch."))
     # says what does not fit
     automatic = settings.device_batch_size == -1
-    layout = Layout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
+    layout = StepLayout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
     if automatic:
         settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
     if settings.mix is not None:
@@ -423,10 +416,9 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
 # ---- from here on files are written --------------------------------------------------------------
 
 def claim_run(start: Start, data: RunData) -> Owner:
-    """For rank 0: tell people what the run will take of its data, own it and make its directory.
-    ValueError, before anything is written, for a run whose plan says that it would halt, unless
-    --plan is to warn. config.json, written last, holds the resolved settings and what follows from
-    them, for people."""
+    """For rank 0: print the plan of a run with a curriculum, become the run's owner and make its directory.
+    ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
+    config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     if settings.plan != "off" and settings.mix is not None:
         from nanochat.plan import rehearse
@@ -526,7 +518,7 @@ def print_split(start: Start, data: RunData) -> None:
            sep="\n")
 
 
-def print_summary(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
+def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
     """Print what is about to run: the settings that flags or a file of them set to another value than the
     default (`typed`), what was worked out, and what follows from all of them."""
     for notice in start.notices:

@@ -28,15 +28,17 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from nanochat.common import check_shape
-from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
+
+if TYPE_CHECKING:
+    from nanochat.curriculum import Mixer
 
 FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # of a group, where the lengths of documents are estimated
@@ -105,7 +107,7 @@ class AnyStream(Protocol):
     config: Any
     lanes: list[int]
     buckets: list[str]
-    mixer: Mixer | None  # None where no curriculum mixes buckets
+    mixer: "Mixer | None"  # None where no curriculum mixes buckets
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
@@ -424,7 +426,7 @@ class Stream:
         if config.curriculum is not None:
             config.curriculum.check_buckets(sources)
             sources = {bucket: sources[bucket] for bucket in config.curriculum.buckets}
-            self.mixer = Mixer(config.curriculum, T=config.T, V=config.V, seed=config.seed)
+            self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # that each lane has given

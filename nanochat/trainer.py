@@ -48,7 +48,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import LAUNCH, StopAsked, duration, get_dist_info, print0, show
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader, Layout
+from nanochat.dataloader import DataLoader, StepLayout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
@@ -116,13 +116,13 @@ class StepTotals:
         return math.fsum(self.nats) / sum(self.live) if any(self.live) else math.nan
 
 
-def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
+def leaf_sums(layout: StepLayout, num_buckets: int, device: torch.device) -> torch.Tensor:
     """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live
     targets."""
     return torch.zeros((len(layout.leaves), 2, num_buckets), dtype=wide_dtype(device), device=device)
 
 
-def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
+def add_up(sums: torch.Tensor, layout: StepLayout, *, dropped: Sequence[int], digest: int, dry: bool = False,
            stop: bool = False, unsaved: bool = False, save: bool = False) -> torch.Tensor:
     """Collective. One reduction, in which nothing is rounded; what it gives stays on the device,
     for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table

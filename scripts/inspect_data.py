@@ -35,7 +35,7 @@ from tqdm import tqdm
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import table, visible
 from nanochat.config import add_flags, flag, from_flags
-from nanochat.dataloader import Layout
+from nanochat.dataloader import StepLayout
 from nanochat.run_data import RunData, open_run, stream_config
 from nanochat.run_dir import cursor_files, find_run, is_run_dir, is_step, iter_log, read_cursors, read_log
 from nanochat.start_run import command, find_data, inspect_run
@@ -106,7 +106,7 @@ def open_it(args: argparse.Namespace) -> Opened:
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
     """(step, the part of its digest that each of W ranks would have). ValueError where the data end before."""
-    lanes = [Layout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
+    lanes = [StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
     with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)

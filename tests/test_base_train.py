@@ -203,7 +203,7 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-assert not {{'wandb', 'nanochat.plan'}} & set(sys.modules), 'without a curriculum nothing runs dry'
+assert not {{'wandb', 'nanochat.plan', 'nanochat.curriculum'}} & set(sys.modules), 'of a run without a curriculum'
 loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
 assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # that one only where fastokens is installed
 import nanochat.integrations.object_storage, scripts.tok_train

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from nanochat.common import each, hash_json, in_store, place
-from nanochat.curriculum import Mixer
 from nanochat.dataset import data_folder, find_files, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
@@ -46,6 +45,8 @@ from nanochat.tokens import TokenFile
 
 if TYPE_CHECKING:
     import torch
+
+    from nanochat.curriculum import Mixer
 
 SPLIT, WHOLE = "969,30,1", "1,0,0"  # Megatron's own default; where validation has files of its own
 
@@ -299,7 +300,7 @@ class SampleStream:
     Shuffles, or finds the shuffles in the index cache, at once. ValueError for cursors of another
     stream, and for data that have too few samples."""
 
-    mixer: Mixer | None = None
+    mixer: "Mixer | None" = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, **given: Any):

@@ -1,7 +1,7 @@
 """
 The tables of Megatron's order, pure functions of integers, weights and lengths; and their cache.
 
-    document_index, shuffle_index    two shuffles of a range               `Order.shuffled`
+    document_index, shuffle_index    two shuffles of a range               `Shuffles.shuffled`
     sample_index                     where in the documents samples begin  `find_samples`
     dataset_index and its numbers    which source gives a sample           `blend_sources`
 
@@ -43,7 +43,7 @@ Arrays = dict[str, np.ndarray]
 # ---- tables -------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Order:
+class Shuffles:
     """All that the two shuffles of a data set depend on."""
 
     seed: int
@@ -68,7 +68,7 @@ class Order:
 
 
 def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int,
-               extra: bool, drop_last: bool) -> Order:
+               extra: bool, drop_last: bool) -> Shuffles:
     """How many epochs of `tokens` tokens it takes for `num_samples` samples (None: one epoch), and
     whether the last one is shuffled apart. ValueError if there are no tokens to take them from."""
     wanted, epochs = num_samples or 0, 1
@@ -83,7 +83,7 @@ def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | N
     total = max(0, targets // T)
     if not drop_last:  # megatron-core counts a last partial sample in float32
         total = max(0, int(np.ceil(np.float32(targets) / np.float32(T))))
-    return Order(seed, documents.start, documents.stop, epochs, apart, before, total)
+    return Shuffles(seed, documents.start, documents.stop, epochs, apart, before, total)
 
 
 def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int, tokens: int,

@@ -160,12 +160,12 @@ class Slot:
 
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
-        def there(tensor: torch.Tensor) -> torch.Tensor:
+        def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
 
         inputs, targets = self.tokens.to(self.device, non_blocking=True).to(torch.int64)
-        doc_ids = None if self.doc_ids is None else there(self.doc_ids)
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets))
+        doc_ids = None if self.doc_ids is None else on_device(self.doc_ids)
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.buckets))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()

@@ -158,7 +158,7 @@ def command(settings: Settings, world_size: int, device_type: str
                    cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
 
 
-# ---- the run that is there -----------------------------------------------------------------------
+# ---- the existing run ----------------------------------------------------------------------------
 
 def inspect_run(settings: Settings, device: torch.device) -> Start:
     """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
@@ -441,8 +441,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
-            told = {} if start.origin is None else {"origin": describe_origin(start.origin)}
-            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **told, "derived": derive(start)})
+            origin = {} if start.origin is None else {"origin": describe_origin(start.origin)}
+            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **origin, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
     except BaseException as e:
@@ -480,8 +480,8 @@ def derive(start: Start) -> dict[str, Any]:
 
 def describe_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
-    told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
-    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
+    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
 
 
 @contextlib.contextmanager
@@ -533,7 +533,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
            f"rows; {layout.num_leaves} leaves")
     if (room := device_memory(device)) is not None:
-        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
+        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "
                f"but other bits than with a number that does (--leaves is chosen when a run "

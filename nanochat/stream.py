@@ -173,13 +173,13 @@ class Feed:
         """A unit: (the place behind it, (group, row, length, what is kept, repeated ids) of each of its
         documents, in the order in which they are used)."""
         groups, rows, keep = self.order.unit(epoch, place, stop)
-        found: dict[int, tuple[Any, ...]] = {}
+        documents: dict[int, tuple[Any, ...]] = {}
         for group in dict.fromkeys(groups.tolist()):
             at = np.flatnonzero(groups == group)
             ids, repeated = self.source.read(group, rows[at], keep)
-            found.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
+            documents.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
                          for i, ids, n in zip(at.tolist(), ids, repeated))
-        return place + len(rows), [found[i] for i in range(len(rows))]
+        return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does, or enough documents wait."""
@@ -286,8 +286,8 @@ class Feed:
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         for waiting in state["waiting"]:
-            there = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
-            if not there or waiting[2] >= self.source.groups[waiting[1]]:
+            known = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
+            if not known or waiting[2] >= self.source.groups[waiting[1]]:
                 raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
                                  f"another checkpoint")
         self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
@@ -307,14 +307,14 @@ class Feed:
 
     def _fetch_again(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
         """Documents of a group that a cursor names; ValueError where one is not as long as it was."""
-        found, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
-        for (key, piece), ids in zip(waiting.items(), found):
+        arrays, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
+        for (key, piece), ids in zip(waiting.items(), arrays):
             if len(ids) != (length := self.packer.whole_length(piece)):
                 name, number = self.source.locate(group)
                 raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the "
                                  f"checkpoint says {length:,}; the data or the tokenizer changed since the "
                                  f"run began")
-        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, found, repeated)}
+        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, arrays, repeated)}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
@@ -382,12 +382,12 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
                              f"with the code that wrote it, or start a new run (--model-tag)")
         differ = sorted(k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k))
         if differ:
-            told = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
-            raise ValueError(f"cursor of lane {lane} is of another stream ({told}); start a new run "
+            diff = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
+            raise ValueError(f"cursor of lane {lane} is of another stream ({diff}); start a new run "
                              f"(--model-tag)")
-    found = sorted(cursor["lane"] for cursor in cursors)
-    if len(found) > len(set(found)) or not set(lanes) <= set(found):
-        raise ValueError(f"cursors of lanes {found}, expected one of each of {[*lanes]}; give those of all "
+    numbers = sorted(cursor["lane"] for cursor in cursors)
+    if len(numbers) > len(set(numbers)) or not set(lanes) <= set(numbers):
+        raise ValueError(f"cursors of lanes {numbers}, expected one of each of {[*lanes]}; give those of all "
                          f"ranks of one checkpoint")
 
 
@@ -395,17 +395,17 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
     """Cursors of another run, as those of a new one that goes on with its data: what it consumed
     stays consumed. With another curriculum each bucket goes on where it was, rows are counted from
     0, and buckets that are new begin at their beginning."""
-    found = []
+    continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
         if theirs.get("curriculum") == identity.get("curriculum"):
-            found.append(cursor)
+            continued.append(cursor)
             continue
         new = {"curriculum", *(k for k in theirs.keys() ^ identity.keys() if k.startswith("data "))}
         stream = {k: v for k, v in theirs.items() if k not in new} | {k: identity[k] for k in new if k in identity}
         buckets = {b: feed for b, feed in cursor["buckets"].items() if f"data {b}" in identity}
-        found.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
-    return found
+        continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
+    return continued
 
 
 # ---- lanes ---------------------------------------------------------------------------------------

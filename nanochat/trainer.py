@@ -152,12 +152,12 @@ def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tup
 
 def fetch(values: torch.Tensor) -> list[float]:
     """Wait for a few numbers from the device: asleep, and not in a loop that holds a core."""
-    there = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
+    on_host = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
     if values.is_cuda:
         arrived = torch.cuda.Event(blocking=True)
         arrived.record()
         arrived.synchronize()
-    return there.tolist()
+    return on_host.tolist()
 
 
 # ---- what a run carries --------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Trainer:
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
-            told = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+            trainer_state = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
                     "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
                     "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest,
                     **more}
@@ -316,7 +316,7 @@ class Trainer:
                 if lost := self.journal.lost():  # the place may be another launch's by now
                     raise ValueError(lost)
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
-                                       cursors=cursors, trainer_state=told)
+                                       cursors=cursors, trainer_state=trainer_state)
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
                       keep_milestone_every=settings.keep_milestone_every)
                 return path
@@ -490,8 +490,9 @@ class Journal:
         """Something that happened before the next step."""
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        told = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}  # CORE as nanochat names it
-        self.trackers.log({"step": step, **told})
+        # CORE's values have the names that nanochat gives them
+        tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
+        self.trackers.log({"step": step, **tracked})
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
         self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
@@ -544,8 +545,8 @@ def code_version() -> str:
     """The commit of this code, with a "+" where files differ from it; empty where there is no
     repository."""
     try:
-        told = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+        described = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
                               cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)
-        return told.stdout.strip()
+        return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

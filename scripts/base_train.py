@@ -172,7 +172,7 @@ def one_step(run: Trainer) -> None:
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        why, all_dry = next(told for told in gather_all(dry) if told[0])
+        why, all_dry = next(reason for reason in gather_all(dry) if reason[0])
         raise Stop(why, "halted", all_dry=all_dry)
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for exit codes."""
     settings = from_flags(parse_args(argv))
     words = sys.argv[1:] if argv is None else argv
-    told = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
+    launch = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
     setup_logging()
     end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
     with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
@@ -227,14 +227,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)
-            return train(start, data, stop, told, rank, world_size, device)
+            return train(start, data, stop, launch, rank, world_size, device)
         finally:
             compute_cleanup()
 
 
-def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], rank: int, world_size: int,
+def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], rank: int, world_size: int,
           device: torch.device) -> int:
-    """Own the run, make everything, go through the loop. `told`: "command" and "typed", the names of
+    """Own the run, make everything, go through the loop. `launch`: "command" and "typed", the names of
     the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
@@ -267,8 +267,8 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         stack.callback(stop.ignore_stores)
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
-        print_summary(start, loader.layout, device, told["typed"])
-        journal.started(world_size, **told)
+        print_summary(start, loader.layout, device, launch["typed"])
+        journal.started(world_size, **launch)
         leaves = LeafAccumulator(
             model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device),
             micro_batches_per_leaf=loader.layout.micro_batches_per_leaf)
